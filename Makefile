@@ -1,0 +1,88 @@
+# Every target makes what it needs: `make demo` and `make test` each work alone on a bare machine, and again.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+# pip prefers a CPU build of this version where one is offered (its version sorts higher: 2.13.0+cpu).
+# Name another source like this: make demo TORCH="torch==2.13.0 --index-url https://an.index/cpu"
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+PY      := $(VENV)/bin/python
+PIP     := $(PY) -m pip install --disable-pip-version-check --progress-bar off
+# One line a package as pip gets to it; errors and warnings come on the other stream, whole.
+BRIEFLY := | { grep --line-buffered -E '^(Collecting|Installing|Successfully)' || true; }
+SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
+
+# A failed install must fail its target although the output passes through the filter.
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
+.PHONY: help demo recipes test test-all bench lint format clean
+
+help:
+	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
+	@echo "make recipes   every recipe, one after the other"
+	@echo "make test      the tests; those of the GPU too where there is one"
+	@echo "make test-all  the slow and the nightly ones as well"
+	@echo "make bench     the benchmarks (needs a GPU)"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    let ruff rewrite what it can"
+	@echo "make clean     remove the environment and what tools left behind"
+
+demo: $(VENV)/.demo
+	$(SAY) 'recipe 01'
+	$(PY) recipes/01_quickstart.py
+
+recipes: $(VENV)/.demo
+	@for recipe in recipes/[0-9]*.py recipes/train_*.py; do \
+	  printf '\n[%s] %s\n' "$$(date +%T)" $$recipe; $(PY) $$recipe || exit 1; done
+
+test: $(VENV)/.test
+	$(SAY) 'tests, $(WORKERS) at a time'
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: $(VENV)/.test
+	$(SAY) 'all tests, $(WORKERS) at a time'
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m '' $(ARGS)
+
+bench: $(VENV)/.bench
+	$(PY) benchmarks/run.py $(ARGS)
+
+lint: $(VENV)/.lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.lint
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out
+
+# The environment grows by what a target needs: the demo never waits for the kernel toolchain.
+
+$(VENV)/.torch:
+	$(SAY) 'environment in $(VENV), torch'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) numpy $(TORCH) $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(SAY) 'composattn and what it draws with'
+	$(PIP) -e '.[plot]' $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(SAY) 'test tools and the kernel toolchain'
+	$(PIP) -e '.[plot,gpu,test]' $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.demo
+	$(SAY) 'ruff and mypy'
+	$(PIP) -e '.[plot,lint]' $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.demo
+	$(SAY) 'the kernel toolchain and the peers'
+	$(PIP) -e '.[bench]' $(BRIEFLY)
+	@touch $@
