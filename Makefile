@@ -16,7 +16,7 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-all bench lint format clean
+.PHONY: help demo recipes test test-all bench lint fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
@@ -25,7 +25,7 @@ help:
 	@echo "make test-all  the slow and the nightly ones as well"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
-	@echo "make format    let ruff rewrite what it can"
+	@echo "make fix       let ruff repair what it can"
 	@echo "make clean     remove the environment and what tools left behind"
 
 demo: $(VENV)/.demo
@@ -49,12 +49,10 @@ bench: $(VENV)/.bench
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-format: $(VENV)/.lint
+fix: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out

@@ -1,0 +1,70 @@
+"""What the tests share: fresh inputs with outliers, poisoned memory, and what this machine can run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+
+@functools.cache
+def has_hopper() -> bool:
+    """Whether a Hopper GPU is there to run the generated kernels."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
+def has_kernel_toolchain() -> bool:
+    """Whether kernels can be compiled here (needs no GPU)."""
+    return importlib.util.find_spec("cutlass") is not None
+
+
+def outlier_normal(
+    *shape: int,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """N(0, 1) + N(0, 10²)·Bernoulli(0.001): real activations have outliers, and kernels must survive them.
+
+    Drawn on the CPU in fp32, so that one seed gives the same numbers on every device.
+    """
+    common = torch.randn(shape, generator=generator)
+    rare = torch.rand(shape, generator=generator) < 1e-3
+    drawn = common + torch.where(rare, 10.0 * torch.randn(shape, generator=generator), 0.0)
+    return drawn.to(device=device, dtype=dtype).requires_grad_(requires_grad)
+
+
+def qkv(
+    *,
+    generator: torch.Generator,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    q_len: int = 64,
+    kv_len: int | None = None,
+    dim: int = 32,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    requires_grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); what is left out follows from the rest."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    kv_len = q_len if kv_len is None else kv_len
+    v_dim = dim if v_dim is None else v_dim
+
+    def make(h: int, s: int, d: int) -> torch.Tensor:
+        return outlier_normal(
+            batch, h, s, d, generator=generator, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+
+    return make(heads, q_len, dim), make(kv_heads, kv_len, dim), make(kv_heads, kv_len, v_dim)
+
+
+def poison_cuda_memory(megabytes: int = 256) -> None:
+    """Fill what the allocator hands out next with NaN, so that what a kernel leaves unwritten shows."""
+    torch.full((megabytes * 2**18,), float("nan"), device="cuda")
+    torch.cuda.synchronize()
