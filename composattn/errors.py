@@ -1,0 +1,153 @@
+"""Every refusal by name: what was got, what is taken, and the way out.
+
+All classes derive from `ComposattnError` and from the built-in exception that Python users would expect
+(`TypeError`, `ValueError`, ...), so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class ComposattnError(Exception):
+    """Base of everything that composattn raises on purpose."""
+
+
+# --- tracing -----------------------------------------------------------------------------------------------
+
+
+class TraceError(ComposattnError):
+    """A callable can't become a graph. `line` is the user's own source line, quoted in the message."""
+
+    def __init__(self, message: str, line: str | None = None) -> None:
+        super().__init__(f"{message}\n  at {line}" if line else message)
+        self.line = line
+
+
+class DataDependentBranch(TraceError, TypeError):
+    """`if`, `and`, `or`, `not`, `while` or `assert` on a traced value."""
+
+
+class ScalarExtraction(TraceError, TypeError):
+    """`.item()`, `float()`, `int()` or use as a Python index of a traced value."""
+
+
+class InPlaceWrite(TraceError, TypeError):
+    """A write into a traced value or a captured tensor."""
+
+
+class RandomNumber(TraceError, TypeError):
+    """A random number drawn inside a mod."""
+
+
+class ReductionInMod(TraceError, TypeError):
+    """A reduction, matrix product or other non-pointwise function inside a mod."""
+
+
+class UnsupportedOperation(TraceError, TypeError):
+    """A function that has no row in the table of operations."""
+
+
+class InvalidRead(TraceError, IndexError):
+    """A captured tensor read with slices, a non-integer index, too many or too few indices."""
+
+
+class ConstantIndexOutOfRange(TraceError, IndexError):
+    """A captured tensor read at a constant position that it does not have."""
+
+
+class UnindexedTensor(TraceError, TypeError):
+    """A captured tensor of rank above 0 used whole."""
+
+
+class TypeMismatch(TraceError, TypeError):
+    """An operation applied to value types that it does not take (`~` of a float, `-` of two bools, ...)."""
+
+
+class WrongReturn(TraceError, TypeError):
+    """A mask that returns something else than bool, or a score mod that returns something else than a number."""
+
+
+class WrongSignature(ComposattnError, TypeError):
+    """A mod that can't be called as mask_mod(b, h, q, kv) or score_mod(score, b, h, q, kv)."""
+
+
+class WrongComposition(ComposattnError, TypeError):
+    """A score mod where a mask belongs, `and` for `&`, and their like."""
+
+
+class CapturedIndexOutOfRange(ComposattnError, IndexError):
+    """A captured tensor read outside of its shape at a position that the mask leaves visible."""
+
+
+# --- the arguments of a call -------------------------------------------------------------------------------
+
+
+class InvalidArgument(ComposattnError, ValueError):
+    """An argument of attention() that no backend could take."""
+
+
+class NotATensor(InvalidArgument, TypeError):
+    """q, k or v is not a torch.Tensor."""
+
+
+class WrongRank(InvalidArgument):
+    """q, k or v does not have the four dimensions (B, H, S, D)."""
+
+
+class ShapeMismatch(InvalidArgument):
+    """Batch, head dimension or length of q, k and v disagree."""
+
+
+class GroupMismatch(InvalidArgument):
+    """The number of query heads is not a multiple of the number of key/value heads."""
+
+
+class EmptyDimension(InvalidArgument):
+    """Batch, heads, head dimension or length is zero where it can't be."""
+
+
+class DTypeMismatch(InvalidArgument, TypeError):
+    """q, k and v have different dtypes."""
+
+
+class UnsupportedDType(InvalidArgument, TypeError):
+    """A dtype that the backend does not compute with."""
+
+
+class DeviceMismatch(InvalidArgument):
+    """q, k, v or a captured tensor lie on different devices."""
+
+
+class InvalidScale(InvalidArgument):
+    """The softmax scale is not a finite number."""
+
+
+class UnsupportedLayout(InvalidArgument):
+    """Strides that the backend can't read without a copy."""
+
+
+class UnsupportedHeadDim(InvalidArgument):
+    """A head dimension beyond what the backend computes."""
+
+
+class UnsupportedCapture(InvalidArgument):
+    """A captured tensor of a dtype, layout or kind that the backend can't read."""
+
+
+class BlockMaskMismatch(InvalidArgument):
+    """A BlockMask made for other lengths, batch or heads than those of the call."""
+
+
+class UnsupportedOption(InvalidArgument):
+    """An option of torch's flex_attention that has no meaning here."""
+
+
+class UnknownBackend(InvalidArgument):
+    """A backend name that does not exist."""
+
+
+class BackendUnavailable(ComposattnError, RuntimeError):
+    """A backend that exists but can't serve this call on this machine."""
+
+
+class GradientUnsupported(ComposattnError, RuntimeError):
+    """A gradient that the backend does not compute."""

@@ -1,0 +1,97 @@
+"""An expression on torch tensors, each part at its own broadcast shape: the meaning of every graph.
+
+Used by the reference (fp64) and streaming backends and by every check of the analysis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .expr import DType, Expr, walk
+from .ops import CASTS, OPS
+
+
+@dataclass
+class Env:
+    """Values for the leaves; any mutually broadcastable shapes, integers as int64.
+
+    `float_dtype` is the type that floats are computed in. `tensors` maps a captured tensor object to what is
+    read in its place (a leaf that requires grad, a copy on another device). `reads` receives, for every read,
+    what was asked before clamping, so that a caller can check it where the mask is visible.
+    """
+
+    index: Mapping[str, torch.Tensor | int]
+    score: torch.Tensor | None = None
+    float_dtype: torch.dtype = torch.float64
+    device: torch.device | str = "cpu"
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    reads: list[tuple[Expr, torch.Tensor]] | None = None
+
+    def tensor_of(self, node: Expr) -> torch.Tensor:
+        tensor: torch.Tensor = node.attr.tensor
+        return self.tensors.get(id(tensor), tensor)
+
+
+def evaluate(root: Expr, env: Env) -> torch.Tensor:
+    """Value of `root`; shape is the broadcast of what it depends on."""
+    return evaluate_all([root], env)[0]
+
+
+def evaluate_all(roots: list[Expr], env: Env) -> list[torch.Tensor]:
+    """Values of several roots, shared parts once."""
+    memo: dict[int, Any] = {}
+    for node in walk(*roots):
+        memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], env)
+    return [memo[id(r)] for r in roots]
+
+
+def _value(node: Expr, args: list[Any], env: Env) -> Any:
+    if node.op == "const":
+        return torch.tensor(node.attr, dtype=_torch_type(node.dtype, env), device=env.device)
+    if node.op == "index":
+        return torch.as_tensor(env.index[node.attr], device=env.device)
+    if node.op == "score":
+        return env.score
+    if node.op == "scalar":
+        return torch.tensor(node.attr.value, dtype=_torch_type(node.dtype, env), device=env.device)
+    if node.op == "read":
+        return _read(node, args, env)
+    wanted = _torch_type(node.dtype, env)
+    if node.op.startswith("cast_"):
+        target = CASTS[node.op.removeprefix("cast_")][0]
+        return args[0].to(target).to(wanted)
+    if node.op == "where":
+        return torch.where(args[0], args[1].to(wanted), args[2].to(wanted))
+    if node.dtype is DType.BOOL and node.op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        common = env.float_dtype if any(a.dtype is DType.FLOAT for a in node.args) else torch.int64
+        return OPS[node.op].torch(*(a.to(common) for a in args))
+    if node.dtype is DType.BOOL:
+        return OPS[node.op].torch(*args)
+    return OPS[node.op].torch(*(a.to(wanted) for a in args))
+
+
+def _torch_type(dtype: DType, env: Env) -> torch.dtype:
+    if dtype is DType.FLOAT:
+        return env.float_dtype
+    return torch.bool if dtype is DType.BOOL else torch.int64
+
+
+def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
+    """Negative positions count from the end, as in torch; positions outside are clamped, and reported in `reads`."""
+    tensor = env.tensor_of(node)
+    where = []
+    outside: Any = None
+    for i, size in zip(indices, tensor.shape, strict=True):
+        wrapped = torch.where(i < 0, i + size, i)
+        if env.reads is not None:
+            bad = (wrapped < 0) | (wrapped >= size)
+            outside = bad if outside is None else outside | bad
+        where.append(wrapped.clamp(0, max(size - 1, 0)))
+    if outside is not None and env.reads is not None:
+        env.reads.append((node, outside))
+    value = tensor[tuple(torch.broadcast_tensors(*where))] if where else tensor
+    return value.to(_torch_type(node.dtype, env))

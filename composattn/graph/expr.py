@@ -1,0 +1,259 @@
+"""The typed expression tree that a mod is traced into: immutable, hash-consed, with its dependences.
+
+An `Expr` is one operation (`op` names a row of `ops.OPS`), its arguments, its value type, and for a leaf what
+it stands for (`attr`). Equal trees are the same object, so `is` compares and a walk visits shared parts once.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import TypeMismatch
+
+
+class DType(enum.Enum):
+    """Type of a value in the graph; `FLOAT` is fp32 in kernels and fp64 in the reference."""
+
+    BOOL = "bool"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT = "float"
+
+    def __repr__(self) -> str:
+        return self.value
+
+    @property
+    def is_integer(self) -> bool:
+        return self in (DType.INT32, DType.INT64)
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> DType:
+        """Value type that a tensor element of `dtype` has once read."""
+        if dtype is torch.bool:
+            return DType.BOOL
+        if dtype.is_floating_point:
+            return DType.FLOAT
+        if dtype.is_complex:
+            raise TypeMismatch(f"complex values ({dtype}) have no order and no softmax; pass real tensors")
+        return DType.INT64 if dtype is torch.int64 else DType.INT32
+
+
+_RANK = {DType.BOOL: 0, DType.INT32: 1, DType.INT64: 2, DType.FLOAT: 3}
+
+
+def promote(*types: DType) -> DType:
+    """The smallest type that holds all of `types`: bool < int32 < int64 < float."""
+    return max(types, key=_RANK.__getitem__)
+
+
+class Capture:
+    """A tensor that a mod reads; two captures are equal when they hold the same tensor object."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Capture) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+    def __repr__(self) -> str:
+        return f"Capture({str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)})"
+
+
+class Dep(enum.IntFlag):
+    """What a value changes with."""
+
+    NONE = 0
+    B = 1
+    H = 2
+    Q = 4
+    KV = 8
+    SCORE = 16
+    RUNTIME = 32  # a scalar, a length or a captured tensor: known at the call, not at compile time
+
+
+_INDEX_DEPS = {
+    "b": Dep.B,
+    "h": Dep.H,
+    "q": Dep.Q,
+    "kv": Dep.KV,
+    "q_len": Dep.B | Dep.RUNTIME,
+    "kv_len": Dep.B | Dep.RUNTIME,
+}
+
+
+class Rate(enum.Enum):
+    """How often a value has to be computed, from rarely to always (the dependence classes of docs/design.md)."""
+
+    CONSTANT = "constant"
+    HEAD = "head-only"
+    ROW = "row-only"
+    COLUMN = "column-only"
+    ELEMENT = "per element"
+
+
+class Expr:
+    """One node. Build it with `ops.apply`, `const`, `index`, `score`, `scalar` or `read`, never directly."""
+
+    __slots__ = ("__weakref__", "_key", "args", "attr", "deps", "dtype", "op")
+
+    op: str
+    args: tuple[Expr, ...]
+    dtype: DType
+    attr: Any
+    deps: Dep
+
+    def __repr__(self) -> str:
+        if self.op == "const":
+            return repr(self.attr)
+        if not self.args:
+            return f"{self.attr}" if self.op == "index" else f"{self.op}({self.attr})" if self.attr else self.op
+        inside = ", ".join(map(repr, self.args))
+        return f"{self.op}({inside})" if self.attr is None else f"{self.op}[{self.attr}]({inside})"
+
+    @property
+    def rate(self) -> Rate:
+        deps = self.deps
+        if deps & Dep.SCORE or (deps & Dep.Q and deps & Dep.KV):
+            return Rate.ELEMENT
+        if deps & Dep.Q:
+            return Rate.ROW
+        if deps & Dep.KV:
+            return Rate.COLUMN
+        return Rate.HEAD if deps else Rate.CONSTANT
+
+    @property
+    def is_const(self) -> bool:
+        return self.op == "const"
+
+
+_interned: weakref.WeakValueDictionary[Hashable, Expr] = weakref.WeakValueDictionary()
+
+
+def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, deps: Dep = Dep.NONE) -> Expr:
+    """The one node with these fields; `deps` is added to what the arguments depend on."""
+    key_attr = struct.pack("d", attr) if isinstance(attr, float) else attr
+    key = (op, tuple(map(id, args)), dtype, key_attr, type(attr))
+    found = _interned.get(key)
+    if found is not None:
+        return found
+    node = Expr.__new__(Expr)
+    node.op, node.args, node.dtype, node.attr, node._key = op, args, dtype, attr, key
+    for a in args:
+        deps |= a.deps
+    node.deps = deps
+    _interned[key] = node
+    return node
+
+
+def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
+    """A Python number; an int beyond 32 bits is int64."""
+    if dtype is None:
+        if isinstance(value, bool):
+            dtype = DType.BOOL
+        elif isinstance(value, int):
+            dtype = DType.INT32 if -(2**31) <= value < 2**31 else DType.INT64
+        else:
+            dtype = DType.FLOAT
+    value = bool(value) if dtype is DType.BOOL else float(value) if dtype is DType.FLOAT else int(value)
+    return make("const", (), dtype, value)
+
+
+def index(name: str) -> Expr:
+    """One of b, h, q, kv (logical positions) or q_len, kv_len (lengths of the sequence at hand)."""
+    return make("index", (), DType.INT32, name, _INDEX_DEPS[name])
+
+
+def score() -> Expr:
+    """The score that a score mod receives: scale * q·k."""
+    return make("score", (), DType.FLOAT, None, Dep.SCORE)
+
+
+def read(capture: Capture, indices: Iterable[Expr]) -> Expr:
+    """One element of a captured tensor; as many int indices as the tensor has dimensions."""
+    return make("read", tuple(indices), DType.of(capture.tensor.dtype), capture, Dep.RUNTIME)
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every node under `roots` once, arguments before users."""
+    seen: set[int] = set()
+    for root in roots:
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                yield node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack.append((node, True))
+                stack.extend((a, False) for a in reversed(node.args))
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """`node` with other arguments, retyped by its row."""
+    from .ops import apply
+
+    if node.op == "read":
+        return read(node.attr, args)
+    return apply(node.op, *args, attr=node.attr) if args else node
+
+
+def transform(root: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
+    """`root` with every node for which `leaf` gives a replacement replaced, and its users rebuilt."""
+    done: dict[int, Expr] = {}
+    for node in walk(root):
+        new = leaf(node)
+        if new is None:
+            args = tuple(done[id(a)] for a in node.args)
+            new = node if all(x is y for x, y in zip(args, node.args, strict=True)) else rebuild(node, args)
+        done[id(node)] = new
+    return done[id(root)]
+
+
+def substitute(root: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
+    """`root` with leaves replaced, e.g. `{score(): other}`."""
+    return transform(root, replacements.get)
+
+
+def captures(*roots: Expr) -> tuple[Capture, ...]:
+    """Captured tensors in order of first appearance, each once."""
+    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op == "read"))
+
+
+def scalars(*roots: Expr) -> tuple[Any, ...]:
+    """`ca.scalar` values in order of first appearance, each once."""
+    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op == "scalar"))
+
+
+def content_key(*roots: Expr | None) -> tuple[Hashable, ...]:
+    """What the graphs compute, without the tensors: equal keys mean one kernel serves both.
+
+    Captures and scalars become slots numbered by first appearance (with dtype and rank), so two closures over
+    different tensors share a kernel, and two different graphs never do.
+    """
+    number: dict[int, int] = {}
+    slots: dict[Any, int] = {}
+    rows: list[Hashable] = []
+    for node in walk(*(r for r in roots if r is not None)):
+        attr: Hashable = node.attr
+        if node.op == "read":
+            tensor = node.attr.tensor
+            attr = (slots.setdefault(node.attr, len(slots)), str(tensor.dtype), tensor.ndim)
+        elif node.op == "scalar":
+            attr = (slots.setdefault(node.attr, len(slots)), node.dtype.value)
+        elif isinstance(attr, float):
+            attr = struct.pack("d", attr)
+        number[id(node)] = len(number)
+        rows.append((node.op, node.dtype.value, attr, type(node.attr).__name__, *(number[id(a)] for a in node.args)))
+    ends = tuple(-1 if r is None else number[id(r)] for r in roots)
+    return (ends, *rows)

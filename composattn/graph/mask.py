@@ -1,0 +1,120 @@
+"""The mask value: which (q, kv) pairs attend, as a graph that composes with `& | ~` and is itself a mask_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import errors
+from .evaluate import Env, evaluate
+from .expr import Expr, const, index, substitute
+from .ops import apply
+from .trace import Proxy, Symbolic, arity, as_expr, trace_mask, user_line
+
+_INDICES = ("b", "h", "q", "kv")
+
+
+def call_graph(expr: Expr, leaves: dict[str, Any]) -> Any:
+    """`expr` at the given leaves: a proxy when any of them is one, else a tensor (0-d for Python numbers)."""
+    if any(isinstance(v, Symbolic) for v in leaves.values()):
+        from .expr import score
+
+        node = {name: score() if name == "score" else index(name) for name in leaves}
+        return Proxy(substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()}))
+    tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
+    device = tensors[0].device if tensors else "cpu"
+    given = {k: torch.as_tensor(v, device=device) for k, v in leaves.items()}
+    score_value = given.pop("score", None)
+    env = Env(index=given, device=device, float_dtype=torch.float32)
+    if score_value is not None:
+        env.score = score_value
+        env.float_dtype = score_value.dtype if score_value.is_floating_point() else torch.float32
+    return evaluate(expr, env)
+
+
+class Mask:
+    """A composable mask. True means that query `q` may attend to key `kv`.
+
+    Combine with `&`, `|`, `~` (either side may be a plain callable), call it like any mask_mod, also inside
+    another mod, or pass it as `mask_mod=`.
+
+        visible = causal() & (sliding_window(1024) | (lambda b, h, q, kv: kv < 4))
+    """
+
+    __slots__ = ("expr", "name")
+
+    def __init__(self, expr: Expr, name: str = "mask") -> None:
+        self.expr, self.name = expr, name
+
+    @staticmethod
+    def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
+        """`fn` as a Mask: itself, or traced.
+
+        Raises: `WrongComposition` for a score mod, and what tracing raises.
+        """
+        if isinstance(fn, Mask):
+            return fn
+        from .score import Score
+
+        if isinstance(fn, Score):
+            raise errors.WrongComposition(
+                f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, or join score mods with >> and +"
+            )
+        if isinstance(fn, torch.Tensor):
+            raise errors.WrongComposition(
+                "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
+                "or mods.scores.bias(tensor) for an additive one"
+            )
+        return Mask(trace_mask(fn), name or getattr(fn, "__name__", type(fn).__name__))
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return call_graph(self.expr, dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True)))
+
+    def __and__(self, other: Any) -> Mask:
+        return self._join("and", "&", self, other)
+
+    def __or__(self, other: Any) -> Mask:
+        return self._join("or", "|", self, other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return self._join("and", "&", other, self)
+
+    def __ror__(self, other: Any) -> Mask:
+        return self._join("or", "|", other, self)
+
+    def __invert__(self) -> Mask:
+        return Mask(apply("not", self.expr), f"~{self.name}")
+
+    @staticmethod
+    def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
+        for side in (left, right):
+            if isinstance(side, bool) or not callable(side):
+                raise errors.WrongComposition(
+                    f"{sign} joins masks, got {type(side).__name__}; a mask is a Mask or a callable (b, h, q, kv)"
+                )
+            if not isinstance(side, Mask) and arity(side) == 5:
+                raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
+        a, b = Mask.of(left), Mask.of(right)
+        return Mask(apply(op, a.expr, b.expr), f"({a.name} {sign} {b.name})")
+
+    def _no_scores(self, other: Any) -> Any:
+        raise errors.WrongComposition(
+            "masks join with & | ~; `>>` and `+` join score mods. A mask used as a bias is "
+            "`lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
+        )
+
+    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = _no_scores
+
+    def __bool__(self) -> bool:
+        raise errors.WrongComposition(
+            f"a mask has no truth value: write & | ~ where `and`, `or`, `not` stand\n  at {user_line()}"
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+ALL = Mask(const(True), "all")
+"""Every pair attends: the mask of plain attention."""

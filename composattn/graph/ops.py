@@ -1,0 +1,275 @@
+"""One row per operation: its torch function, its result type, its derivative, its algebra.
+
+A new operation is one row here and one row in `primitives/emit.py` (its CuTe form). `bounds` of a row is in
+`intervals.py`, keyed by the same names, because it speaks of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from ..errors import TypeMismatch
+from .expr import DType, Expr, const, make, promote
+
+TypeRule = Callable[..., DType]
+Partials = tuple[Expr | None, ...]  # d out / d argument, None where it is zero or the argument is not a float
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the rest of the package needs to know of an operation, arguments in the order of `Expr.args`."""
+
+    name: str
+    torch: Callable[..., Any]
+    result: TypeRule
+    partials: Callable[..., Partials] | None = None  # (out, *args) → derivative by each argument
+    sympy: Callable[..., Any] | None = None
+    commutes: bool = False
+
+
+# --- result types ------------------------------------------------------------------------------------------
+
+
+def _same(*types: DType) -> DType:
+    return promote(*types)
+
+
+def _number(name: str) -> TypeRule:
+    def rule(*types: DType) -> DType:
+        if all(t is DType.BOOL for t in types):
+            raise TypeMismatch(f"{name} of bool values; use & | ~ for logic, or cast with .int() for arithmetic")
+        return promote(*types)
+
+    return rule
+
+
+def _float(*types: DType) -> DType:
+    return DType.FLOAT
+
+
+def _bool(*types: DType) -> DType:
+    return DType.BOOL
+
+
+def _bits(name: str) -> TypeRule:
+    def rule(*types: DType) -> DType:
+        if DType.FLOAT in types:
+            raise TypeMismatch(f"{name} of float values; compare first, e.g. (x > 0) {name} (y > 0)")
+        return promote(*types)
+
+    return rule
+
+
+def _shift(*types: DType) -> DType:
+    if DType.FLOAT in types or types[0] is DType.BOOL:
+        raise TypeMismatch("shifts take integers; cast with .int()")
+    return promote(*types)
+
+
+def _where(condition: DType, yes: DType, no: DType) -> DType:
+    if condition is not DType.BOOL:
+        raise TypeMismatch(f"torch.where needs a bool condition, got {condition.value}; write e.g. x != 0")
+    return promote(yes, no)
+
+
+# --- derivatives -------------------------------------------------------------------------------------------
+
+
+def f(name: str, *args: Expr | float) -> Expr:
+    """`apply` that also takes Python numbers; short because the table below is read as formulas."""
+    return apply(name, *(a if isinstance(a, Expr) else const(a) for a in args))
+
+
+def _where_one(condition: Expr) -> Expr:
+    return f("where", condition, 1.0, 0.0)
+
+
+def _tie(wins: Expr, ties: Expr) -> Expr:
+    return f("where", wins, 1.0, f("where", ties, 0.5, 0.0))  # torch splits a tie of max/min evenly
+
+
+def _pow_partials(out: Expr, x: Expr, y: Expr) -> Partials:
+    by_x = f("where", f("eq", y, 0.0), 0.0, f("mul", y, f("pow", x, f("sub", y, 1.0))))
+    if y.is_const:
+        return (const(0.0) if y.attr == 0 else f("mul", y, f("pow", x, float(y.attr) - 1.0)), None)
+    by_y = f("where", f("and", f("eq", x, 0.0), f("ge", y, 0.0)), 0.0, f("mul", out, f("log", x)))
+    return by_x, by_y
+
+
+def _sign_of(x: Expr) -> Expr:
+    return f("sign", x)
+
+
+_LN2 = math.log(2.0)
+_TWO_OVER_SQRT_PI = 2.0 / math.sqrt(math.pi)
+
+
+def _zero(out: Expr, *args: Expr) -> Partials:
+    return (None,) * len(args)
+
+
+# --- torch functions with the meaning that the table needs -----------------------------------------------
+
+
+def _torch_floordiv(x: Any, y: Any) -> Any:
+    return torch.div(x, y, rounding_mode="floor")
+
+
+def _torch_truncdiv(x: Any, y: Any) -> Any:
+    return torch.div(x, y, rounding_mode="trunc")
+
+
+CASTS: dict[str, tuple[torch.dtype, DType]] = {
+    "bool": (torch.bool, DType.BOOL),
+    "int32": (torch.int32, DType.INT32),
+    "int64": (torch.int64, DType.INT64),
+    "float": (torch.float32, DType.FLOAT),
+    "float16": (torch.float16, DType.FLOAT),  # rounds to the type, then goes on in fp32
+    "bfloat16": (torch.bfloat16, DType.FLOAT),
+}
+
+
+def _sympy_where(c: Any, x: Any, y: Any) -> Any:
+    return sympy.Piecewise((x, c), (y, True))
+
+
+def _rows() -> list[Op]:
+    S = sympy
+    number, bits = _number, _bits
+    one = lambda *_: 1.0  # noqa: E731
+    return [
+        # arithmetic
+        Op("add", torch.add, _same, lambda o, x, y: (const(1.0), const(1.0)), lambda x, y: x + y, True),
+        Op("sub", torch.sub, number("-"), lambda o, x, y: (const(1.0), const(-1.0)), lambda x, y: x - y),
+        Op("mul", torch.mul, _same, lambda o, x, y: (y, x), lambda x, y: x * y, True),
+        Op("div", torch.true_divide, _float, lambda o, x, y: (f("div", 1.0, y), f("neg", f("div", o, y))), lambda x, y: x / y),
+        Op("floordiv", _torch_floordiv, number("//"), _zero, lambda x, y: S.floor(x / y)),
+        Op("truncdiv", _torch_truncdiv, number("div"), _zero),
+        Op("mod", torch.remainder, number("%"), lambda o, x, y: (const(1.0), f("neg", f("floordiv", x, y))), lambda x, y: S.Mod(x, y)),
+        Op("fmod", torch.fmod, number("fmod"), lambda o, x, y: (const(1.0), f("neg", f("truncdiv", x, y)))),
+        Op("pow", torch.pow, number("**"), _pow_partials, lambda x, y: x**y),
+        Op("neg", torch.neg, number("-"), lambda o, x: (const(-1.0),), lambda x: -x),
+        Op("abs", torch.abs, number("abs"), lambda o, x: (_sign_of(x),), S.Abs),
+        Op("sign", torch.sign, number("sign"), _zero, S.sign),
+        Op("maximum", torch.maximum, _same, lambda o, x, y: (_tie(f("gt", x, y), f("eq", x, y)), _tie(f("lt", x, y), f("eq", x, y))), S.Max, True),
+        Op("minimum", torch.minimum, _same, lambda o, x, y: (_tie(f("lt", x, y), f("eq", x, y)), _tie(f("gt", x, y), f("eq", x, y))), S.Min, True),
+        # clamp keeps the gradient at its ends, maximum and minimum split it: hence rows of their own
+        Op("clamp_min", torch.maximum, _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
+        Op("clamp_max", torch.minimum, _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
+        Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), _sympy_where),
+        # comparisons and logic
+        Op("lt", torch.lt, _bool, _zero, lambda x, y: S.Lt(x, y)),
+        Op("le", torch.le, _bool, _zero, lambda x, y: S.Le(x, y)),
+        Op("gt", torch.gt, _bool, _zero, lambda x, y: S.Gt(x, y)),
+        Op("ge", torch.ge, _bool, _zero, lambda x, y: S.Ge(x, y)),
+        Op("eq", torch.eq, _bool, _zero, lambda x, y: S.Eq(x, y), True),
+        Op("ne", torch.ne, _bool, _zero, lambda x, y: S.Ne(x, y), True),
+        Op("and", torch.bitwise_and, bits("&"), _zero, lambda x, y: S.And(x, y), True),
+        Op("or", torch.bitwise_or, bits("|"), _zero, lambda x, y: S.Or(x, y), True),
+        Op("xor", torch.bitwise_xor, bits("^"), _zero, lambda x, y: S.Xor(x, y), True),
+        Op("not", torch.bitwise_not, bits("~"), _zero, lambda x: S.Not(x)),
+        Op("lshift", torch.bitwise_left_shift, _shift, _zero),
+        Op("rshift", torch.bitwise_right_shift, _shift, _zero),
+        Op("isnan", torch.isnan, _bool, _zero),
+        Op("isinf", torch.isinf, _bool, _zero),
+        # float functions of one argument
+        Op("exp", torch.exp, _float, lambda o, x: (o,), S.exp),
+        Op("exp2", torch.exp2, _float, lambda o, x: (f("mul", o, _LN2),), lambda x: S.Integer(2) ** x),
+        Op("expm1", torch.expm1, _float, lambda o, x: (f("add", o, 1.0),), lambda x: S.exp(x) - 1),
+        Op("log", torch.log, _float, lambda o, x: (f("div", 1.0, x),), S.log),
+        Op("log2", torch.log2, _float, lambda o, x: (f("div", 1.0 / _LN2, x),), lambda x: S.log(x, 2)),
+        Op("log1p", torch.log1p, _float, lambda o, x: (f("div", 1.0, f("add", x, 1.0)),), lambda x: S.log(1 + x)),
+        Op("sqrt", torch.sqrt, _float, lambda o, x: (f("div", 0.5, o),), S.sqrt),
+        Op("rsqrt", torch.rsqrt, _float, lambda o, x: (f("mul", -0.5, f("mul", o, f("mul", o, o))),), lambda x: 1 / S.sqrt(x)),
+        Op("tanh", torch.tanh, _float, lambda o, x: (f("sub", 1.0, f("mul", o, o)),), S.tanh),
+        Op("sigmoid", torch.sigmoid, _float, lambda o, x: (f("mul", o, f("sub", 1.0, o)),), lambda x: 1 / (1 + S.exp(-x))),
+        Op("sin", torch.sin, _float, lambda o, x: (f("cos", x),), S.sin),
+        Op("cos", torch.cos, _float, lambda o, x: (f("neg", f("sin", x)),), S.cos),
+        Op("erf", torch.erf, _float, lambda o, x: (f("mul", _TWO_OVER_SQRT_PI, f("exp", f("neg", f("mul", x, x)))),), S.erf),
+        # to integers
+        Op("floor", torch.floor, number("floor"), _zero, S.floor),
+        Op("ceil", torch.ceil, number("ceil"), _zero, S.ceiling),
+        Op("round", torch.round, number("round"), _zero),  # half to even, as torch
+        Op("trunc", torch.trunc, number("trunc"), _zero),
+    ] + [
+        Op(f"cast_{name}", lambda x, _dtype=dtype: x.to(_dtype), lambda *_, _t=type_: _t,
+           (lambda o, x: (const(1.0),)) if type_ is DType.FLOAT else _zero, lambda x: x)
+        for name, (dtype, type_) in CASTS.items()
+    ]  # fmt: skip
+
+
+OPS: dict[str, Op] = {row.name: row for row in _rows()}
+
+_INTEGER_IDENTITY = {"floor", "ceil", "round", "trunc"}  # of an integer: itself
+_LOGIC_OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # as torch does with bools
+_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
+    """The expression `name(*args)`: typed, constants folded, exact identities taken, nothing reassociated."""
+    row = OPS[name]
+    dtype = row.result(*(a.dtype for a in args))
+    if dtype is DType.BOOL and name in _LOGIC_OF_BOOLS:
+        return apply(_LOGIC_OF_BOOLS[name], *args)
+    if name in _INTEGER_IDENTITY and args[0].dtype.is_integer:
+        return args[0]
+    if all(a.is_const for a in args):
+        return _fold(row, dtype, args)
+    short = _identity(name, dtype, args)
+    return short if short is not None else make(name, args, dtype, attr)
+
+
+_TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: torch.int64, DType.FLOAT: torch.float64}
+
+
+def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
+    values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
+    try:
+        value = row.torch(*values).item()
+    except RuntimeError as error:  # integer division by zero and their like
+        raise TypeMismatch(f"{row.name} of constants {[a.attr for a in args]}: {error}") from error
+    if dtype is DType.INT32 and not -(2**31) <= value < 2**31:
+        dtype = DType.INT64
+    return const(value, dtype)
+
+
+def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
+    """Rewrites that are exact for every value, NaN and infinities included."""
+    if name.startswith("cast_"):
+        same = {"cast_bool": DType.BOOL, "cast_int32": DType.INT32, "cast_int64": DType.INT64, "cast_float": DType.FLOAT}
+        return args[0] if same.get(name) is args[0].dtype else None
+    if len(args) == 1:
+        inner = args[0]
+        return inner.args[0] if name in ("neg", "not") and inner.op == name and dtype is inner.args[0].dtype else None
+    x, y = args[-2], args[-1]
+    if name == "where":
+        if args[0].is_const:
+            return _retype(x if args[0].attr else y, dtype)
+        return x if x is y else None
+    if name in ("and", "or") and dtype is DType.BOOL:
+        for a, other in ((x, y), (y, x)):
+            if a.is_const:
+                return (other if a.attr else a) if name == "and" else (a if a.attr else other)
+        return x if x is y else None
+    if name in ("add", "sub") and y.is_const and y.attr == 0:
+        return _retype(x, dtype)
+    if name == "add" and x.is_const and x.attr == 0:
+        return _retype(y, dtype)
+    if name in ("mul", "div") and y.is_const and y.attr == 1:
+        return _retype(x, dtype)
+    if name == "mul" and x.is_const and x.attr == 1:
+        return _retype(y, dtype)
+    if name == "floordiv" and y.is_const and y.attr == 1 and dtype.is_integer:
+        return _retype(x, dtype)
+    return None
+
+
+def _retype(x: Expr, dtype: DType) -> Expr:
+    """`x` as `dtype`; a promotion must not be lost with the operation that made it."""
+    return x if x.dtype is dtype else apply(f"cast_{dtype.value}", x)

@@ -1,0 +1,114 @@
+"""The score value: how a score changes before the softmax, composable with `>>` (then) and `+` (both changes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import errors
+from .expr import Expr, score, substitute
+from .mask import Mask, call_graph
+from .ops import apply
+from .trace import arity, trace_score, user_line
+
+_LEAVES = ("score", "b", "h", "q", "kv")
+
+
+class Score:
+    """A composable score mod.
+
+    `a >> b` feeds the score that `a` gives into `b`. `a + b` adds the changes of both:
+    `a(s) + (b(s) - s)`, so for biases the order does not matter. Either side may be a plain callable.
+    """
+
+    __slots__ = ("expr", "name")
+
+    def __init__(self, expr: Expr, name: str = "score") -> None:
+        self.expr, self.name = expr, name
+
+    @staticmethod
+    def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:
+        """`fn` as a Score: itself, or traced.
+
+        Raises: `WrongComposition` for a mask, and what tracing raises.
+        """
+        if isinstance(fn, Score):
+            return fn
+        if isinstance(fn, Mask):
+            raise errors.WrongComposition(
+                f"{fn.name} is a mask, a score mod is needed here; pass it as mask_mod=, and join masks with & | ~"
+            )
+        if isinstance(fn, torch.Tensor):
+            raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
+        return Score(trace_score(fn), name or getattr(fn, "__name__", type(fn).__name__))
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return call_graph(self.expr, dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True)))
+
+    def __rshift__(self, other: Any) -> Score:
+        return _then(self, other)
+
+    def __rrshift__(self, other: Any) -> Score:
+        return _then(other, self)
+
+    def __add__(self, other: Any) -> Score:
+        return _both(self, other)
+
+    def __radd__(self, other: Any) -> Score:
+        return _both(other, self)
+
+    def _no_masks(self, *other: Any) -> Any:
+        raise errors.WrongComposition(
+            "score mods join with >> (then) and + (both changes); & | ~ join masks. Pass masks as mask_mod="
+        )
+
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _no_masks
+
+    def __bool__(self) -> bool:
+        raise errors.WrongComposition(
+            f"a score mod has no truth value: `and`, `or`, `not` don't join score mods; write >> or +\n  at {user_line()}"
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _operand(side: Any, sign: str) -> Score:
+    if isinstance(side, (int, float)) or not callable(side):
+        raise errors.WrongComposition(
+            f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "
+            "a factor is mods.scores.temperature"
+        )
+    if not isinstance(side, (Score, Mask)) and arity(side) == 4:
+        raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")
+    return Score.of(side)
+
+
+def _then(left: Any, right: Any) -> Score:
+    a, b = _operand(left, ">>"), _operand(right, ">>")
+    return Score(substitute(b.expr, {score(): a.expr}), f"({a.name} >> {b.name})")
+
+
+def _both(left: Any, right: Any) -> Score:
+    a, b = _operand(left, "+"), _operand(right, "+")
+    return Score(_plus_change(a.expr, b.expr), f"({a.name} + {b.name})")
+
+
+def _plus_change(a: Expr, b: Expr) -> Expr:
+    """a + (b - score), without the cancellation where b is `score + bias` (inf - inf, and lost bits)."""
+    s = score()
+    if b is s:
+        return a
+    if b.op in ("add", "sub") and b.args[0] is s and not b.args[1].deps & s.deps:
+        return apply(b.op, a, b.args[1])
+    if b.op == "add" and b.args[1] is s and not b.args[0].deps & s.deps:
+        return apply("add", a, b.args[0])
+    if b.op in ("add", "sub") and not b.args[1].deps & s.deps:
+        return apply(b.op, _plus_change(a, b.args[0]), b.args[1])
+    return apply("add", a, apply("sub", b, s))
+
+
+IDENTITY = Score(score(), "identity")
+"""The score as it is: the score mod of plain attention."""

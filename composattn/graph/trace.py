@@ -1,0 +1,583 @@
+"""A user's callable, run once on proxies, becomes an expression; what can't is refused with the user's line.
+
+Works because an object with `__torch_function__` receives Python operators, `torch.*` calls and reads
+`real_tensor[proxy]` alike; a mod traces in tens of microseconds and torch's own tracer is not involved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import numbers
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import errors
+from .expr import Capture, DType, Expr, const, index, make, read, score
+from .expr import Dep as _Dep
+from .ops import CASTS, OPS, apply
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+TORCH_DTYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
+
+
+def user_line() -> str | None:
+    """`file:line: source` of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH)) and not name.startswith("<frozen"):
+            source = linecache.getline(name, frame.f_lineno).strip()
+            return f"{name}:{frame.f_lineno}: {source}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refuse(kind: type[errors.TraceError], message: str) -> Any:
+    """Raise `kind` with the user's line."""
+    raise kind(message, user_line())
+
+
+# --- values that stand for numbers while a mod is traced ---------------------------------------------------
+
+
+class Symbolic:
+    """Operators of anything that has an expression: traced values and `ca.scalar`."""
+
+    @property
+    def expr(self) -> Expr:
+        raise TypeError(f"{type(self).__name__} has no expression")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _torch_call(func, args, kwargs or {})
+
+    # comparison of values, not of objects: hence no hash-based equality either
+    def __eq__(self, other: object) -> Any:
+        return _binary("eq", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _binary("ne", self, other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        return refuse(
+            errors.DataDependentBranch,
+            "a traced value has no truth value: `if`, `and`, `or`, `not`, `min()`, `max()` would depend on data; "
+            "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum",
+        )
+
+    def _no_number(self, *_: Any) -> Any:
+        return refuse(
+            errors.ScalarExtraction,
+            "a traced value is not a Python number: .item(), int(), float(), range() and list indices are refused; "
+            "keep it a tensor expression, and put lists into a captured tensor",
+        )
+
+    __int__ = __float__ = __index__ = __complex__ = __len__ = __iter__ = item = tolist = numpy = _no_number
+
+    def _no_write(self, *_: Any) -> Any:
+        return refuse(
+            errors.InPlaceWrite, "values in a mod can't be written in place; write `x = x + y` instead of `x += y`"
+        )
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _no_write
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __setitem__ = __delitem__ = _no_write
+
+    def __getitem__(self, item: Any) -> Any:
+        if item is Ellipsis or item == ():
+            return self
+        return refuse(errors.InvalidRead, "score and indices are single numbers and can't be indexed")
+
+    def __invert__(self) -> Any:
+        return _unary("not", self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    # what FlexAttention users ask of a 0-d tensor
+    dtype = property(lambda self: TORCH_DTYPE[self.expr.dtype])
+    shape = property(lambda self: torch.Size(()))
+    ndim = property(lambda self: 0)
+    requires_grad = property(lambda self: False)
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self) -> torch.Size:
+        return torch.Size(())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        for a in (*args, *kwargs.values()):
+            if isinstance(a, torch.dtype):
+                return _cast(self, a)
+            if isinstance(a, (Symbolic, torch.Tensor)):
+                return _cast(self, a.dtype)
+        return self
+
+    type = to
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        handler = _HANDLERS.get(name)
+        if handler is not None:
+            return lambda *args, **kwargs: handler(self, *args, **kwargs)
+        if name == "device":
+            raise AttributeError("a traced value has no device")
+        return lambda *args, **kwargs: _refuse_function(name)
+
+
+class Proxy(Symbolic):
+    """A traced value."""
+
+    __slots__ = ("_expr",)
+
+    def __init__(self, expr: Expr) -> None:
+        self._expr = expr
+
+    @property
+    def expr(self) -> Expr:
+        return self._expr
+
+    def __repr__(self) -> str:
+        return f"Proxy({self._expr!r})"
+
+
+class Scalar(Symbolic):
+    """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it."""
+
+    __slots__ = ("_expr", "_type", "value")
+
+    def __init__(self, value: float | int) -> None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise errors.UnsupportedCapture(
+                f"ca.scalar takes a Python int or float, got {type(value).__name__}; a 0-d tensor can be captured as it is"
+            )
+        self.value = value
+        self._type = DType.INT32 if isinstance(value, numbers.Integral) else DType.FLOAT
+        self._expr = make("scalar", (), self._type, self, _Dep.RUNTIME)
+
+    @property
+    def expr(self) -> Expr:
+        return self._expr
+
+    def __repr__(self) -> str:
+        return f"ca.scalar({self.value!r})"
+
+
+class _Row:
+    """A captured tensor read at its first indices only, as in `table[h][q]`: waits for the rest."""
+
+    def __init__(self, capture: Capture, indices: tuple[Expr, ...]) -> None:
+        self.capture, self.indices = capture, indices
+
+    def __getitem__(self, item: Any) -> Any:
+        return _read(self.capture, self.indices, item)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return refuse(errors.UnindexedTensor, f"{func.__name__} of a tensor that is not yet read at all its dimensions")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refuse(errors.UnindexedTensor, f".{name} of a tensor that is not yet read at all its dimensions")
+
+
+# --- operations ---------------------------------------------------------------------------------------------
+
+
+def as_expr(value: Any) -> Expr:
+    """The expression of a proxy, Python number, `ca.scalar` or 0-d tensor."""
+    if isinstance(value, Symbolic):
+        return value.expr
+    if isinstance(value, (bool, int, float)):
+        return const(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy scalars
+        return const(value.item())
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:
+            return read(Capture(value), ())
+        return refuse(
+            errors.UnindexedTensor,
+            f"a captured tensor of shape {tuple(value.shape)} is used whole; a mod computes one score at a time: "
+            "read an element, e.g. tensor[h] or tensor[q_idx, kv_idx]",
+        ).expr
+    if isinstance(value, _Row):
+        return refuse(errors.UnindexedTensor, "a tensor that is not yet read at all its dimensions").expr
+    return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod").expr
+
+
+def _apply(name: str, *args: Any) -> Proxy:
+    try:
+        return Proxy(apply(name, *map(as_expr, args)))
+    except errors.TypeMismatch as error:
+        if error.line is not None:
+            raise
+        raise errors.TypeMismatch(str(error), user_line()) from None
+
+
+def _unary(name: str, x: Any) -> Any:
+    return _apply(name, x)
+
+
+def _binary(name: str, x: Any, y: Any) -> Any:
+    if not isinstance(y, (Symbolic, numbers.Number, torch.Tensor)) and not isinstance(y, _Row):
+        return NotImplemented
+    return _apply(name, x, y)
+
+
+def _install_operators() -> None:
+    def forward(name: str) -> Callable[[Any, Any], Any]:
+        return lambda self, other: _binary(name, self, other)
+
+    def backward(name: str) -> Callable[[Any, Any], Any]:
+        return lambda self, other: _apply(name, other, self)
+
+    for python, name in {
+        "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
+        "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
+    }.items():  # fmt: skip
+        setattr(Symbolic, f"__{python}__", forward(name))
+        setattr(Symbolic, f"__r{python}__", backward(name))
+    for python in ("lt", "le", "gt", "ge"):
+        setattr(Symbolic, f"__{python}__", forward(python))
+    Symbolic.__neg__ = lambda self: _unary("neg", self)  # type: ignore[attr-defined]
+    Symbolic.__abs__ = lambda self: _unary("abs", self)  # type: ignore[attr-defined]
+    Symbolic.__floor__ = lambda self: _unary("floor", self)  # type: ignore[attr-defined]
+    Symbolic.__ceil__ = lambda self: _unary("ceil", self)  # type: ignore[attr-defined]
+    Symbolic.__round__ = lambda self, n=None: _unary("round", self)  # type: ignore[attr-defined]
+
+
+_install_operators()
+
+_CAST_OF = {
+    torch.bool: "bool", torch.int64: "int64", torch.float32: "float", torch.float64: "float",
+    torch.float16: "float16", torch.bfloat16: "bfloat16",
+    torch.int32: "int32", torch.int16: "int32", torch.int8: "int32", torch.uint8: "int32",
+}  # fmt: skip
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Proxy:
+    if dtype not in _CAST_OF:
+        return refuse(errors.UnsupportedOperation, f"a cast to {dtype}; cast to bool, int32, int64 or a float type")
+    return _apply(f"cast_{_CAST_OF[dtype]}", x)
+
+
+def _pointwise(name: str) -> Callable[..., Proxy]:
+    def call(*args: Any, out: Any = None) -> Proxy:
+        if out is not None:
+            refuse(errors.InPlaceWrite, "out= writes into a tensor; use the returned value")
+        return _apply(name, *args)
+
+    return call
+
+
+def _add(x: Any, y: Any, *, alpha: Any = 1) -> Proxy:
+    return _apply("add", x, y if alpha == 1 else _apply("mul", y, alpha))
+
+
+def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Proxy:
+    return _apply("sub", x, y if alpha == 1 else _apply("mul", y, alpha))
+
+
+def _rsub(x: Any, y: Any, *, alpha: Any = 1) -> Proxy:
+    return _sub(y, x, alpha=alpha)
+
+
+def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Proxy:
+    return _apply({None: "div", "floor": "floordiv", "trunc": "truncdiv"}[rounding_mode], x, y)
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        x = _apply("clamp_min", x, min)
+    return x if max is None else _apply("clamp_max", x, max)
+
+
+def _where(condition: Any, *branches: Any) -> Proxy:
+    if len(branches) != 2:
+        return refuse(errors.UnsupportedOperation, "torch.where(condition) alone; give torch.where(condition, yes, no)")
+    return _apply("where", condition, *branches)
+
+
+def _extremum(name: str, reduction: str) -> Callable[..., Any]:
+    def call(x: Any, other: Any = None, **kwargs: Any) -> Any:
+        if other is None or kwargs:
+            return refuse(errors.ReductionInMod, f"torch.{reduction} over a dimension is a reduction; a mod sees one score")
+        return _apply(name, x, other)
+
+    return call
+
+
+def _logical(name: str) -> Callable[..., Proxy]:
+    return lambda *args: _apply(name, *(_apply("cast_bool", a) for a in args))
+
+
+def _relu(x: Any, inplace: bool = False) -> Proxy:
+    return _where(_apply("gt", x, 0), x, 0.0)  # torch's derivative at 0 is 0
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Proxy:
+    return _where(mask, value, x)
+
+
+def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return x
+
+
+def _like(value: float) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: Proxy(const(value, as_expr(x).dtype))
+
+
+def _full_like(x: Any, value: Any, **kwargs: Any) -> Proxy:
+    return Proxy(as_expr(value))
+
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    **{name: _pointwise(name) for name in OPS if not name.startswith("cast_")},
+    "subtract": _sub, "multiply": _pointwise("mul"), "negative": _pointwise("neg"), "absolute": _pointwise("abs"),
+    "less": _pointwise("lt"), "less_equal": _pointwise("le"), "greater": _pointwise("gt"),
+    "greater_equal": _pointwise("ge"), "not_equal": _pointwise("ne"),
+    "add": _add, "sub": _sub, "rsub": _rsub, "div": _div, "divide": _div, "true_divide": _pointwise("div"),
+    "floor_divide": _pointwise("floordiv"), "remainder": _pointwise("mod"), "float_power": _pointwise("pow"),
+    "fix": _pointwise("trunc"), "sgn": _pointwise("sign"),
+    "clamp": _clamp, "clip": _clamp, "clamp_min": _pointwise("clamp_min"), "clamp_max": _pointwise("clamp_max"),
+    "where": _where, "min": _extremum("minimum", "min"), "max": _extremum("maximum", "max"),
+    "fmin": _pointwise("minimum"), "fmax": _pointwise("maximum"),
+    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
+    "logical_not": _logical("not"),
+    "bitwise_and": _pointwise("and"), "bitwise_or": _pointwise("or"), "bitwise_xor": _pointwise("xor"),
+    "bitwise_not": _pointwise("not"), "bitwise_left_shift": _pointwise("lshift"),
+    "bitwise_right_shift": _pointwise("rshift"), "expit": _pointwise("sigmoid"),
+    "reciprocal": lambda x: _apply("div", 1.0, x), "square": lambda x: _apply("mul", x, x), "relu": _relu,
+    "masked_fill": _masked_fill, "isfinite": lambda x: _apply("not", _apply("or", _apply("isnan", x), _apply("isinf", x))),
+    "tan": lambda x: _apply("div", _apply("sin", x), _apply("cos", x)),
+    "silu": lambda x, inplace=False: _apply("mul", x, _apply("sigmoid", x)),
+    "float": lambda x: _cast(x, torch.float32), "double": lambda x: _cast(x, torch.float64),
+    "half": lambda x: _cast(x, torch.float16), "bfloat16": lambda x: _cast(x, torch.bfloat16),
+    "int": lambda x: _cast(x, torch.int32), "long": lambda x: _cast(x, torch.int64),
+    "bool": lambda x: _cast(x, torch.bool), "type_as": lambda x, other: x.to(other),
+    "clone": _same, "contiguous": _same, "detach": _same, "alias": _same, "view_as": _same,
+    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
+    "new_tensor": lambda x, value, **_: Proxy(as_expr(value)), "new_full": lambda x, size, value, **_: Proxy(as_expr(value)),
+    "new_zeros": lambda x, *_, **__: Proxy(const(0, as_expr(x).dtype)), "new_ones": lambda x, *_, **__: Proxy(const(1, as_expr(x).dtype)),
+}  # fmt: skip
+
+_RANDOM = {
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal",
+    "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu",
+}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "cumsum", "cumprod", "softmax",
+    "log_softmax", "logsumexp", "norm", "std", "var", "median", "sort", "topk", "matmul", "mm", "bmm", "einsum",
+    "dot", "linear", "cat", "stack", "gather", "scatter", "nonzero", "unique", "count_nonzero",
+}  # fmt: skip
+
+
+def _refuse_function(name: str) -> Any:
+    if name in _RANDOM or name.rstrip("_") in _RANDOM:
+        return refuse(errors.RandomNumber, f"{name} draws random numbers; draw them outside and capture the tensor")
+    if name.endswith("_") and not name.endswith("__"):
+        return refuse(errors.InPlaceWrite, f"{name} writes in place; use {name.rstrip('_')}")
+    if name in _REDUCTIONS:
+        return refuse(
+            errors.ReductionInMod, f"{name} is not pointwise; a mod sees one score: compute it outside and capture the result"
+        )
+    return refuse(
+        errors.UnsupportedOperation, f"{name} is not available in mods; available are: {', '.join(sorted(_HANDLERS))}"
+    )
+
+
+_OPERATOR_METHODS = {f"__{n}__" for n in ("add", "sub", "mul", "pow", "and", "or", "xor", "lshift", "rshift", "mod")}
+
+
+def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function or tensor method that met a proxy."""
+    name = func.__name__
+    if name == "__getitem__":
+        tensor, item = args
+        if isinstance(tensor, torch.Tensor):
+            return _read(Capture(tensor), (), item)
+        return tensor[item]
+    if name == "__setitem__":
+        return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
+    if name == "__get__":  # a property such as .dtype asked through the class
+        return refuse(errors.UnsupportedOperation, "this tensor property is not known of a traced value")
+    if name.startswith("__r") and name.endswith("__") and name[3:-2] in ("add", "sub", "mul", "div", "truediv", "pow", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+        name, args = f"__{name[3:]}", (args[1], args[0])
+    plain = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    plain = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}.get(plain, plain)
+    handler = _HANDLERS.get(plain)
+    if handler is None:
+        return _refuse_function(plain)
+    try:
+        return handler(*args, **{k if k != "input" else "x": v for k, v in kwargs.items()})
+    except TypeError as error:
+        if isinstance(error, errors.ComposattnError):
+            raise
+        return refuse(errors.UnsupportedOperation, f"torch.{plain} with these arguments: {error}")
+
+
+def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
+    """`tensor[item]` with the indices `before` already given."""
+    tensor = capture.tensor
+    items: Sequence[Any] = item if isinstance(item, tuple) else (item,)
+    indices = list(before)
+    for i in items:
+        position = len(indices)
+        if i is Ellipsis and len(items) - 1 + len(before) >= tensor.ndim:
+            continue
+        if isinstance(i, slice) or i is None or i is Ellipsis or isinstance(i, list):
+            refuse(errors.InvalidRead, f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer a dimension")
+        if position >= tensor.ndim:
+            refuse(
+                errors.InvalidRead,
+                f"captured tensor of shape {tuple(tensor.shape)} read with {len(before) + len(items)} indices; it has {tensor.ndim} dimensions",
+            )
+        expr = as_expr(i)
+        if not expr.dtype.is_integer:
+            refuse(errors.InvalidRead, f"index {position} of a captured tensor is {expr.dtype.value}; cast it with .int()")
+        size = tensor.shape[position]
+        if expr.is_const and not -size <= expr.attr < size:
+            refuse(
+                errors.ConstantIndexOutOfRange,
+                f"index {expr.attr} at dimension {position} of a captured tensor of shape {tuple(tensor.shape)}",
+            )
+        indices.append(expr)
+    if len(indices) < tensor.ndim:
+        return _Row(capture, tuple(indices))
+    return Proxy(read(capture, indices))
+
+
+# --- tracing ------------------------------------------------------------------------------------------------
+
+
+_SHAPE_QUESTIONS = {"size", "dim", "numel", "stride", "__len__", "__get__", "is_floating_point", "element_size"}
+_CONSTANT_MAKERS = {"tensor", "scalar_tensor", "full", "zeros", "ones"}
+
+
+class _Guard(TorchFunctionMode):
+    """While a mod runs, no torch function may do at tracing time what the mod should do at every score.
+
+    0-d tensors made on the spot become constants, elements of captured tensors become reads even at constant
+    positions, random numbers, writes and work on whole tensors are refused.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _RANDOM or (name.endswith("_") and name.rstrip("_") in _RANDOM):
+            return _refuse_function(name)
+        if name in _CONSTANT_MAKERS and not kwargs.get("requires_grad"):
+            return _constant(func, args, kwargs)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        symbols = any(isinstance(a, (Symbolic, _Row)) for a in (*args, *kwargs.values()))
+        if name in ("__getitem__", "__setitem__") or symbols or (tensors and name.endswith("_") and not name.endswith("__")):
+            return _torch_call(func, args, kwargs)
+        if not tensors or name in _SHAPE_QUESTIONS:
+            return func(*args, **kwargs)
+        if all(t.ndim == 0 for t in tensors):
+            return _torch_call(func, args, kwargs)
+        if name.strip("_") in _REDUCTIONS:
+            return _refuse_function(name)
+        return refuse(
+            errors.UnindexedTensor,
+            f"{name} of a whole captured tensor; compute it outside the mod and capture the result, or read an element first",
+        )
+
+
+def _constant(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """torch.tensor(...) and its like inside a mod: a constant, or the traced value that it wraps."""
+    values = [a for a in (*args, *kwargs.values()) if isinstance(a, Symbolic)]
+    if values:
+        return values[-1] if not kwargs.get("dtype") else _cast(values[-1], kwargs["dtype"])
+    made = func(*args, **kwargs)
+    return Proxy(const(made.item(), DType.of(made.dtype))) if made.ndim == 0 else made
+
+
+MASK_SIGNATURE = "mask_mod(b, h, q_idx, kv_idx)"
+SCORE_SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
+_INDICES = ("b", "h", "q", "kv")
+
+
+def arity(fn: Callable[..., Any]) -> int | None:
+    """Positional arguments that `fn` must be given, or None where Python can't tell."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
+    if not callable(fn):
+        raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
+    wanted = len(arguments)
+    n = arity(fn)
+    if n is not None and n != wanted:
+        kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
+        hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
+        raise errors.WrongSignature(
+            f"{getattr(fn, '__qualname__', type(fn).__name__)} takes {n} positional arguments, {signature} takes {wanted}{hint}"
+        )
+    with _Guard():
+        return fn(*arguments)
+
+
+def trace_mask(fn: Callable[..., Any]) -> Expr:
+    """The bool expression of `mask_mod(b, h, q_idx, kv_idx)`; True means that q may attend to kv.
+
+    Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
+    """
+    result = _run(fn, [Proxy(index(name)) for name in _INDICES], MASK_SIGNATURE)
+    expr = _returned(fn, result, "mask_mod must return a bool (a comparison, or comparisons joined with & | ~)")
+    if expr.dtype is not DType.BOOL:
+        raise errors.WrongReturn(
+            f"mask_mod returned {expr.dtype.value}; it must return a bool: compare, e.g. `x > 0`"
+            + (", or pass a function that changes scores as score_mod" if expr.dtype is DType.FLOAT else ""),
+            _definition(fn),
+        )
+    return expr
+
+
+def trace_score(fn: Callable[..., Any]) -> Expr:
+    """The float expression of `score_mod(score, b, h, q_idx, kv_idx)`.
+
+    Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
+    """
+    result = _run(fn, [Proxy(score()), *(Proxy(index(name)) for name in _INDICES)], SCORE_SIGNATURE)
+    expr = _returned(fn, result, "score_mod must return the new score")
+    if expr.dtype is DType.BOOL:
+        raise errors.WrongReturn("score_mod returned a bool; pass it as mask_mod, without the score argument", _definition(fn))
+    return expr if expr.dtype is DType.FLOAT else apply("cast_float", expr)
+
+
+def _returned(fn: Callable[..., Any], result: Any, wanted: str) -> Expr:
+    if result is None or not isinstance(result, (Symbolic, torch.Tensor, bool, int, float)):
+        raise errors.WrongReturn(f"{wanted}, got {type(result).__name__}", _definition(fn))
+    return as_expr(result)
+
+
+def _definition(fn: Callable[..., Any]) -> str | None:
+    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__call__", None), "__code__", None)  # noqa: B004
+    if code is None:
+        return None
+    return f"{code.co_filename}:{code.co_firstlineno}: {linecache.getline(code.co_filename, code.co_firstlineno).strip()}"
+
+
+__all__ = ["CASTS", "Proxy", "Scalar", "Symbolic", "arity", "as_expr", "trace_mask", "trace_score", "user_line"]
