@@ -89,6 +89,9 @@ _INDEX_DEPS = {
     "kv": Dep.KV,
     "q_len": Dep.B | Dep.RUNTIME,
     "kv_len": Dep.B | Dep.RUNTIME,
+    # first and last row of the query tile at hand (key tile, in the transposed analysis): ends of loop bounds
+    "first": Dep.RUNTIME,
+    "last": Dep.RUNTIME,
 }
 
 
@@ -170,7 +173,7 @@ def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
 
 
 def index(name: str) -> Expr:
-    """One of b, h, q, kv (logical positions) or q_len, kv_len (lengths of the sequence at hand)."""
+    """One of b, h, q, kv (logical positions) q_len, kv_len (lengths of the sequence at hand), first, last (of a tile)."""
     return make("index", (), DType.INT32, name, _INDEX_DEPS[name])
 
 
