@@ -93,8 +93,10 @@ def architecture_words(file: File) -> list[str]:
 
 
 def says_what_it_owns(file: File) -> list[str]:
-    first = ast.get_docstring(ast.parse(file.source))
-    return [] if first else [f"{file.module} has no first line that says what it owns"]
+    tree = ast.parse(file.source)
+    return (
+        [] if ast.get_docstring(tree) or not tree.body else [f"{file.module} has no first line that says what it owns"]
+    )
 
 
 GRAPH = ("composattn.graph", "composattn.errors")

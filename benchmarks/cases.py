@@ -1,0 +1,249 @@
+"""What is measured: every row of the result tables, as data."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+MaskMod = Callable[..., torch.Tensor]
+ScoreMod = Callable[..., torch.Tensor]
+Direction = Literal["forward", "backward"]
+# What a row is judged by: arithmetic, bytes of K and V read, the host's own time a call, or peak extra memory.
+Measure = Literal["tflops", "tbps", "host", "memory"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which pairs are visible and what happens to their score, as plain callables with FlexAttention's signature.
+
+    The other fields say the same to implementations that take arguments instead of callables; one that has
+    no argument for a pattern refuses the case.
+    """
+
+    name: str
+    mask_mod: MaskMod | None = None
+    score_mod: ScoreMod | None = None
+    causal: bool = False
+    left_window: int | None = None  # keys before the query that stay visible, with causal
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    document_starts: tuple[int, ...] = ()  # offsets of packed documents, the end included
+    prefix: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but an optional causal mask: every implementation has it."""
+        special = self.left_window, self.softcap, self.alibi_slopes, self.document_starts, self.prefix
+        return special == (None, 0.0, None, (), 0)
+
+
+PatternFactory = Callable[["Case", torch.device], Pattern]
+
+
+def causal_mask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return q >= kv
+
+
+def full(case: Case, device: torch.device) -> Pattern:
+    return Pattern("full")
+
+
+def causal(case: Case, device: torch.device) -> Pattern:
+    return Pattern("causal", causal_mask, causal=True)
+
+
+def window(case: Case, device: torch.device, width: int = 1024) -> Pattern:
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (q >= kv) & (q - kv < width)
+
+    return Pattern(f"window {width}", mask, causal=True, left_window=width - 1)
+
+
+def alibi(case: Case, device: torch.device) -> Pattern:
+    slopes = torch.exp2(-8.0 * torch.arange(1, case.heads + 1, device=device) / case.heads)
+
+    def score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return score - slopes[h] * (q - kv)
+
+    return Pattern("alibi", causal_mask, score, causal=True, alibi_slopes=slopes)
+
+
+def softcap(case: Case, device: torch.device, cap: float = 30.0) -> Pattern:
+    def score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return cap * torch.tanh(score / cap)
+
+    return Pattern(f"softcap {cap:g}", causal_mask, score, causal=True, softcap=cap)
+
+
+def prefix(case: Case, device: torch.device) -> Pattern:
+    length = case.kv_len // 4
+
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (q >= kv) | (kv < length)
+
+    return Pattern(f"prefix {length}", mask, prefix=length)
+
+
+def documents(case: Case, device: torch.device, count: int = 12) -> Pattern:
+    """Packed documents of unequal length, the same in every run, causal inside each."""
+    generator = torch.Generator().manual_seed(0)
+    cuts = torch.randperm(case.q_len - 1, generator=generator)[: count - 1].sort().values + 1
+    starts = (0, *cuts.tolist(), case.q_len)
+    lengths = torch.tensor(starts).diff()
+    ids = torch.repeat_interleave(torch.arange(count), lengths).to(device=device, dtype=torch.int32)
+
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (ids[q] == ids[kv]) & (q >= kv)
+
+    return Pattern(f"{count} documents", mask, causal=True, document_starts=starts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said."""
+
+    name: str
+    sets: tuple[str, ...]
+    pattern: PatternFactory
+    batch: int
+    heads: int
+    q_len: int
+    dim: int
+    kv_heads: int = 0
+    kv_len: int = 0
+    v_dim: int = 0
+    direction: Direction = "forward"
+    measure: Measure = "tflops"
+    dtype: torch.dtype = field(default=torch.bfloat16)
+
+    def __post_init__(self) -> None:
+        for name, same_as in (("kv_heads", self.heads), ("kv_len", self.q_len), ("v_dim", self.dim)):
+            object.__setattr__(self, name, getattr(self, name) or same_as)
+
+    def flops(self, visible: int) -> int:
+        """Multiplications and additions of the matrix products over `visible` (q, kv) pairs of all heads.
+
+        Forward: QKᵀ and PV. Backward: QKᵀ again, dP = dO Vᵀ, dV = Pᵀ dO, dQ = dS K, dK = dSᵀ Q.
+        """
+        if self.direction == "forward":
+            return 2 * visible * (self.dim + self.v_dim)
+        return 2 * visible * (3 * self.dim + 2 * self.v_dim)
+
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, each read once."""
+        return self.batch * self.kv_heads * self.kv_len * (self.dim + self.v_dim) * self.dtype.itemsize
+
+    def visible_pairs(self, pattern: Pattern, device: torch.device) -> int:
+        """How many (b, h, q, kv) the mask lets through, counted by asking it, some rows at a time."""
+        rectangle = self.q_len * self.kv_len
+        if pattern.mask_mod is None:
+            return self.batch * self.heads * rectangle
+        # No pattern here depends on b or h: one head is counted.
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        kv = torch.arange(self.kv_len, device=device)
+        step = max(1, 2**26 // self.kv_len)
+        count = 0
+        for first in range(0, self.q_len, step):
+            q = torch.arange(first, min(first + step, self.q_len), device=device)[:, None]
+            count += int(pattern.mask_mod(zero, zero, q, kv).sum())
+        return self.batch * self.heads * count
+
+
+HIDDEN = 2048
+TOKENS = 16384
+
+
+def _plain(dim: int, length: int, pattern: PatternFactory, direction: Direction, sets: tuple[str, ...]) -> Case:
+    """16k tokens in all, hidden 2048: the shape at which peers publish their numbers."""
+    return Case(
+        f"{direction} D{dim} S{length} {pattern.__name__}",
+        sets,
+        pattern,
+        batch=TOKENS // length,
+        heads=HIDDEN // dim,
+        q_len=length,
+        dim=dim,
+        direction=direction,
+    )
+
+
+def _modded(pattern: PatternFactory, direction: Direction, sets: tuple[str, ...], **shape: int) -> Case:
+    defaults = {"batch": 2, "heads": 16, "q_len": 8192, "dim": 128} | shape
+    group = f" GQA {defaults['heads']}/{shape['kv_heads']}" if "kv_heads" in shape else ""
+    name = f"{direction} D{defaults['dim']} S{defaults['q_len']} {pattern.__name__}{group}"
+    return Case(name, sets, pattern, direction=direction, **defaults)  # type: ignore[arg-type]
+
+
+def _all() -> Iterable[Case]:
+    for direction in ("forward", "backward"):
+        for dim in (128, 64, 96, 192, 256):
+            for length in (1024, 4096, 16384):
+                for pattern in (full, causal):
+                    core = dim == 128 and length >= 4096 and direction == "forward"
+                    yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
+        for pattern in (causal, window, alibi, softcap, prefix, documents):
+            core = direction == "forward" and pattern in (window, alibi, softcap)
+            yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
+        yield _modded(causal, direction, (direction, "mods"), heads=32, kv_heads=4)
+    yield Case(
+        "decode B16 q1 kv32768 GQA 32/8 D128",
+        ("decode",),
+        full,
+        batch=16,
+        heads=32,
+        kv_heads=8,
+        q_len=1,
+        kv_len=32768,
+        dim=128,
+        measure="tbps",
+    )
+    yield Case(
+        "host time a call, B1 S128 H1 D64",
+        ("host", "core"),
+        causal,
+        batch=1,
+        heads=1,
+        q_len=128,
+        dim=64,
+        measure="host",
+    )
+    for length in (4096, 16384, 65536):
+        yield Case(
+            f"extra memory S{length} window",
+            ("memory", "core"),
+            window,
+            batch=1,
+            heads=4,
+            q_len=length,
+            dim=128,
+            measure="memory",
+        )
+    # Small enough for a laptop; shows that the harness runs, says nothing about speed.
+    for direction in ("forward", "backward"):
+        for pattern in (causal, window, alibi, documents):
+            shape = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 512, "dim": 32}
+            narrow = functools.partial(window, width=128) if pattern is window else pattern
+            yield Case(
+                f"smoke {direction} {pattern.__name__}",
+                ("smoke",),
+                narrow,
+                direction=direction,  # type: ignore[arg-type]
+                dtype=torch.float32,
+                **shape,  # type: ignore[arg-type]
+            )
+
+
+CASES: tuple[Case, ...] = tuple(_all())
+SETS: tuple[str, ...] = ("core", "forward", "backward", "mods", "decode", "host", "memory", "smoke")
+
+
+def select(sets: Iterable[str], only: str | None = None) -> list[Case]:
+    """The cases of any of the sets ("all": every case but the smoke ones) whose name the expression finds."""
+    wanted = set(sets)
+    chosen = [c for c in CASES if wanted & set(c.sets) or ("all" in wanted and "smoke" not in c.sets)]
+    return [c for c in chosen if only is None or re.search(only, c.name)]

@@ -1,0 +1,241 @@
+"""Who is measured: how each implementation is told a case, and which cases it has no words for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.cases import Case, Pattern
+
+Forward = Callable[..., torch.Tensor]
+OURS = "composattn"
+GEMM = "cuBLAS GEMM 8192"
+
+
+class NotServed(Exception):
+    """This implementation has no way to say this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One case's tensors, layout (B, H, S, D), contiguous; `grad` has the shape of the output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case made ready for one implementation: leaves in its own layout, and its way back to (B, H, S, D)."""
+
+    forward: Forward
+    leaves: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+    to_common: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Implementation(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job: ...
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _leaves(case: Case, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wants_grad = case.direction == "backward"
+    return tuple(t.detach().clone().requires_grad_(wants_grad) for t in tensors)
+
+
+def _job(case: Case, inputs: Inputs, forward: Forward) -> Job:
+    return Job(forward, _leaves(case, inputs.q, inputs.k, inputs.v), inputs.grad, _same)
+
+
+@dataclass(frozen=True)
+class Composattn:
+    """This package, from the plain callables of the case."""
+
+    backend: str | None = None
+    name: str = OURS
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        import composattn as ca
+
+        attention = ca.Attention(score_mod=pattern.score_mod, mask_mod=pattern.mask_mod, backend=self.backend)
+        return _job(case, inputs, attention)
+
+
+@dataclass(frozen=True)
+class TorchSdpa:
+    """torch.nn.functional.scaled_dot_product_attention held to one of its backends, or left to choose."""
+
+    name: str
+    backend: SDPBackend | None
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        if not pattern.is_plain:
+            raise NotServed(f"no argument for {pattern.name} but a dense mask")
+        if pattern.causal and case.q_len != case.kv_len:
+            raise NotServed("is_causal is aligned to the first key")
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=pattern.causal, enable_gqa=case.kv_heads != case.heads
+            )
+
+        backend = self.backend
+        if backend is None:
+            return _job(case, inputs, forward)
+
+        def held(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return forward(q, k, v)
+
+        return _job(case, inputs, held)
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """torch's FlexAttention, compiled on a GPU, from the same plain callables and its own block mask."""
+
+    name: str = "FlexAttention"
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        import torch._functorch.config as functorch_config
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        device = inputs.q.device
+        block_mask = None
+        if pattern.mask_mod is not None:
+            block_mask = create_block_mask(
+                pattern.mask_mod, B=None, H=None, Q_LEN=case.q_len, KV_LEN=case.kv_len, device=device
+            )
+        call: Callable[..., Any] = flex_attention
+        if device.type == "cuda":
+            # A timed backward runs many times over one forward.
+            functorch_config.donated_buffer = False
+            torch._dynamo.reset()
+            call = torch.compile(flex_attention, dynamic=False)
+        elif case.direction == "backward" and case.q_len > 1024:
+            raise NotServed("on a CPU only uncompiled, with S² memory")
+        forward = functools.partial(
+            call, score_mod=pattern.score_mod, block_mask=block_mask, enable_gqa=case.kv_heads != case.heads
+        )
+        return _job(case, inputs, forward)
+
+
+@dataclass(frozen=True)
+class FlashAttention4:
+    """The flash-attn-4 wheel (CuTe); layout (B, S, H, D). ALiBi is a function written in its kernel language."""
+
+    name: str = "flash-attn-4"
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        if case.dtype not in (torch.bfloat16, torch.float16):
+            raise NotServed("16-bit types only")
+        if pattern.prefix:
+            raise NotServed("needs a mask in its kernel language and block lists of the user's making")
+        if pattern.document_starts:
+            return self._documents(case, pattern, inputs)
+        from flash_attn.cute import flash_attn_func
+
+        options: dict[str, Any] = {"causal": pattern.causal}
+        if pattern.left_window is not None:
+            options = {"causal": False, "window_size": (pattern.left_window, 0)}
+        if pattern.softcap:
+            options["softcap"] = pattern.softcap
+        if pattern.alibi_slopes is not None:
+            if case.direction == "backward":
+                raise NotServed("the gradient of a score mod has to be written by hand")
+            options["score_mod"] = _cute_alibi(case.heads)
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _first(flash_attn_func(q, k, v, **options))
+
+        turned = [t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+        return Job(forward, _leaves(case, *turned[:3]), turned[3], lambda t: t.transpose(1, 2))
+
+    def _documents(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        """Packed (total, H, D): every batch entry's documents, one after the other."""
+        from flash_attn.cute import flash_attn_varlen_func
+
+        starts = torch.tensor(pattern.document_starts)
+        offsets = torch.cat([starts[:-1] + b * case.q_len for b in range(case.batch)] + [starts[-1:] * case.batch])
+        offsets = offsets.to(device=inputs.q.device, dtype=torch.int32)
+        longest = int(starts.diff().max())
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _first(
+                flash_attn_varlen_func(
+                    q,
+                    k,
+                    v,
+                    cu_seqlens_q=offsets,
+                    cu_seqlens_k=offsets,
+                    max_seqlen_q=longest,
+                    max_seqlen_k=longest,
+                    causal=pattern.causal,
+                )
+            )
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            return t.transpose(1, 2).flatten(0, 1).contiguous()
+
+        def unpack(t: torch.Tensor) -> torch.Tensor:
+            return t.unflatten(0, (case.batch, case.q_len)).transpose(1, 2)
+
+        return Job(forward, _leaves(case, pack(inputs.q), pack(inputs.k), pack(inputs.v)), pack(inputs.grad), unpack)
+
+
+def _first(result: Any) -> torch.Tensor:
+    """Some of these functions return (output, lse) whether asked or not."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+@functools.cache
+def _cute_alibi(heads: int) -> Callable[..., Any]:
+    """score - 2^(-8 (h + 1) / heads) · (q - kv), as flash-attn-4 wants its score mods."""
+    from cutlass import Float32, cute
+
+    @cute.jit
+    def alibi(scores, b, h, q, kv, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        exponent = (h + cute.full_like(h, 1)).to(Float32) * cute.full_like(scores, -8.0 / heads)
+        return scores - cute.math.exp2(exponent) * (q - kv).to(Float32)
+
+    return alibi
+
+
+def gemm(device: torch.device, size: int = 8192) -> tuple[Callable[[], Any], int]:
+    """The yardstick that survives a change of machine: a bf16 matrix product, and its FLOPs."""
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out), 2 * size**3
+
+
+def available(device: torch.device, backend: str | None = None) -> list[Implementation]:
+    """Ours first, then the peers that can run on this device."""
+    found: list[Implementation] = [Composattn(backend)]
+    if device.type == "cuda":
+        found += [
+            TorchSdpa("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
+            TorchSdpa("torch flash", SDPBackend.FLASH_ATTENTION),
+            FlexAttention(),
+        ]
+        if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
+            found.append(FlashAttention4())
+    else:
+        found += [TorchSdpa("torch sdpa", None), FlexAttention()]
+    return found

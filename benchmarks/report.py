@@ -1,0 +1,186 @@
+"""Tables and plots from the kept results, written into the pages between their markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.implementations import GEMM, OURS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+PLOTS = ROOT / "docs" / "plots"
+NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result file: where it comes from, and its rows by case and implementation."""
+
+    name: str
+    facts: dict[str, Any]
+
+    @property
+    def table(self) -> dict[str, dict[str, Row]]:
+        rows: dict[str, dict[str, Row]] = {}
+        for row in self.facts["rows"]:
+            rows.setdefault(row["row"], {})[row["impl"]] = row
+        return rows
+
+
+def kept() -> list[Result]:
+    """Every kept result, newest last."""
+    results = [Result(path.stem, json.loads(path.read_text())) for path in RESULTS.glob("*.json")]
+    return sorted(results, key=lambda r: (r.facts.get("date", ""), r.name))
+
+
+def score(row: Row) -> float | None:
+    """What a row is compared by, larger is better; None where nothing was measured."""
+    for unit in ("tflops", "tbps"):
+        if unit in row:
+            return float(row[unit])
+    for cost in ("ms", "extra_bytes"):
+        if row.get(cost):
+            return 1.0 / float(row[cost])
+    return None
+
+
+def best_peer(rows: dict[str, Row]) -> tuple[str, float] | None:
+    scores = {name: score(row) for name, row in rows.items() if name not in (OURS, GEMM)}
+    known = {name: value for name, value in scores.items() if value is not None}
+    return max(known.items(), key=lambda pair: pair[1]) if known else None
+
+
+def ratio_to_best(rows: dict[str, Row]) -> float | None:
+    """Ours over the best peer's, above 1 when we are better."""
+    ours = score(rows[OURS]) if OURS in rows else None
+    peer = best_peer(rows)
+    return ours / peer[1] if ours is not None and peer is not None else None
+
+
+def fraction_of_gemm(rows: dict[str, Row]) -> float | None:
+    ours, yardstick = rows.get(OURS, {}), rows.get(GEMM, {})
+    return ours["tflops"] / yardstick["tflops"] if "tflops" in ours and "tflops" in yardstick else None
+
+
+def cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "tflops" in row:
+        return f"{row['tflops']:.0f}"
+    if "tbps" in row:
+        return f"{row['tbps']:.2f}"
+    if "ms" in row:
+        return f"{row['ms'] * 1e3:.1f} µs"
+    if "extra_bytes" in row:
+        return f"{row['extra_bytes'] / 2**20:.1f} MiB"
+    return "failed" if "error" in row else "–"
+
+
+def markdown(result: Result) -> str:
+    """One table: a line a case, a column an implementation, ours first."""
+    table = result.table
+    seen = [name for rows in table.values() for name in rows]
+    names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
+    names = list(dict.fromkeys(names))
+    head = ["case", *names, "to the best peer", "of the GEMM"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for case, rows in table.items():
+        to_best, of_gemm = ratio_to_best(rows), fraction_of_gemm(rows)
+        ends = [f"{to_best:.2f}×" if to_best else "", f"{of_gemm:.2f}" if of_gemm else ""]
+        lines.append("| " + " | ".join([case, *(cell(rows.get(n)) for n in names), *ends]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def worst_spread(result: Result) -> float:
+    return max((row["spread"] for row in result.facts["rows"] if "spread" in row), default=0.0)
+
+
+def section(result: Result, plots: Iterable[str]) -> str:
+    facts = result.facts
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    failures = [f"- {r['row']}, {r['impl']}: {r['error']}" for r in facts["rows"] if "error" in r]
+    parts = [
+        f"## {result.name}\n",
+        f"{facts['machine']}; {versions}; commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
+        f"`{facts['command']}`. Largest spread of a row: {worst_spread(result):.1%}.\n",
+        *(f"![{name}](plots/{name})\n" for name in plots),
+        markdown(result),
+    ]
+    if failures:
+        parts += ["What failed:\n", "\n".join(failures) + "\n"]
+    return "\n".join(parts)
+
+
+def plot(result: Result, folder: Path) -> list[str]:
+    """Two bar charts (ours over the best peer, ours over the GEMM); returns the names of the files drawn."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "composattn"  # the same picture is the same file
+    from matplotlib import pyplot as plt
+
+    drawn = []
+    quantities = {"best-peer": (ratio_to_best, "ours / best peer"), "gemm": (fraction_of_gemm, "ours / cuBLAS GEMM")}
+    for suffix, (value, label) in quantities.items():
+        values = {case: value(rows) for case, rows in result.table.items()}
+        bars = {case: v for case, v in values.items() if v is not None}
+        if not bars:
+            continue
+        figure, axes = plt.subplots(figsize=(8, 0.6 + 0.28 * len(bars)), layout="constrained")
+        axes.barh(list(bars), list(bars.values()), color="#31688e")
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{label} ({result.facts['machine'].split(',')[0]})")
+        name = f"{result.name}-{suffix}.svg"
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / name, metadata={"Date": None})
+        plt.close(figure)
+        drawn.append(name)
+    return drawn
+
+
+def between(text: str, generated: str, name: str) -> str:
+    """`text` with what stands between its markers for `name` replaced."""
+    begin, end = f"<!-- {name}: generated, see benchmarks/report.py -->", f"<!-- {name}: end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the page has no markers {begin!r} … {end!r}")
+    return pattern.sub(lambda _: f"{begin}\n{generated.rstrip()}\n{end}", text)
+
+
+def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
+    """What the two pages must say, given the results and the names of their plots."""
+    sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
+    short = f"From `{results[-1].name}` ({results[-1].facts['machine']}):\n\n{markdown(results[-1])}" if results else ""
+    return {
+        PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
+        README: between(README.read_text(), short or NOTHING, "results"),
+    }
+
+
+def plots_there(results: list[Result]) -> dict[str, list[str]]:
+    return {r.name: [f"{r.name}-{s}.svg" for s in ("best-peer", "gemm") if (PLOTS / f"{r.name}-{s}.svg").exists()]
+            for r in results}  # fmt: skip
+
+
+def stale() -> list[Path]:
+    """The pages that do not say what the kept results say."""
+    results = kept()
+    return [path for path, text in pages(results, plots_there(results)).items() if path.read_text() != text]
+
+
+def write() -> None:
+    results = kept()
+    plots = {result.name: plot(result, PLOTS) for result in results}
+    for path, text in pages(results, plots).items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")

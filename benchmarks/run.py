@@ -1,0 +1,261 @@
+"""Run cases × implementations and keep the result: check, then time in turns, then write after every case."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+if __package__ in (None, ""):
+    # Run as a script, from the source tree, installed or not.
+    sys.path[0] = str(ROOT)
+
+from benchmarks.cases import SETS, Case, select  # noqa: E402
+from benchmarks.check import Checker, WrongResult  # noqa: E402
+from benchmarks.implementations import (  # noqa: E402
+    GEMM,
+    OURS,
+    Implementation,
+    Inputs,
+    Job,
+    NotServed,
+    available,
+    gemm,
+)
+from benchmarks.provenance import provenance  # noqa: E402
+from benchmarks.timing import (  # noqa: E402
+    Call,
+    Stopwatch,
+    Timing,
+    host_stopwatch,
+    interleaved,
+    peak_extra_bytes,
+    time_limit,
+)
+
+Row = dict[str, Any]
+
+
+class DeviceLost(Exception):
+    """A kernel broke the device's context: nothing that follows could be trusted."""
+
+
+def draw(case: Case, device: torch.device) -> Inputs:
+    def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.randn(case.batch, heads, length, dim, device=device).to(case.dtype)
+
+    return Inputs(
+        tensor(case.heads, case.q_len, case.dim),
+        tensor(case.kv_heads, case.kv_len, case.dim),
+        tensor(case.kv_heads, case.kv_len, case.v_dim),
+        tensor(case.heads, case.q_len, case.v_dim),
+    )
+
+
+def checked_call(case: Case, job: Job, checker: Checker) -> Call:
+    """What is timed, once its result was found right."""
+    if case.direction == "forward":
+        with torch.no_grad():
+            checker.check_output(job.to_common(job.forward(*job.leaves)))
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return job.forward(*job.leaves)
+
+        return forward
+
+    out = job.forward(*job.leaves)
+    checker.check_output(job.to_common(out))
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, job.leaves, job.grad, retain_graph=True)
+
+    checker.check_gradients(*(job.to_common(g) for g in backward()))
+    return backward
+
+
+def error_row(case: Case, name: str, error: BaseException) -> Row:
+    lines = str(error).strip().splitlines()
+    kind = "not served" if isinstance(error, NotServed) else "error"
+    return {"row": case.name, "impl": name, kind: f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
+
+
+def result_row(case: Case, name: str, timing: Timing, visible: int) -> Row:
+    row: Row = {"row": case.name, "impl": name, "ms": timing.ms}
+    if case.measure == "tflops":
+        row["tflops"] = case.flops(visible) / timing.ms * 1e-9
+    elif case.measure == "tbps":
+        row["tbps"] = case.kv_bytes() / timing.ms * 1e-9
+    row["spread"] = timing.spread
+    return row
+
+
+def make_ready(
+    case: Case, implementations: Sequence[Implementation], device: torch.device, limit_s: float
+) -> tuple[dict[str, Call], list[Row], int]:
+    """The checked calls of a case, a row for each implementation that has none, and the visible pairs."""
+    pattern = case.pattern(case, device)
+    inputs = draw(case, device)
+    checker = Checker(case, pattern, inputs)
+    calls: dict[str, Call] = {}
+    failed: list[Row] = []
+    for implementation in implementations:
+        name = implementation.name
+        try:
+            with time_limit(limit_s):
+                calls[name] = checked_call(case, implementation.prepare(case, pattern, inputs), checker)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # compilers raise what they like; one peer's failure is one row
+            failed.append(error_row(case, name, error))
+            print(f"    {name}: {failed[-1].get('error') or failed[-1].get('not served')}", flush=True)
+        device_alive(device)
+    return calls, failed, case.visible_pairs(pattern, device)
+
+
+def device_alive(device: torch.device) -> None:
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(str(error).splitlines()[0]) from error
+
+
+def memory_rows(case: Case, calls: dict[str, Call]) -> list[Row]:
+    """Bytes beyond inputs and output."""
+    rows = []
+    for name, call in calls.items():
+        output = call()
+        size = output.nbytes if isinstance(output, torch.Tensor) else 0
+        del output
+        rows.append({"row": case.name, "impl": name, "extra_bytes": peak_extra_bytes(call) - size})
+    return rows
+
+
+def run_case(
+    case: Case,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    yardstick: tuple[Call, int] | None,
+    options: argparse.Namespace,
+) -> list[Row]:
+    calls, rows, visible = make_ready(case, implementations, device, options.limit)
+    if not calls:
+        return rows
+    if case.measure == "memory":
+        return memory_rows(case, calls) + rows
+    if yardstick is not None and case.measure == "tflops":
+        calls[GEMM] = yardstick[0]
+    stopwatch = host_stopwatch if case.measure == "host" else Stopwatch(device)
+    timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
+    for name, timing in timings.items():
+        row = result_row(case, name, timing, visible)
+        if name == GEMM and yardstick is not None:
+            row["tflops"] = yardstick[1] / timing.ms * 1e-9
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if "ms" in row:
+            rate = next((f"{row[unit]:9.1f} {unit}" for unit in ("tflops", "tbps") if unit in row), " " * 16)
+            print(f"    {row['impl']:18} {row['ms']:10.4f} ms {rate}   spread {row['spread']:.1%}", flush=True)
+        elif "extra_bytes" in row:
+            print(f"    {row['impl']:18} {row['extra_bytes'] / 2**20:10.2f} MiB extra", flush=True)
+
+
+def run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
+    """All cases on the best device there is; returns the result and keeps it in options.out as it grows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {**provenance(device), "rows": []}
+    print(f"{result['machine']}; commit {result['commit'][:12]}; {len(cases)} cases", flush=True)
+    implementations = [i for i in available(device, options.backend) if i.name in (options.impl or [i.name])]
+    yardstick = gemm(device) if device.type == "cuda" else None
+    start = time.monotonic()
+    for number, case in enumerate(cases, start=1):
+        if time.monotonic() - start > options.budget:
+            print(f"budget of {options.budget:g} s is spent: {len(cases) - number + 1} cases left out", flush=True)
+            break
+        print(f"[{number}/{len(cases)}, {time.monotonic() - start:.0f} s] {case.name}", flush=True)
+        # A compiler that hangs outside Python can't be interrupted; what is written so far stays.
+        faulthandler.dump_traceback_later(options.limit * (len(implementations) + 2), exit=True)
+        try:
+            rows = run_case(case, implementations, device, yardstick, options)
+        except DeviceLost as error:
+            rows = [error_row(case, OURS, error)]
+            result["rows"] += rows
+            print(f"    device lost, stopping: {error}", flush=True)
+            break
+        except (RuntimeError, ValueError, TimeoutError, WrongResult) as error:
+            rows = [error_row(case, "harness", error)]
+            print(f"    {rows[0]['error']}", flush=True)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            save(result, options.out)
+        result["rows"] += rows
+        show(rows)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    save(result, options.out)
+    return result
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="benchmarks/run.py", description=__doc__)
+    made.add_argument("--set", dest="sets", nargs="+", choices=[*SETS, "all"], help="default: core, or smoke on a CPU")
+    made.add_argument("--only", help="regular expression on the case's name")
+    made.add_argument("--impl", nargs="+", help="only these implementations, by name")
+    made.add_argument("--backend", help="backend of our rows; default: what ca.attention picks")
+    made.add_argument("--rounds", type=int, default=15, help="interleaved rounds a case (at least 4)")
+    made.add_argument("--limit", type=float, default=120.0, help="seconds for one implementation of one case")
+    made.add_argument("--budget", type=float, default=3600.0, help="seconds after which no case is begun")
+    made.add_argument("--out", type=Path, help="result file; default: benchmarks/results/ on a GPU, none on a CPU")
+    made.add_argument("--list", action="store_true", help="print the cases and stop")
+    made.add_argument("--report", action="store_true", help="write tables and plots of the kept results, run nothing")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.report:
+        from benchmarks.report import write
+
+        write()
+        return 0
+    on_gpu = torch.cuda.is_available()
+    cases = select(options.sets or (["core"] if on_gpu else ["smoke"]), options.only)
+    if options.list or not cases:
+        print("\n".join(case.name for case in cases) or "no case has such a name")
+        return 0 if cases else 2
+    if options.out is None and on_gpu:
+        chip = torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
+        options.out = ROOT / "benchmarks" / "results" / f"{chip}-{'-'.join(options.sets or ['core'])}.json"
+    torch.manual_seed(int(time.time()))
+    result = run(cases, options)
+    ours = [row for row in result["rows"] if row["impl"] in (OURS, "harness")]
+    failed = [row for row in ours if "error" in row]
+    if options.out is not None:
+        print(f"kept in {options.out}")
+    print(f"{len(ours) - len(failed)} of {len(ours)} rows of ours measured")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

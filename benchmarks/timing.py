@@ -1,0 +1,119 @@
+"""How time is taken: implementations take turns round by round, so that what the machine does hits them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median over the rounds, and (upper - lower quartile) / median."""
+
+    ms: float
+    spread: float
+
+
+class Stopwatch:
+    """Milliseconds that `count` calls take: on a GPU between two events, on a CPU by the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def __call__(self, call: Call, count: int) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            return (time.perf_counter() - start) * 1e3
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+def host_stopwatch(call: Call, count: int) -> float:
+    """Milliseconds until the host has issued `count` calls; the device may still be at work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    elapsed = (time.perf_counter() - start) * 1e3
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return elapsed
+
+
+def summary(samples: list[float]) -> Timing:
+    if len(samples) < 4:
+        raise ValueError(f"a spread needs at least 4 rounds, got {len(samples)}")
+    lower, median, upper = statistics.quantiles(samples, n=4)
+    return Timing(median, (upper - lower) / median)
+
+
+def interleaved(
+    calls: dict[str, Call],
+    stopwatch: Callable[[Call, int], float],
+    *,
+    rounds: int = 15,
+    sample_ms: float = 10.0,
+    limit_s: float = 60.0,
+) -> dict[str, Timing]:
+    """Time every call in every round, starting each round one further along; a sample lasts about `sample_ms`.
+
+    Stops early, after at least 4 rounds, when `limit_s` is spent.
+    """
+    counts = {}
+    for name, call in calls.items():
+        stopwatch(call, 3)  # warm: clocks, caches, lazily loaded modules
+        counts[name] = max(1, min(1000, round(sample_ms / max(stopwatch(call, 3) / 3, 1e-3))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    start = time.perf_counter()
+    for number in range(rounds):
+        if number >= 4 and time.perf_counter() - start > limit_s:
+            break
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(stopwatch(calls[name], counts[name]) / counts[name])
+    return {name: summary(taken) for name, taken in samples.items()}
+
+
+def peak_extra_bytes(call: Call) -> int:
+    """Device memory that one warm call needs at its peak beyond what was allocated before; its output counts."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after `seconds` of it (as soon as Python runs again)."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,139 @@
+"""The benchmark harness: it counts right, refuses wrong results, takes turns, and the pages say what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import report, run, timing
+from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
+from benchmarks.check import Checker, WrongResult
+from benchmarks.implementations import Inputs, TorchSdpa
+
+CPU = torch.device("cpu")
+SMALL = Case("small", (), causal, batch=2, heads=4, kv_heads=2, q_len=96, dim=16, dtype=torch.float32)
+
+
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pairs"),
+    [
+        (full, 96 * 96),
+        (causal, 96 * 97 // 2),
+        (prefix, 96 * 97 // 2 + 24 * 23 // 2),
+        (lambda c, d: window(c, d, width=10), 96 * 10 - 45),
+    ],
+    ids=["full", "causal", "prefix", "window"],
+)
+def test_visible_pairs_are_counted_exactly(pattern, pairs: int) -> None:
+    case = dataclasses.replace(SMALL, pattern=pattern)
+    assert case.visible_pairs(pattern(case, CPU), CPU) == case.batch * case.heads * pairs
+
+
+def test_documents_tell_peers_the_same_as_the_mask_says() -> None:
+    case = dataclasses.replace(SMALL, pattern=documents, batch=1, heads=1)
+    pattern = documents(case, CPU)
+    lengths = torch.tensor(pattern.document_starts).diff()
+    assert case.visible_pairs(pattern, CPU) == int((lengths * (lengths + 1) // 2).sum())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wrong_result_is_not_timed(direction) -> None:
+    case = dataclasses.replace(SMALL, direction=direction)
+    pattern = causal(case, CPU)
+    inputs = run.draw(case, CPU)
+    checker = Checker(case, pattern, inputs)
+    job = TorchSdpa("torch sdpa", None).prepare(case, pattern, inputs)
+    run.checked_call(case, job, checker)
+    off_by_a_scale = dataclasses.replace(job, forward=lambda *tensors: job.forward(*tensors) * 1.001)
+    with pytest.raises(WrongResult):
+        run.checked_call(case, off_by_a_scale, checker)
+    if direction == "backward":
+        wrong_gradient = dataclasses.replace(job, grad=job.grad * 1.001)
+        with pytest.raises(WrongResult, match="dQ"):
+            run.checked_call(case, wrong_gradient, checker)
+
+
+def test_the_check_has_score_mods_and_gqa() -> None:
+    case = dataclasses.replace(SMALL, pattern=alibi, direction="backward")
+    pattern = alibi(case, CPU)
+    inputs = run.draw(case, CPU)
+    leaves = [t.detach().double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    q, k, v = leaves[0], *(t.repeat_interleave(2, dim=1) for t in leaves[1:])
+    position = torch.arange(case.q_len)
+    slopes = 2.0 ** (-8.0 * torch.arange(1, 5) / 4)
+    distance = position[:, None] - position
+    scores = q @ k.mT / case.dim**0.5 - slopes[:, None, None] * distance
+    out = scores.masked_fill(distance < 0, float("-inf")).softmax(-1) @ v
+    checker = Checker(case, pattern, inputs)
+    checker.check_output(out)
+    checker.check_gradients(*torch.autograd.grad(out, leaves, inputs.grad.double()))
+
+
+def test_implementations_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    clock = {"a": 1.0, "b": 2.0, "c": 4.0}
+
+    def stopwatch(call, count):
+        call()
+        return clock[order[-1]] * count
+
+    timings = timing.interleaved(calls, stopwatch, rounds=4, sample_ms=1.0)
+    assert "".join(order[-12:]) == "abcbcacababc"
+    assert {name: t.ms for name, t in timings.items()} == clock
+
+
+def test_a_time_limit_stops_the_body() -> None:
+    with pytest.raises(TimeoutError, match=r"0\.05"), timing.time_limit(0.05):
+        while True:
+            pass
+
+
+def test_a_run_keeps_what_it_measured_and_what_failed(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = run.parser().parse_args(["--impl", "torch sdpa", "--rounds", "4", "--out", str(out)])
+    run.run(select(["smoke"], "forward (causal|alibi)"), options)
+    kept = json.loads(out.read_text())
+    assert {"machine", "versions", "commit", "command", "rows"} <= set(kept)
+    measured, refused = kept["rows"]
+    assert set(measured) == {"row", "impl", "ms", "tflops", "spread"}
+    assert refused["row"] == "smoke forward alibi"
+    assert "not served" in refused
+
+
+def test_a_failing_implementation_is_a_row() -> None:
+    class Broken:
+        name = "broken"
+
+        def prepare(self, case, pattern, inputs: Inputs):
+            raise AssertionError("deep inside\na compiler")
+
+    calls, rows, _ = run.make_ready(SMALL, [Broken()], CPU, limit_s=60)
+    assert calls == {}
+    assert rows == [{"row": "small", "impl": "broken", "error": "AssertionError: deep inside"}]
+
+
+def test_ratios_compare_with_the_best_peer_and_the_gemm() -> None:
+    rows = {
+        "composattn": {"tflops": 600.0, "ms": 1.0},
+        "slow": {"tflops": 300.0, "ms": 2.0},
+        "fast": {"tflops": 800.0, "ms": 0.75},
+        "broken": {"error": "x"},
+        report.GEMM: {"tflops": 1000.0, "ms": 3.0},
+    }
+    assert report.ratio_to_best(rows) == pytest.approx(0.75)
+    assert report.fraction_of_gemm(rows) == pytest.approx(0.6)
+    host = {"composattn": {"ms": 0.02}, "peer": {"ms": 0.05}}
+    assert report.ratio_to_best(host) == pytest.approx(2.5)
+
+
+def test_the_pages_say_what_the_kept_results_say() -> None:
+    assert report.stale() == [], "run: python benchmarks/run.py --report"
