@@ -1,0 +1,443 @@
+"""From graph to CuTe: score mods and masks on a score tile, each part computed as rarely as it can be.
+
+The only place where the graph and the DSL meet. A value that depends on the head alone is computed once a work
+tile, one that depends on the row once a row, on the column once a column of a tile, the rest once an element.
+
+Two more things make mods cheap. Positions are `tile start + constant`, so an integer expression linear in q and kv
+is one register and an immediate, in comparisons too. And in an additive score mod a term `head value * (a kv + b q)`
+(ALiBi) splits into a part a column and a part a row; softmax does not see the part a row, which returns in LSE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from cutlass import Float32, Int32
+from cutlass.cute import math as cm
+
+from ..graph.bands import TileInterval
+from ..graph.expr import DType, Expr, Rate, captures, content_key, promote, scalars, score
+from .emit_ops import CUTE, convert, read_element
+from .score_tile import ScoreTile
+from .values import choose
+
+LOG2_E = math.log2(math.e)
+
+_LIMIT = 1 << 24  # integers below it are exact in fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """q * `q` + kv * `kv` + `constant`: an integer expression in positions with known whole coefficients."""
+
+    q: int
+    kv: int
+    constant: int
+
+    def plus(self, other: Linear, sign: int = 1) -> Linear:
+        return Linear(self.q + sign * other.q, self.kv + sign * other.kv, self.constant + sign * other.constant)
+
+    def times(self, factor: int) -> Linear:
+        return Linear(self.q * factor, self.kv * factor, self.constant * factor)
+
+
+def linear(node: Expr) -> Linear | None:
+    """`node` as a linear form with small coefficients, or None."""
+    if node.dtype is not DType.INT32:
+        return None
+    if node.is_const:
+        return Linear(0, 0, node.attr) if abs(node.attr) < _LIMIT else None
+    if node.op == "index" and node.attr in ("q", "kv"):
+        return Linear(int(node.attr == "q"), int(node.attr == "kv"), 0)
+    parts = [linear(a) for a in node.args]
+    if node.op not in ("add", "sub", "neg", "mul") or None in parts:
+        return None
+    x = parts[0]
+    if node.op == "neg":
+        return x.times(-1)
+    y = parts[1]
+    if node.op in ("add", "sub"):
+        result = x.plus(y, 1 if node.op == "add" else -1)
+    elif x.q == x.kv == 0 or y.q == y.kv == 0:
+        result = y.times(x.constant) if x.q == x.kv == 0 else x.times(y.constant)
+    else:
+        return None
+    return result if max(abs(result.q), abs(result.kv)) <= 64 and abs(result.constant) < _LIMIT else None
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Leaves:
+    """Run-time values of a work tile: head, lengths, the user's scale, what the mods captured."""
+
+    b: Int32
+    h: Int32
+    q_len: Int32
+    kv_len: Int32
+    scale: Float32
+    captured: Any
+    scalars: Any
+    first: Any = None  # first and last query row of the tile, for loop bounds
+    last: Any = None
+
+
+class Evaluator:
+    """Values of nodes on one score tile; `head` and `row` values live as long as the work tile.
+
+    `tile` may be None where only head-rate values are asked (loop bounds).
+    """
+
+    def __init__(self, mods: Mods, leaves: Leaves, tile: ScoreTile | None, parent: Evaluator | None = None) -> None:
+        self.mods, self.leaves, self.tile = mods, leaves, tile
+        # copies: what is computed inside a loop must not be seen outside of it
+        self.head: dict[Expr, Any] = {} if parent is None else dict(parent.head)
+        self.row: dict[tuple[Expr, int], Any] = {} if parent is None else dict(parent.row)
+        self.column: dict[tuple[Expr, int], Any] = {}
+        self.element: dict[tuple[Expr, int, int], Any] = {}
+        self.start: dict[Linear, Any] = {}
+        self.start_float: dict[Linear, Any] = {}
+
+    def value(self, node: Expr, r: int = 0, c: int = 0) -> Any:
+        """The value of `node` at row `r` and column `c` of the thread's fragment."""
+        if node.is_const:
+            return node.attr
+        rate = node.rate
+        if rate is Rate.ELEMENT:
+            store, key = self.element, (node, r, c)
+        elif rate is Rate.COLUMN:
+            store, key = self.column, (node, c)
+        elif rate is Rate.ROW:
+            store, key = self.row, (node, r)
+        else:
+            store, key = self.head, node
+        if key not in store:
+            store[key] = self._compute(node, r, c)
+        return store[key]
+
+    def forget_element(self) -> None:
+        """Drops what was computed for the current element, so that registers are not kept alive by mistake."""
+        self.element.clear()
+
+    def prepare(self, *roots: Expr | None) -> None:
+        """Computes, now, everything under `roots` that does not change along kv."""
+        seen: set[Expr] = set()
+
+        def visit(node: Expr) -> None:
+            if node in seen or node.is_const:
+                return
+            seen.add(node)
+            if node.rate in (Rate.CONSTANT, Rate.HEAD):
+                self.value(node)
+            elif node.rate is Rate.ROW and linear(node) is None:
+                for r in range(self.tile.rows):
+                    self.value(node, r)
+            else:
+                for a in node.args:
+                    visit(a)
+
+        for root in roots:
+            if root is not None:
+                visit(root)
+
+    def position(self, form: Linear, r: int, c: int) -> Any:
+        """The integer value of a linear form: one register for the tile, an immediate for the element."""
+        if form not in self.start:
+            tile = self.tile
+            base: Any = 0
+            for coefficient, first in ((form.q, tile.first_q), (form.kv, tile.first_kv)):
+                if coefficient:
+                    base = base + (first if coefficient == 1 else first * coefficient)
+            self.start[form] = base + form.constant if form.constant else base
+        return self.start[form] + self.offset(form, r, c)
+
+    def offset(self, form: Linear, r: int, c: int) -> int:
+        shape = self.tile.shape
+        return form.q * shape.row_offsets[r] + form.kv * shape.column_offsets[c]
+
+    def float_start(self, form: Linear) -> Any:
+        """The form at the thread's first element of the tile, as fp32 (exact below 2^24)."""
+        if form not in self.start_float:
+            self.start_float[form] = self.position(form, 0, 0).to(Float32)
+        return self.start_float[form]
+
+    def as_float(self, node: Expr, r: int, c: int) -> Any:
+        """`node` as fp32; positions convert once a tile, not once an element (conversions are quarter rate)."""
+        form = linear(node) if node.rate in (Rate.ROW, Rate.COLUMN, Rate.ELEMENT) else None
+        if form is not None:
+            offset = self.offset(form, r, c)
+            start = self.float_start(form)
+            return start + float(offset) if offset else start
+        return convert(self.value(node, r, c), DType.FLOAT)
+
+    def _compute(self, node: Expr, r: int, c: int) -> Any:
+        if node.op == "index":
+            return self._index(node.attr, r, c)
+        if node.op == "score":
+            return self.tile.values[r, c] * self.leaves.scale
+        if node.op == "scalar":
+            return self.leaves.scalars[self.mods.scalar_slot[node.attr]]
+        if node.op == "read":
+            tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
+            return read_element(tensor, [self.value(a, r, c) for a in node.args], node.dtype)
+        form = linear(node)
+        if form is not None:
+            return self.position(form, r, c)
+        if node.op in ("lt", "le", "gt", "ge", "eq", "ne"):
+            return self._comparison(node, r, c)
+        if node.op.startswith("cast_"):
+            if node.op == "cast_float":
+                return self.as_float(node.args[0], r, c)
+            return CUTE[node.op](self.value(node.args[0], r, c))
+        wanted = node.dtype
+        if node.op == "where":
+            condition, *branches = node.args
+            return CUTE["where"](self.value(condition, r, c), *(self._as(a, wanted, r, c) for a in branches))
+        if node.op in ("isnan", "isinf"):
+            return CUTE[node.op](self.value(node.args[0], r, c))
+        return CUTE[node.op](*(self._as(a, wanted, r, c) for a in node.args))
+
+    def _as(self, node: Expr, wanted: DType, r: int, c: int) -> Any:
+        if wanted is DType.FLOAT and node.dtype.is_integer and not node.is_const:
+            return self.as_float(node, r, c)
+        return convert(self.value(node, r, c), wanted)
+
+    def _comparison(self, node: Expr, r: int, c: int) -> Any:
+        x, y = node.args
+        fx, fy = linear(x), linear(y)
+        if fx is not None and fy is not None:
+            difference = fx.plus(fy, -1)
+            if max(abs(difference.q), abs(difference.kv)) <= 64 and abs(difference.constant) < _LIMIT:
+                # start + offset ? 0 as start ? -offset: the element's part is an immediate
+                self.position(difference, 0, 0)
+                return CUTE[node.op](self.start[difference], -self.offset(difference, r, c))
+        common = promote(x.dtype, y.dtype)
+        return CUTE[node.op](self._as(x, common, r, c), self._as(y, common, r, c))
+
+    def _index(self, name: str, r: int, c: int) -> Any:
+        if name in ("q", "kv"):
+            return self.position(Linear(int(name == "q"), int(name == "kv"), 0), r, c)
+        return getattr(self.leaves, name)
+
+
+# --- the score mod, cut into what a kernel needs --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearTerm:
+    """`head` * (q * form.q + kv * form.kv + constant), added to the score: one FMA a column, nothing a row."""
+
+    head: Expr | None  # None is 1
+    form: Linear
+    sign: float
+
+    def column(self, at: Evaluator, c: int) -> Any:
+        """The term at column `c` and the thread's first row."""
+        factor = self._factor(at)
+        offset = float(self.form.kv * at.tile.shape.column_offsets[c])
+        return (at.float_start(self.form) + offset) * factor  # the sum first: it is exact
+
+    def row(self, at: Evaluator, r: int) -> Any:
+        """What row `r` has more than the first row: not seen by softmax, added to LSE."""
+        return float(self.form.q * at.tile.shape.row_offsets[r]) * self._factor(at)
+
+    def _factor(self, at: Evaluator) -> Any:
+        value = self.sign if self.head is None else convert(at.value(self.head), DType.FLOAT)
+        return value if self.head is None or self.sign == 1.0 else value * self.sign
+
+
+@dataclasses.dataclass(frozen=True)
+class AdditiveScore:
+    """score * factor + linear terms + other terms."""
+
+    factor: Expr | None
+    linear_terms: tuple[LinearTerm, ...]
+    others: tuple[tuple[float, Expr], ...]
+
+
+def additive(expr: Expr) -> AdditiveScore | None:
+    """`expr` as an additive score mod, or None when the score occurs in any other way."""
+    terms = list(_terms(expr, 1.0))
+    scored = [(sign, t) for sign, t in terms if _depends_on_score(t)]
+    if len(scored) != 1 or scored[0][0] != 1.0:
+        return None
+    factor = _score_factor(scored[0][1])
+    if factor is _NOT_A_FACTOR:
+        return None
+    lines, others = [], []
+    for sign, term in terms:
+        if _depends_on_score(term):
+            continue
+        line = _linear_term(sign, term)
+        if line is None:
+            others.append((sign, term))
+        else:
+            lines.append(line)
+    return AdditiveScore(factor, tuple(lines), tuple(others))
+
+
+_NOT_A_FACTOR: Any = object()
+
+
+def _depends_on_score(node: Expr) -> bool:
+    return bool(node.deps & score().deps)
+
+
+def _terms(node: Expr, sign: float) -> Any:
+    if node.dtype is DType.FLOAT and node.op in ("add", "sub") and _depends_on_score(node):
+        yield from _terms(node.args[0], sign)
+        yield from _terms(node.args[1], sign if node.op == "add" else -sign)
+    else:
+        yield sign, node
+
+
+def _score_factor(term: Expr) -> Any:
+    if term is score():
+        return None
+    if term.op == "mul":
+        for x, y in (term.args, term.args[::-1]):
+            if x is score() and y.rate in (Rate.CONSTANT, Rate.HEAD):
+                return y
+    return _NOT_A_FACTOR
+
+
+def _linear_term(sign: float, term: Expr) -> LinearTerm | None:
+    """Only with a head-only factor: a row-dependent value could be infinite, and must not be lost to softmax."""
+    if term.op == "mul":
+        for x, y in (term.args, term.args[::-1]):
+            form = linear(y.args[0] if y.op == "cast_float" else y)
+            if form is not None and form.kv and x.rate in (Rate.CONSTANT, Rate.HEAD):
+                return LinearTerm(x, form, sign)
+        return None
+    form = linear(term.args[0] if term.op == "cast_float" else term)
+    return LinearTerm(None, form, sign) if form is not None and form.kv else None
+
+
+# --- what kernels use -----------------------------------------------------------------------------------------
+
+
+class Mods:
+    """The score mod, the mask and the loop bounds of a plan; holds graphs, no run-time values.
+
+    `captures` and `scalars` give the order in which the kernel receives captured tensors and run-time numbers.
+    `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
+    """
+
+    def __init__(
+        self,
+        score_mod: Expr | None,
+        mask_mod: Expr | None,
+        intervals: tuple[TileInterval, ...],
+        positive_scale: bool = True,
+    ) -> None:
+        self.score = None if score_mod is score() else score_mod
+        self.mask = mask_mod
+        self.bounds = intervals
+        self.positive_scale = positive_scale
+        ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
+        roots = [e for e in (self.score, self.mask, *ends) if e is not None]
+        self.captures = captures(*roots)
+        self.scalars = scalars(*roots)
+        self.capture_slot = {capture: slot for slot, capture in enumerate(self.captures)}
+        self.scalar_slot = {scalar: slot for slot, scalar in enumerate(self.scalars)}
+        self.key = (content_key(self.score, self.mask, *ends), positive_scale)
+        self.additive = None if self.score is None else additive(self.score)
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.score is not None or not self.positive_scale
+
+    def softmax_scale_log2(self, scale: Float32) -> Float32:
+        """What makes log2 units of the scores that `apply_score` leaves; always positive."""
+        return Float32(LOG2_E) if self.changes_scores else scale * LOG2_E
+
+    def intervals(self, leaves: Leaves) -> list[tuple[Any, Any, Any, Any]]:
+        """(begin, end, full_begin, full_end) of each run of kv positions that the query tile visits, int32."""
+        at = Evaluator(self, leaves, None)
+        return [
+            tuple(Int32(at.value(e)) for e in (i.begin, i.end, i.full_begin, i.full_end)) for i in self.bounds
+        ]
+
+    def at(self, tile: ScoreTile, leaves: Leaves) -> BoundMods:
+        """The mods at a work tile, with all that does not change along kv computed."""
+        return BoundMods(self, tile, leaves)
+
+
+class BoundMods:
+    """Mods at one work tile; applied to the score tiles along kv."""
+
+    def __init__(self, mods: Mods, tile: ScoreTile, leaves: Leaves) -> None:
+        self.mods, self.leaves = mods, leaves
+        self.work = Evaluator(mods, leaves, tile)
+        self.work.prepare(mods.mask, None if mods.additive else mods.score)
+        if mods.additive is not None:
+            parts = [mods.additive.factor, *(t.head for t in mods.additive.linear_terms)]
+            self.work.prepare(*parts, *(term for _, term in mods.additive.others))
+        self.row_shift = [self._row_shift(r) for r in range(tile.rows)]
+
+    def _row_shift(self, r: int) -> Any:
+        """Part of the scores of row `r` that `apply_score` leaves out, in natural units; belongs into LSE."""
+        shift: Any = None
+        for term in self.mods.additive.linear_terms if self.mods.additive is not None else ():
+            if term.form.q:
+                part = term.row(self.work, r)
+                shift = part if shift is None else shift + part
+        return shift
+
+    def apply_score(self, tile: ScoreTile) -> None:
+        """Raw q·k to scores in natural units, in place (left raw when there is no score mod)."""
+        mods = self.mods
+        if not mods.changes_scores:
+            return
+        at = Evaluator(mods, self.leaves, tile, self.work)
+        if mods.additive is not None:
+            self._apply_additive(at, mods.additive)
+            return
+        for r in range(tile.rows):
+            for c in range(tile.columns):
+                tile.values[r, c] = Float32(at.value(mods.score or score(), r, c))
+                at.forget_element()
+
+    def _apply_additive(self, at: Evaluator, shape: AdditiveScore) -> None:
+        tile = at.tile
+        scale = self.leaves.scale
+        factor = scale if shape.factor is None else convert(at.value(shape.factor), DType.FLOAT) * scale
+        for c in range(tile.columns):
+            along: Any = None
+            for term in shape.linear_terms:
+                part = term.column(at, c)
+                along = part if along is None else along + part
+            for r in range(tile.rows):
+                added = along
+                for sign, term in shape.others:
+                    value = convert(at.value(term, r, c), DType.FLOAT)
+                    if sign < 0:
+                        added = -value if added is None else added - value
+                    else:
+                        added = value if added is None else added + value
+                raw = tile.values[r, c]
+                tile.values[r, c] = raw * factor if added is None else cm.fma(raw, factor, Float32(added))
+                at.forget_element()
+
+    def apply_mask(self, tile: ScoreTile) -> None:
+        """-inf where the mask is false or kv lies beyond the sequence, in place."""
+        at = Evaluator(self.mods, self.leaves, tile, self.work)
+        limit = self.leaves.kv_len - tile.first_kv
+        for c in range(tile.columns):
+            inside = tile.shape.column_offsets[c] < limit
+            for r in range(tile.rows):
+                visible = inside if self.mods.mask is None else self._and(inside, at.value(self.mods.mask, r, c))
+                tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
+                at.forget_element()
+
+    @staticmethod
+    def _and(inside: Any, visible: Any) -> Any:
+        if isinstance(visible, bool):
+            return inside if visible else inside & False
+        return inside & visible
+
+
+__all__ = ["BoundMods", "Evaluator", "Leaves", "Linear", "Mods", "additive", "linear"]

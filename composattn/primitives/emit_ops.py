@@ -1,0 +1,254 @@
+"""One row per operation: its CuTe form. The twin of `graph/ops.py`; accuracy is stated where it is not exact.
+
+Arguments arrive converted to the node's own type (to the common type for comparisons), as DSL values or Python
+numbers, at least one of them a DSL value. A cheap instruction is chosen only where its error, as an absolute
+error of the score (hence of the exponent), stays near fp32 rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass.cute import math as cm
+
+from ..graph.expr import DType
+from .values import choose
+
+KIND = {DType.BOOL: Boolean, DType.INT32: Int32, DType.INT64: Int64, DType.FLOAT: Float32}
+
+_LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
+_TWO_PI_HIGH = 6.28125  # exact in 9 bits, so k * high is exact for k < 2^15
+_TWO_PI_LOW = 2.0 * math.pi - 6.28125
+
+
+def _exp2(x: Any) -> Any:
+    return cm.exp2(x, approx=True, ftz=True)  # 2 ulp
+
+
+def _exp(x: Any) -> Any:
+    return _exp2(x * _LOG2_E)  # relative error 2^-22 + |x| 2^-23
+
+
+def _reciprocal(x: Any) -> Any:
+    return cm.rcp(x, approx=True, ftz=True)  # 1 ulp
+
+
+def _division(x: Any, y: Any) -> Any:
+    if isinstance(y, (int, float)) and y != 0 and math.isfinite(1.0 / y):
+        return x * (1.0 / y)  # 1 ulp from the division
+    return cm.div(Float32(x), Float32(y), full=True)  # 2 ulp over the whole range
+
+
+def _tanh(x: Any) -> Any:
+    """1 - 2 / (1 + e^2x): absolute error 2^-23. The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P."""
+    return 1.0 - 2.0 * _reciprocal(_exp2(x * (2.0 * _LOG2_E)) + 1.0)
+
+
+def _sigmoid(x: Any) -> Any:
+    return _reciprocal(_exp2(x * -_LOG2_E) + 1.0)
+
+
+def _turns(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """sin and cos after reduction to one turn: absolute error 2^-20 for |x| < 2 * 10^5."""
+
+    def reduced(x: Any) -> Any:
+        k = cm.roundeven(x * (1.0 / (2.0 * math.pi)))
+        return function((x - k * _TWO_PI_HIGH) - k * _TWO_PI_LOW, fastmath=True)
+
+    return reduced
+
+
+def _is_float(*values: Any) -> bool:
+    return any(isinstance(v, (float, Float32)) for v in values)
+
+
+def _kind_of(*values: Any) -> Any:
+    return next(type(v) for v in values if isinstance(v, cutlass.Numeric))
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    kind = _kind_of(x, y)
+    return cm.max(kind(x), kind(y), propagate_nan=kind is Float32)  # torch's maximum gives NaN for NaN
+
+
+def _minimum(x: Any, y: Any) -> Any:
+    kind = _kind_of(x, y)
+    return cm.min(kind(x), kind(y), propagate_nan=kind is Float32)
+
+
+def _floordiv(x: Any, y: Any) -> Any:
+    return cm.floor(_division(x, y)) if _is_float(x, y) else x // y
+
+
+def _mod(x: Any, y: Any) -> Any:
+    return x - _floordiv(x, y) * y  # Python's sign: that of the divisor
+
+
+def _truncdiv(x: Any, y: Any) -> Any:
+    if _is_float(x, y):
+        return cm.trunc(_division(x, y))
+    magnitude = _abs(x) // _abs(y)
+    return choose((x < 0) ^ (y < 0), -magnitude, magnitude)
+
+
+def _fmod(x: Any, y: Any) -> Any:
+    return x - _truncdiv(x, y) * y
+
+
+def _abs(x: Any) -> Any:
+    if isinstance(x, (int, float)):
+        return abs(x)
+    return cm.abs(x) if isinstance(x, Float32) else _maximum(x, -x)
+
+
+def _sign(x: Any) -> Any:
+    one = type(x)(1)
+    return choose(x > 0, one, choose(x < 0, -one, x * 0))
+
+
+def _power(x: Any, y: Any) -> Any:
+    if isinstance(y, (int, float)) and float(y).is_integer() and 0 <= y <= 8:
+        result = None
+        for _ in range(int(y)):
+            result = x if result is None else result * x
+        return type(x)(1) if result is None else result
+    if isinstance(y, float) and y == 0.5:
+        return cm.sqrt(x)
+    if not _is_float(x, y):
+        return _integer_power(x, y)
+    return cm.pow(Float32(x), Float32(y))
+
+
+def _integer_power(x: Any, y: Any) -> Any:
+    """Square and multiply over the five bits that a 32-bit result leaves to an exponent; negative ones give 0."""
+    kind = _kind_of(x, y)
+    base, exponent, result = kind(x), kind(y), kind(1)
+    for bit in range(5):
+        result = choose(((exponent >> bit) & 1) == 1, result * base, result)
+        if bit < 4:
+            base = base * base
+    return choose(exponent < 0, kind(0), result)
+
+
+def _not(x: Any) -> Any:
+    return ~x
+
+
+def _logical(x: Any, y: Any, op: Callable[[Any, Any], Any]) -> Any:
+    kind = _kind_of(x, y)
+    return op(kind(x), kind(y))
+
+
+def _cast_from_float(kind: Any) -> Callable[[Any], Any]:
+    def cast(x: Any) -> Any:
+        return x.to(kind)
+
+    return cast
+
+
+def _cast_bool(x: Any) -> Any:
+    return x != 0
+
+
+def _round_to(narrow: Any) -> Callable[[Any], Any]:
+    return lambda x: Float32(x).to(narrow).to(Float32)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(x, (bool, int, float)) and isinstance(y, (bool, int, float)):
+        kind = Float32 if _is_float(x, y) else Boolean if isinstance(x, bool) else Int32
+        return choose(condition, kind(x), kind(y))
+    return choose(condition, x, y)
+
+
+CUTE: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": _division,
+    "floordiv": _floordiv,
+    "truncdiv": _truncdiv,
+    "mod": _mod,
+    "fmod": _fmod,
+    "pow": _power,
+    "neg": lambda x: -x,
+    "abs": _abs,
+    "sign": _sign,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "clamp_min": _maximum,
+    "clamp_max": _minimum,
+    "where": _where,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "and": lambda x, y: _logical(x, y, lambda a, b: a & b),
+    "or": lambda x, y: _logical(x, y, lambda a, b: a | b),
+    "xor": lambda x, y: _logical(x, y, lambda a, b: a ^ b),
+    "not": _not,
+    "lshift": lambda x, y: x << y,
+    "rshift": lambda x, y: x >> y,
+    "isnan": lambda x: x != x if isinstance(x, Float32) else Boolean(False),
+    "isinf": lambda x: _abs(x) == math.inf if isinstance(x, Float32) else Boolean(False),
+    "exp": _exp,
+    "exp2": _exp2,
+    "expm1": lambda x: cm.expm1(x),
+    "log": lambda x: cm.log2(x, fastmath=True) * _LN_2,  # absolute error 2^-22 near 1
+    "log2": lambda x: cm.log2(x, fastmath=True),
+    "log1p": lambda x: cm.log1p(x),
+    "sqrt": lambda x: cm.sqrt(x),
+    "rsqrt": lambda x: cm.rsqrt(x),
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "sin": _turns(cm.sin),
+    "cos": _turns(cm.cos),
+    "erf": lambda x: cm.erf(x),
+    "floor": lambda x: cm.floor(x),
+    "ceil": lambda x: cm.ceil(x),
+    "round": lambda x: cm.roundeven(x),
+    "trunc": lambda x: cm.trunc(x),
+    "cast_bool": _cast_bool,
+    "cast_int32": _cast_from_float(Int32),
+    "cast_int64": _cast_from_float(Int64),
+    "cast_float": lambda x: x.to(Float32),
+    "cast_float16": _round_to(Float16),
+    "cast_bfloat16": _round_to(BFloat16),
+}
+
+
+def convert(value: Any, wanted: DType) -> Any:
+    """`value` (DSL value or Python number) as a value of graph type `wanted`."""
+    if isinstance(value, (bool, int, float)):
+        return float(value) if wanted is DType.FLOAT else bool(value) if wanted is DType.BOOL else int(value)
+    kind = KIND[wanted]
+    return value if isinstance(value, kind) else value.to(kind)
+
+
+def read_element(tensor: cute.Tensor, indices: list[Any], dtype: DType) -> Any:
+    """One element of a captured tensor; negative positions count from the end, positions outside are clamped.
+
+    Clamped, not trusted: padding rows and columns of a tile read too, and must stay inside the allocation.
+    """
+    where = []
+    for mode, i in enumerate(indices):
+        size = tensor.shape[mode]
+        if isinstance(i, int):
+            where.append(i if i >= 0 else size + i)
+            continue
+        wide = isinstance(i, Int64)
+        last = (Int64(size) if wide else Int32(size)) - 1
+        i = choose(i < 0, i + size, i)
+        where.append(Int32(_minimum(_maximum(i, 0), last)))
+    value = tensor[tuple(where)] if where else tensor[0]
+    if dtype is DType.BOOL:
+        return value != 0 if not isinstance(value, Boolean) else value
+    return value.to(KIND[dtype])
