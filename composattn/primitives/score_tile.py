@@ -1,0 +1,63 @@
+"""A fragment of scores as rows and columns with their logical coordinates: the seam between graph and kernels.
+
+Each backend delivers one thread's part of S = Q Kᵀ in registers; what lies above (score mods, masks, softmax
+statistics) sees only this view. How rows and columns lie over lanes is data (`FragmentShape`).
+"""
+
+import dataclasses
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from composattn.primitives.values import Fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentShape:
+    """How one thread's registers spread over a score tile.
+
+    `row_offsets` and `column_offsets` are added to the thread's first row and column;
+    `lanes_per_row` neighbouring lanes share a row.
+    """
+
+    row_offsets: tuple[int, ...]
+    column_offsets: tuple[int, ...]
+    lanes_per_row: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_offsets)
+
+    @property
+    def columns(self) -> int:
+        return len(self.column_offsets)
+
+
+@dataclasses.dataclass
+class ScoreTile(Fixed):
+    """One thread's scores of one (q tile, kv tile).
+
+    `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head; `q_index(r)` and
+    `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a partial tile.
+    """
+
+    shape: FragmentShape
+    values: cute.Tensor
+    b: Int32
+    h: Int32
+    first_q: Int32
+    first_kv: Int32
+
+    @property
+    def rows(self) -> int:
+        return self.shape.rows
+
+    @property
+    def columns(self) -> int:
+        return self.shape.columns
+
+    def q_index(self, r: int) -> Int32:
+        return self.first_q + self.shape.row_offsets[r]
+
+    def kv_index(self, c: int) -> Int32:
+        return self.first_kv + self.shape.column_offsets[c]

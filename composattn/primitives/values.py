@@ -1,0 +1,78 @@
+"""Small helpers on kernel values that also take Python numbers, so that rules can be tested with no GPU."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Numeric
+
+
+def smaller(a: Any, b: Any) -> Any:
+    return min(a, b) if _known(a, b) else cutlass.min(a, b)
+
+
+def larger(a: Any, b: Any) -> Any:
+    return max(a, b) if _known(a, b) else cutlass.max(a, b)
+
+
+def _known(*values: Any) -> bool:
+    return all(isinstance(v, int) for v in values)
+
+
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where `condition` else `b`, of the type of whichever is a kernel value; no branch."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    kind = type(a) if isinstance(a, Numeric) else type(b)
+    return kind(cutlass.select_(condition, kind(a), kind(b)))
+
+
+def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
+    """fp32 registers to 16-bit ones in the same order, two an instruction.
+
+    A vector conversion falls apart into single ones for lengths that are no power of two (91 more instructions
+    and spills at 176 columns), so the paired instruction is written out.
+    """
+    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[target.element_type]
+    words = cute.recast_tensor(target, cutlass.Int32)
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[cutlass.Int32],
+            read_only_args=[source[2 * i + 1], source[2 * i]],
+        )
+
+
+class Bundle:
+    """Several kernel values that cross loops and kernel boundaries as one; `parts` names them in order."""
+
+    parts: tuple[str, ...] = ()
+
+    def __extract_mlir_values__(self):
+        self._widths = []
+        values = []
+        for name in self.parts:
+            extracted = cutlass.extract_mlir_values(getattr(self, name))
+            self._widths.append(len(extracted))
+            values += extracted
+        return values
+
+    def __new_from_mlir_values__(self, values):
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        at = 0
+        for name, width in zip(self.parts, self._widths, strict=True):
+            part = cutlass.new_from_mlir_values(getattr(self, name), values[at : at + width])
+            setattr(made, name, part)
+            at += width
+        return made
+
+
+class Fixed:
+    """An object of the trace with no run-time parts of its own: loops and branches pass it through as it is."""
+
+    def __extract_mlir_values__(self):
+        return []
+
+    def __new_from_mlir_values__(self, values):
+        return self
