@@ -33,3 +33,8 @@ EVERYTHING = (TileInterval(const(0), index("kv_len"), const(0), index("kv_len"))
 
 UNKNOWN = (TileInterval(const(0), index("kv_len"), const(0), const(0)),)
 """Nothing is known of the mask: all of kv, all of it with the test."""
+
+
+def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
+    """What a query tile visits under `mask`."""
+    return UNKNOWN

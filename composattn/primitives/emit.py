@@ -17,8 +17,8 @@ from typing import Any
 from cutlass import Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.bands import TileInterval
-from ..graph.expr import DType, Expr, Rate, captures, content_key, promote, scalars, score
+from ..graph.expr import DType, Expr, Rate, promote, score
+from ..graph.program import Program
 from .emit_ops import CUTE, convert, read_element
 from .score_tile import ScoreTile
 from .values import choose
@@ -322,28 +322,16 @@ def _linear_term(sign: float, term: Expr) -> LinearTerm | None:
 class Mods:
     """The score mod, the mask and the loop bounds of a plan; holds graphs, no run-time values.
 
-    `captures` and `scalars` give the order in which the kernel receives captured tensors and run-time numbers.
+    The kernel receives captured tensors and run-time numbers in the order of the program.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
     """
 
-    def __init__(
-        self,
-        score_mod: Expr | None,
-        mask_mod: Expr | None,
-        intervals: tuple[TileInterval, ...],
-        positive_scale: bool = True,
-    ) -> None:
-        self.score = None if score_mod is score() else score_mod
-        self.mask = mask_mod
-        self.bounds = intervals
+    def __init__(self, program: Program, positive_scale: bool = True) -> None:
+        self.score, self.mask, self.bounds = program.score, program.mask, program.intervals
         self.positive_scale = positive_scale
-        ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
-        roots = [e for e in (self.score, self.mask, *ends) if e is not None]
-        self.captures = captures(*roots)
-        self.scalars = scalars(*roots)
-        self.capture_slot = {capture: slot for slot, capture in enumerate(self.captures)}
-        self.scalar_slot = {scalar: slot for slot, scalar in enumerate(self.scalars)}
-        self.key = (content_key(self.score, self.mask, *ends), positive_scale)
+        self.capture_slot = {capture: slot for slot, capture in enumerate(program.captures)}
+        self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
+        self.key = (program.key, positive_scale)
         self.additive = None if self.score is None else additive(self.score)
 
     @property

@@ -1,0 +1,52 @@
+"""A score mod and a mask together: what one attention call computes besides q·k, and what it reads at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+
+from .bands import EVERYTHING, TileInterval, tile_intervals
+from .expr import Capture, Expr, captures, const, content_key, scalars, score
+
+
+class Program:
+    """The mods of a call, as graphs; None stands for a mod that changes nothing.
+
+    `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
+    `key` is what the graphs compute, without tensors: programs with equal keys share a kernel.
+    """
+
+    def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None) -> None:
+        self.score = None if score_mod is score() else score_mod
+        self.mask = None if mask is const(True) else mask
+
+    @property
+    def is_plain(self) -> bool:
+        return self.score is None and self.mask is None
+
+    @cached_property
+    def intervals(self) -> tuple[TileInterval, ...]:
+        """Which kv positions a query tile visits; derived from the mask."""
+        return EVERYTHING if self.mask is None else tile_intervals(self.mask)
+
+    @cached_property
+    def roots(self) -> tuple[Expr, ...]:
+        ends = [end for i in self.intervals for end in (i.begin, i.end, i.full_begin, i.full_end)]
+        return tuple(e for e in (self.score, self.mask, *ends) if e is not None)
+
+    @cached_property
+    def captures(self) -> tuple[Capture, ...]:
+        return captures(*self.roots)
+
+    @cached_property
+    def scalars(self) -> tuple[Any, ...]:
+        return scalars(*self.roots)
+
+    @cached_property
+    def key(self) -> Hashable:
+        return content_key(self.score, self.mask, *self.roots)
+
+
+PLAIN = Program()
+"""Attention without mods."""
