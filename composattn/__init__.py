@@ -1,0 +1,36 @@
+"""composattn: attention that you compose. Write masks and score mods in Python, get one exact fused kernel."""
+
+from . import backends, errors, mods
+from .api import Attention, attention
+from .errors import ComposattnError
+from .flex import flex_attention
+from .graph.mask import Mask
+from .graph.score import Score
+from .graph.trace import Scalar
+
+__version__ = "0.1.0"
+
+mask = Mask.of
+"""`ca.mask(fn)`: a `(b, h, q_idx, kv_idx) -> bool` callable as a composable `Mask`."""
+
+score = Score.of
+"""`ca.score(fn)`: a `(score, b, h, q_idx, kv_idx) -> score` callable as a composable `Score`."""
+
+scalar = Scalar
+"""`ca.scalar(x)`: a run-time number in a mod; a new `.value` never recompiles."""
+
+__all__ = [
+    "Attention",
+    "ComposattnError",
+    "Mask",
+    "Scalar",
+    "Score",
+    "attention",
+    "backends",
+    "errors",
+    "flex_attention",
+    "mask",
+    "mods",
+    "scalar",
+    "score",
+]

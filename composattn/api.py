@@ -1,0 +1,163 @@
+"""The package's front door: attention(), Attention (plan once, call many); the whole story top to bottom.
+
+A call flows: mods → program (graphs) → problem (checked facts of q, k, v) → backend → prepared call → (out, lse).
+Everything but the last step is remembered by `Attention` for each form of inputs that it has met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import backends, errors
+from .graph.mask import Mask
+from .graph.program import Program
+from .graph.score import Score
+from .problem import Problem, softmax_scale
+
+MaskMod = Callable[..., Any]
+ScoreMod = Callable[..., Any]
+
+
+class Attention:
+    """Attention with given mods, planned once and called many times.
+
+        attn = Attention(score_mod=alibi(slopes) >> softcap(30.0), mask_mod=causal() & document(ids))
+        out = attn(q, k, v)
+        out, lse = attn(q, k, v, return_lse=True)
+
+    score_mod: `(score, b, h, q_idx, kv_idx) -> score`, a plain function or a `Score`; None changes nothing.
+    mask_mod: `(b, h, q_idx, kv_idx) -> bool`, a plain function or a `Mask`, True where q may attend to kv.
+    scale: factor of q·k before the score mod; None is 1/sqrt(D).
+    backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
+
+    The mods are traced here, once: Python numbers and globals that they use are constants from now on, captured
+    tensors are held by reference and read at every call, and `ca.scalar` values are read at every call.
+
+    Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`.
+    """
+
+    def __init__(
+        self,
+        *,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        scale: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        score = None if score_mod is None else Score.of(score_mod)
+        mask = None if mask_mod is None else Mask.of(mask_mod)
+        softmax_scale(scale, 1)
+        backends.check_name(backend)
+        self.program = Program(score and score.expr, mask and mask.expr)
+        self.names = (score.name if score is not None else None, mask.name if mask is not None else None)
+        self.scale, self.backend = scale, backend
+        self._prepared: dict[Any, backends.Call] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
+
+        q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. A row with nothing to
+        attend gives out 0, lse -inf and zero gradients. Differentiable in q, k, v, captured tensors, through both.
+
+        Raises: the `InvalidArgument`s, `BackendUnavailable`, `GradientUnsupported`.
+        """
+        try:
+            form = (
+                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+                q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            )  # fmt: skip
+            call = self._prepared.get(form)
+        except (AttributeError, TypeError, RuntimeError):
+            call = None  # not strided tensors: the checks below say what is wrong
+        if call is None:
+            call = self._prepared[form_or_refuse(q, k, v)] = self.prepare(q, k, v)
+        out, lse = call(q, k, v, return_lse)
+        return (out, lse) if return_lse else out
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
+        """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
+        problem = Problem.of(q, k, v)
+        check_captures(self.program, problem)
+        backend = backends.choose(self.backend, problem)
+        return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
+
+    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False) -> Any:
+        """What a call with these inputs computes and how: formulas, dependence classes, plan, tiles, FLOPs.
+
+        Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel.
+        """
+        from .explain import explain
+
+        return explain(self, q, k, v, emulate=emulate)
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={value}" for name, value in zip(("score_mod", "mask_mod"), self.names, strict=True) if value]
+        return f"Attention({', '.join(parts)})"
+
+
+def form_or_refuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """What `Attention` remembers a prepared call by; refuses what is not a tensor."""
+    Problem.of(q, k, v)
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+    )  # fmt: skip
+
+
+def check_captures(program: Program, problem: Problem) -> None:
+    """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
+
+    Raises: `DeviceMismatch`, `UnsupportedCapture`.
+    """
+    for capture in program.captures:
+        tensor = capture.tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
+        if tensor.device != problem.device:
+            raise errors.DeviceMismatch(
+                f"a captured tensor of shape {tuple(tensor.shape)} lies on {tensor.device}, q on {problem.device}; "
+                f'move it: tensor.to("{problem.device}")'
+            )
+        if tensor.ndim and tensor.numel() == 0:
+            raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
+
+
+_plain: dict[Any, Attention] = {}
+_PLAIN_LIMIT = 256
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
+
+    Arguments and errors as of `Attention`, which is this function planned once. A plain function is traced at every
+    call (tens of microseconds), so what it closes over may change between calls; ready mods and `Attention` are not.
+
+    Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
+    """
+    score = None if score_mod is None else Score.of(score_mod)
+    mask = None if mask_mod is None else Mask.of(mask_mod)
+    key = (score and score.expr, mask and mask.expr, scale, backend)
+    planned = _plain.get(key)
+    if planned is None:
+        planned = Attention(score_mod=score, mask_mod=mask, scale=scale, backend=backend)
+        # a remembered plan would keep captured tensors alive, so only plans without any are remembered
+        if not planned.program.captures and not planned.program.scalars:
+            if len(_plain) >= _PLAIN_LIMIT:
+                _plain.clear()
+            _plain[key] = planned
+    return planned(q, k, v, return_lse=return_lse)

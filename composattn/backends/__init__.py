@@ -1,0 +1,127 @@
+"""Who computes: backends by name, what each takes, and the choice by device. Nothing falls back silently."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .. import errors
+from ..graph.program import Program
+from ..problem import Problem
+
+
+class Call(Protocol):
+    """A prepared call: everything decided but the tensors' contents."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse); lse may be None where it was not asked for."""
+
+
+class Prepare(Protocol):
+    """How a backend turns the facts of a call into a prepared one, or refuses by a named error."""
+
+    def __call__(
+        self,
+        problem: Problem,
+        program: Program,
+        scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> Call:
+        """Plans for inputs of this form; q, k and v are looked at for strides only."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute; `module` has a function `prepare` (see `Prepare`) and is imported when first used."""
+
+    name: str
+    module: str
+    takes: str
+    unavailable: Callable[[torch.device], str | None]
+
+    @property
+    def prepare(self) -> Prepare:
+        return importlib.import_module(self.module).prepare  # type: ignore[no-any-return]
+
+
+def _anywhere(device: torch.device) -> str | None:
+    return None
+
+
+def _on_gpu(major: int, chip: str) -> Callable[[torch.device], str | None]:
+    def why(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"q lies on {device}, the kernels run on a {chip} GPU"
+        found = torch.cuda.get_device_capability(device)
+        if found[0] != major:
+            return f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, {chip} has {major}.x"
+        return _without_compiler()
+
+    return why
+
+
+def _without_compiler() -> str | None:
+    if importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed: pip install 'composattn[gpu]'"
+    return None
+
+
+def _on_cpu_with_compiler(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"q lies on {device}, the emulator takes CPU tensors"
+    return _without_compiler()
+
+
+def _not_yet(what: str) -> Callable[[torch.device], str | None]:
+    return lambda device: f"{what} are not part of this version"
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", "composattn.backends.reference", "any device, dense, computes in fp64", _anywhere),
+        Backend("streaming", "composattn.backends.streaming", "any device, O(S) memory", _anywhere),
+        Backend("hopper", "composattn.backends.hopper", "fp16 and bf16 on sm_90", _on_gpu(9, "Hopper")),
+        Backend("blackwell", "composattn.backends.blackwell", "sm_100", _not_yet("Blackwell kernels")),
+        Backend(
+            "hopper-emulated", "composattn.backends.hopper_emulated", "CPU tensors, small sizes", _on_cpu_with_compiler
+        ),
+        Backend("blackwell-emulated", "composattn.backends.blackwell_emulated", "CPU", _not_yet("Blackwell kernels")),
+    )
+}
+
+
+def check_name(name: str | None) -> None:
+    """Raises `UnknownBackend` unless `name` is None or one of `BACKENDS`."""
+    if name is not None and name not in BACKENDS:
+        raise errors.UnknownBackend(f"no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
+
+
+def choose(name: str | None, problem: Problem) -> Backend:
+    """The backend of that name; for None the generated kernels on Hopper and Blackwell, streaming elsewhere.
+
+    Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call).
+    """
+    check_name(name)
+    backend = BACKENDS[name if name is not None else default_for(problem.device)]
+    why = backend.unavailable(problem.device)
+    if why is not None:
+        able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
+        raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
+    return backend
+
+
+def default_for(device: torch.device) -> str:
+    """Name of the backend that `backend=None` means for tensors on `device`."""
+    if device.type == "cuda":
+        major = torch.cuda.get_device_capability(device)[0]
+        return {9: "hopper", 10: "blackwell"}.get(major, "streaming")
+    return "streaming"
