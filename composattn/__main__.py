@@ -1,0 +1,142 @@
+"""The command line: what a call would do (explain), its kernels (compile), speed (bench), what works here (doctor)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import composattn as ca
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKENDS = ("reference", "streaming", "hopper", "blackwell", "hopper-emulated", "blackwell-emulated")
+PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")
+
+
+def mod_from(text: str) -> Any:
+    """A mod from the command line: `package.module:name`, or an expression over the ready mods and torch.
+
+    The expression is Python and runs as such: it is the caller's own command line.
+    """
+    module, colon, name = text.partition(":")
+    if colon and module.replace(".", "").isidentifier() and name.isidentifier():
+        sys.path.insert(0, "")
+        return getattr(importlib.import_module(module), name)
+    names: dict[str, Any] = {"torch": torch, "ca": ca}
+    for ready in ("composattn.mods.masks", "composattn.mods.scores"):
+        names |= {key: value for key, value in vars(importlib.import_module(ready)).items() if not key.startswith("_")}
+    return eval(text, names)
+
+
+def shape_from(text: str) -> tuple[int, ...]:
+    """`B,Hq,Hkv,Sq,Skv,D[,Dv]`."""
+    numbers = tuple(int(part) for part in text.split(","))
+    if len(numbers) not in (6, 7):
+        raise argparse.ArgumentTypeError(f"wanted B,Hq,Hkv,Sq,Skv,D or B,Hq,Hkv,Sq,Skv,D,Dv, got {text!r}")
+    return numbers if len(numbers) == 7 else (*numbers, numbers[5])
+
+
+def attention_from(options: argparse.Namespace) -> ca.Attention:
+    score = mod_from(options.score) if options.score else None
+    mask = mod_from(options.mask) if options.mask else None
+    return ca.Attention(score_mod=score, mask_mod=mask, backend=options.backend)
+
+
+def empty_inputs(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors of the asked shapes; their memory is reserved, never touched."""
+    batch, heads, kv_heads, q_len, kv_len, dim, v_dim = options.shape
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where: dict[str, Any] = {"dtype": DTYPES[options.dtype], "device": device}
+    return (
+        torch.empty(batch, heads, q_len, dim, **where),
+        torch.empty(batch, kv_heads, kv_len, dim, **where),
+        torch.empty(batch, kv_heads, kv_len, v_dim, **where),
+    )
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print formula, dependence classes, loop bounds, tiles, FLOPs and the plan of one call."""
+    print(attention_from(options).explain(*empty_inputs(options)))
+    return 0
+
+
+def serves(backend: str) -> str:
+    """What a tiny call on this backend says: its error against fp64, or why it refuses."""
+    generator = torch.Generator().manual_seed(0)
+    gpu = backend in ("hopper", "blackwell") and torch.cuda.is_available()
+    dtype = torch.float32 if backend in ("reference", "streaming") else torch.bfloat16
+    q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).to("cuda" if gpu else "cpu", dtype) for _ in range(3))
+    try:
+        out = ca.attention(q, k, v, backend=backend)
+    except ca.errors.ComposattnError as refusal:
+        return f"no: {refusal}"
+    truth = torch.softmax(q.double() @ k.double().mT / 8.0, dim=-1) @ v.double()
+    return f"yes (largest error of a tiny {str(dtype)[6:]} call: {(out - truth).abs().max().item():.1e})"
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print versions, GPUs, and for each backend whether it serves here or why not."""
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in PACKAGES:
+        try:
+            print(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} not installed")
+    if not torch.cuda.is_available():
+        print("no GPU")
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        print(f"GPU {number}: {facts.name}, compute capability {facts.major}.{facts.minor}")
+    for backend in BACKENDS:
+        print(f"backend {backend}: {serves(backend)}")
+    return 0
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run the benchmark harness of the source tree."""
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks" / "run.py").exists():
+        print("the benchmarks live in the source tree, not in the installed package: run them from a checkout")
+        return 2
+    sys.path.insert(0, str(root))
+    return int(importlib.import_module("benchmarks.run").main(arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m composattn", description=__doc__)
+    commands = made.add_subparsers(dest="command", required=True)
+    call = argparse.ArgumentParser(add_help=False)
+    call.add_argument("--mask", help="'causal() & sliding_window(1024)', or package.module:name")
+    call.add_argument("--score", help="'alibi(8) >> softcap(30.0)', or package.module:name")
+    call.add_argument("--shape", type=shape_from, default=shape_from("1,8,8,4096,4096,128"), help="B,Hq,Hkv,Sq,Skv,D[,Dv]")
+    call.add_argument("--dtype", choices=DTYPES, default="bf16")
+    call.add_argument("--device", help="default: the GPU where there is one")
+    call.add_argument("--backend", choices=BACKENDS, help="default: what ca.attention picks for the device")
+    commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
+    commands.add_parser("doctor", help=doctor.__doc__).set_defaults(run=doctor)
+    commands.add_parser("bench", help=bench.__doc__, add_help=False)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["bench"]:
+        return bench(given[1:])
+    options = parser().parse_args(given)
+    try:
+        return int(options.run(options))
+    except ca.errors.ComposattnError as refusal:
+        print(f"{type(refusal).__name__}: {refusal}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
