@@ -74,6 +74,10 @@ class WrongComposition(ComposattnError, TypeError):
     """A score mod where a mask belongs, `and` for `&`, and their like."""
 
 
+class InvalidModArgument(ComposattnError, ValueError):
+    """An argument of a ready-made mask or score mod: a negative window, a table of the wrong rank, ..."""
+
+
 class CapturedIndexOutOfRange(ComposattnError, IndexError):
     """A captured tensor read outside of its shape at a position that the mask leaves visible."""
 

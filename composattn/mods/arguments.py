@@ -1,0 +1,103 @@
+"""What the ready mods accept as arguments: numbers, run-time scalars, and tensors by head or by batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import InvalidModArgument
+from ..graph.expr import DType
+from ..graph.trace import Scalar, Symbolic
+
+Number = int | float | Scalar | torch.Tensor
+At = Callable[[Any], Any]
+"""What an argument is at an index expression (a head, a batch): itself, or its element there."""
+
+
+def integer(value: Any, name: str, minimum: int = 0) -> int:
+    """A Python int of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidModArgument(f"{name} must be a Python int, got {_what(value)}")
+    if value < minimum:
+        raise InvalidModArgument(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def positive(value: Any, name: str) -> Any:
+    """A finite number above zero, or a run-time scalar or 0-d float tensor whose value is the caller's matter."""
+    if isinstance(value, torch.Tensor):
+        return tensor(value, name, "float", ())
+    if isinstance(value, Symbolic):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidModArgument(f"{name} must be a number, ca.scalar or a 0-d tensor, got {_what(value)}")
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidModArgument(f"{name} must be finite and above 0, got {value}")
+    return value
+
+
+def count_at(value: Any, name: str, axis: str, minimum: int = 0) -> At:
+    """A count: one for all (int, `ca.scalar`, 0-d tensor), or one for each `axis` (1-D int tensor)."""
+    if isinstance(value, torch.Tensor):
+        tensor(value, name, "integer", (), (axis,))
+        return (lambda i: value[i]) if value.ndim else (lambda i: value)
+    if isinstance(value, Symbolic):
+        if not value.expr.dtype.is_integer:
+            raise InvalidModArgument(f"{name} must be an integer, got a scalar of type {value.expr.dtype.value}")
+        return lambda i: value
+    integer(value, name, minimum)
+    return lambda i: value
+
+
+_KINDS: dict[str, tuple[str, Callable[[DType], bool]]] = {
+    "integer": ("integers", lambda t: t.is_integer),
+    "float": ("floats", lambda t: t is DType.FLOAT),
+    "bool": ("bools", lambda t: t is DType.BOOL),
+}
+
+
+def tensor(value: Any, name: str, kind: str, *shapes: tuple[str, ...]) -> torch.Tensor:
+    """`value` itself (never a copy: gradients go to the caller's tensor), checked for type and rank.
+
+    `shapes` names the dimensions of every rank that is taken, e.g. `("H",), ("B", "H")`.
+    """
+    wanted = " or ".join(f"({', '.join(s)}{',' if len(s) == 1 else ''})" if s else "()" for s in shapes)
+    plural, accepts = _KINDS[kind]
+    if not isinstance(value, torch.Tensor):
+        raise InvalidModArgument(f"{name} must be a tensor of {plural}, shape {wanted}, got {_what(value)}")
+    if not accepts(DType.of(value.dtype)):
+        raise InvalidModArgument(f"{name} must hold {plural}, got {value.dtype}")
+    if value.ndim not in map(len, shapes):
+        raise InvalidModArgument(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    if 0 in value.shape:
+        raise InvalidModArgument(f"{name} must not be empty, got shape {tuple(value.shape)}")
+    return value
+
+
+def choice(value: Any, name: str, *options: str) -> str:
+    """One of `options`."""
+    if value not in options:
+        raise InvalidModArgument(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+    return value
+
+
+def offsets_of(value: Any, name: str) -> torch.Tensor:
+    """Document offsets (0, n1, n1 + n2, ..., total), as int64; reading them waits for the device once."""
+    tensor(value, name, "integer", ("documents + 1",))
+    if len(value) < 2:
+        raise InvalidModArgument(f"{name} must hold at least 2 offsets (0 and the total), got {len(value)}")
+    wide = value.detach().to(torch.int64)
+    if bool((wide[0] != 0) | (wide[1:] < wide[:-1]).any()):
+        raise InvalidModArgument(f"{name} must begin with 0 and never fall, e.g. [0, 5, 9] for lengths 5 and 4")
+    if int(wide[-1]) == 0:
+        raise InvalidModArgument(f"{name} describe no token at all")
+    return wide
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
