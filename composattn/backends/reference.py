@@ -1,0 +1,185 @@
+"""The oracle: attention by its definition, dense, in fp64, differentiated by torch's autograd; any device.
+
+Every other backend is held to this one (`composattn.testing`). It is written to be read, and to have no rounding
+and no NaN of its own: mods are evaluated at visible pairs only, so what a mod gives at a hidden pair (a NaN, an
+infinite derivative, a read out of range) can't leak into a result or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import CapturedIndexOutOfRange
+from ..graph.evaluate import Env, evaluate
+from ..graph.expr import Expr, captures
+from ..graph.expr import score as unmodified
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+PAIRS_AT_ONCE = 1 << 24
+"""(b, h, q, kv) pairs in one go: fp64 scores of 128 MiB. Above, heads are computed, and recomputed, in turn."""
+
+
+class Rounding(Protocol):
+    """Disturbs what a rounding could disturb; `composattn.testing` measures the conditioning of a case with it."""
+
+    def score(self, score: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """scale·q·kᵀ, before the score mod."""
+
+    def modified(self, score: torch.Tensor) -> torch.Tensor:
+        """The score after the score mod, -inf where hidden."""
+
+    def probability(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """softmax, before the product with v; its backward receives dO·Vᵀ."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score: Expr | None = None,
+    mask: Expr | None = None,
+    scale: float,
+    precision: torch.dtype = torch.float64,
+    tensors: Mapping[int, torch.Tensor] | None = None,
+    rounding: Rounding | None = None,
+) -> Pair:
+    """Attention by its definition.
+
+    q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv) in q's dtype; lse (B, Hq, Sq),
+    natural logarithm, fp32 (fp64 for fp64 tensors).
+    `score` and `mask` are graphs over the leaves of `composattn.graph`. A pair is visible where the mask is true and
+    its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients.
+
+    `precision` is what tensors are multiplied in: fp64 makes the oracle; q's own dtype makes "plain PyTorch at the
+    same precision", in which scores, softmax and statistics are fp32 between products in that dtype. `tensors` maps
+    the id of a captured tensor to what is read, and gets the gradient, in its place. `rounding` disturbs the scores.
+
+    Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
+    """
+    batch, heads, q_len, _ = q.shape
+    group = heads // k.shape[1]
+    step = max(1, PAIRS_AT_ONCE // max(1, q_len * k.shape[2] * group))  # kv heads at once
+    call = _Dense(score, mask, scale, precision, tensors or {}, rounding)
+    if step >= batch * k.shape[1]:
+        return call(q, k, v, 0, 0)
+    outs, lses = [], []
+    for b in range(batch):
+        for h in range(0, k.shape[1], step):
+            kv_heads = slice(h, h + step)
+            q_heads = slice(h * group, (h + step) * group)
+            part = (q[b : b + 1, q_heads], k[b : b + 1, kv_heads], v[b : b + 1, kv_heads], b, h * group)
+            out, lse = checkpoint(call, *part, use_reentrant=False) if torch.is_grad_enabled() else call(*part)
+            outs.append(out)
+            lses.append(lse)
+    shape = (batch, heads, q_len)
+    out, lse = torch.cat([o.flatten(0, 1) for o in outs]), torch.cat([x.flatten(0, 1) for x in lses])
+    return out.view(*shape, v.shape[-1]), lse.view(shape)
+
+
+class _Dense:
+    """One call on a range of batches and heads that starts at (b0, h0)."""
+
+    def __init__(
+        self,
+        score: Expr | None,
+        mask: Expr | None,
+        scale: float,
+        precision: torch.dtype,
+        tensors: Mapping[int, torch.Tensor],
+        rounding: Rounding | None,
+    ) -> None:
+        self.score_mod = None if score is unmodified() else score
+        self.mask_mod, self.scale, self.rounding = mask, scale, rounding
+        self.precision = precision
+        self.working = torch.promote_types(precision, torch.float32)
+        # Widened once, before they are read, so that their gradients are summed in the working precision.
+        self.tensors = {}
+        for capture in captures(*(x for x in (score, mask) if x is not None)):
+            tensor = tensors.get(id(capture.tensor), capture.tensor)
+            self.tensors[id(capture.tensor)] = tensor.to(self.working) if tensor.is_floating_point() else tensor
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Pair:
+        out_dtype, lse_dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (x.to(self.precision) for x in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q @ k.transpose(-1, -2)).to(self.working) * self.scale
+        if self.rounding is not None:
+            scores = self.rounding.score(scores, q, k, self.scale)
+        scores = self.modified(scores, b0, h0)
+        if self.rounding is not None:
+            scores = self.rounding.modified(scores)
+        top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        weight = torch.exp(scores - top)
+        total = weight.sum(-1, keepdim=True)
+        empty = total == 0
+        p = weight / total.masked_fill(empty, 1.0)
+        if self.rounding is not None:
+            p = self.rounding.probability(p, v)
+        out = p.to(self.precision) @ v
+        lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
+        return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype)
+
+    def modified(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        """Scores after the score mod, -inf where hidden."""
+        visible = self.visible(scores, b0, h0)
+        mod = self.score_mod
+        if mod is None and visible is None:
+            return scores
+        if visible is None:
+            visible = torch.ones_like(scores, dtype=torch.bool)
+        if mod is not None:
+            with torch.no_grad():  # where the mod itself says -inf, its derivative has no meaning: hidden as well
+                first = self.at_visible(mod, scores, visible, b0, h0)
+                visible = visible.masked_scatter(visible, first != -torch.inf)
+            values = self.at_visible(mod, scores, visible, b0, h0)
+        else:
+            values = scores[visible]
+        return torch.full_like(scores, -torch.inf).masked_scatter(visible, values)
+
+    def visible(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor | None:
+        if self.mask_mod is None:
+            return None
+        nb, nh, q_len, kv_len = scores.shape
+        at = lambda n, start, *dims: torch.arange(start, start + n, device=scores.device).view(dims)  # noqa: E731
+        index: dict[str, torch.Tensor | int] = {
+            "b": at(nb, b0, -1, 1, 1, 1), "h": at(nh, h0, 1, -1, 1, 1), "q": at(q_len, 0, 1, 1, -1, 1),
+            "kv": at(kv_len, 0, 1, 1, 1, -1), "q_len": q_len, "kv_len": kv_len,
+        }  # fmt: skip
+        env = self.env(index, scores.device)
+        with torch.no_grad():
+            visible = evaluate(self.mask_mod, env).expand(scores.shape)
+            self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)
+        return visible
+
+    def at_visible(self, mod: Expr, scores: torch.Tensor, visible: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        b, h, q, kv = visible.nonzero(as_tuple=True)
+        index: dict[str, torch.Tensor | int] = {
+            "b": b + b0, "h": h + h0, "q": q, "kv": kv, "q_len": scores.shape[2], "kv_len": scores.shape[3],
+        }  # fmt: skip
+        env = self.env(index, scores.device)
+        env.score = scores[visible]
+        values = evaluate(mod, env)
+        self.refuse_outside(env, lambda outside: outside.expand(env.score.shape))
+        return values.to(scores.dtype).expand(env.score.shape)
+
+    def env(self, index: dict[str, torch.Tensor | int], device: torch.device) -> Env:
+        return Env(index=index, float_dtype=self.working, device=device, tensors=self.tensors, reads=[])
+
+    @staticmethod
+    def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for node, outside in env.reads or ():
+            if bool(visible(outside).any()):
+                shape = tuple(node.attr.tensor.shape)
+                raise CapturedIndexOutOfRange(
+                    f"a captured tensor of shape {shape} is read at {list(node.args)}, which leaves that shape at "
+                    f"{int(visible(outside).sum())} visible pairs; make the tensor larger, clamp the index, "
+                    "or hide those pairs with the mask"
+                )
