@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from . import backends, errors
-from .graph.mask import Mask
+from .graph.mask import ALL, Mask
 from .graph.program import Program
-from .graph.score import Score
+from .graph.score import IDENTITY, Score
 from .problem import Problem, softmax_scale
 
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
+
+_FORMS_LIMIT = 4096  # forms of inputs that one Attention remembers, before it starts anew
 
 
 class Attention:
@@ -47,12 +49,12 @@ class Attention:
         scale: float | None = None,
         backend: str | None = None,
     ) -> None:
-        score = None if score_mod is None else Score.of(score_mod)
-        mask = None if mask_mod is None else Mask.of(mask_mod)
+        score = IDENTITY if score_mod is None else Score.of(score_mod)
+        mask = ALL if mask_mod is None else Mask.of(mask_mod)
         softmax_scale(scale, 1)
         backends.check_name(backend)
-        self.program = Program(score and score.expr, mask and mask.expr)
-        self.names = (score.name if score is not None else None, mask.name if mask is not None else None)
+        self.program = Program(score.expr, mask.expr)
+        self.names = (score.name, mask.name)
         self.scale, self.backend = scale, backend
         self._prepared: dict[Any, backends.Call] = {}
 
@@ -67,15 +69,15 @@ class Attention:
         Raises: the `InvalidArgument`s, `BackendUnavailable`, `GradientUnsupported`.
         """
         try:
-            form = (
-                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-                q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            )  # fmt: skip
-            call = self._prepared.get(form)
+            form = _form(q, k, v)
         except (AttributeError, TypeError, RuntimeError):
-            call = None  # not strided tensors: the checks below say what is wrong
+            Problem.of(q, k, v)  # not tensors, or not strided ones: says which
+            raise
+        call = self._prepared.get(form)
         if call is None:
-            call = self._prepared[form_or_refuse(q, k, v)] = self.prepare(q, k, v)
+            if len(self._prepared) >= _FORMS_LIMIT:
+                self._prepared.clear()
+            call = self._prepared[form] = self.prepare(q, k, v)
         out, lse = call(q, k, v, return_lse)
         return (out, lse) if return_lse else out
 
@@ -96,13 +98,12 @@ class Attention:
         return explain(self, q, k, v, emulate=emulate)
 
     def __repr__(self) -> str:
-        parts = [f"{name}={value}" for name, value in zip(("score_mod", "mask_mod"), self.names, strict=True) if value]
-        return f"Attention({', '.join(parts)})"
+        score, mask = self.names
+        return f"Attention(score_mod={score}, mask_mod={mask})"
 
 
-def form_or_refuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """What `Attention` remembers a prepared call by; refuses what is not a tensor."""
-    Problem.of(q, k, v)
+def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+    """All that planning may look at; what `Attention` remembers a prepared call by."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
@@ -149,9 +150,9 @@ def attention(
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
     """
-    score = None if score_mod is None else Score.of(score_mod)
-    mask = None if mask_mod is None else Mask.of(mask_mod)
-    key = (score and score.expr, mask and mask.expr, scale, backend)
+    score = IDENTITY if score_mod is None else Score.of(score_mod)
+    mask = ALL if mask_mod is None else Mask.of(mask_mod)
+    key = (score.expr, mask.expr, scale, backend)
     planned = _plain.get(key)
     if planned is None:
         planned = Attention(score_mod=score, mask_mod=mask, scale=scale, backend=backend)

@@ -1,0 +1,131 @@
+"""Every bad input is refused by its own named error, and the message says what would work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn import errors
+from composattn.mods import masks, scores
+
+
+def qkv(
+    q: tuple[int, ...] = (2, 4, 16, 32),
+    k: tuple[int, ...] | None = None,
+    v: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    return [torch.randn(s).to(dtype) for s in (q, k or q, v or k or q)]
+
+
+def call(*tensors: object, **options: object) -> object:
+    return ca.attention(*tensors, **options)  # type: ignore[arg-type]
+
+
+def meta(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.to("meta") for t in tensors]
+
+
+TABLE = torch.randn(4, 16)
+ON_META = TABLE.to("meta")
+COMPLEX = TABLE.to(torch.complex64)
+
+CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
+    # tensors
+    "q-is-a-list": (errors.NotATensor, lambda: call([1.0], *qkv()[1:])),
+    "q-has-three-dimensions": (errors.WrongRank, lambda: call(torch.randn(2, 4, 8), *qkv()[1:])),
+    "v-has-five-dimensions": (errors.WrongRank, lambda: call(*qkv()[:2], torch.randn(1, 2, 4, 16, 32))),
+    "batches-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (3, 4, 16, 32)))),
+    "k-and-v-heads-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 32), (2, 2, 16, 32)))),
+    "k-and-v-lengths-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 32), (2, 4, 15, 32)))),
+    "q-and-k-head-dims-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 64)))),
+    "group-does-not-divide": (errors.GroupMismatch, lambda: call(*qkv((2, 6, 16, 32), (2, 4, 16, 32)))),
+    "more-kv-heads-than-q-heads": (errors.GroupMismatch, lambda: call(*qkv((2, 2, 16, 32), (2, 4, 16, 32)))),
+    "no-heads": (errors.EmptyDimension, lambda: call(*qkv((2, 0, 16, 32), (2, 1, 16, 32)))),
+    "head-dim-zero": (errors.EmptyDimension, lambda: call(*qkv((2, 4, 16, 0)))),
+    "dtypes-differ": (errors.DTypeMismatch, lambda: call(*qkv()[:2], qkv(dtype=torch.bfloat16)[2])),
+    "integers": (errors.UnsupportedDType, lambda: call(*qkv(dtype=torch.int32))),
+    "complex": (errors.UnsupportedDType, lambda: call(*qkv(dtype=torch.complex64))),
+    "devices-differ": (errors.DeviceMismatch, lambda: call(*qkv()[:2], *meta(qkv()[2]))),
+    "sparse": (errors.UnsupportedLayout, lambda: call(*[t.to_sparse() for t in qkv()])),
+    # scale
+    "scale-is-nan": (errors.InvalidScale, lambda: call(*qkv(), scale=math.nan)),
+    "scale-is-infinite": (errors.InvalidScale, lambda: call(*qkv(), scale=math.inf)),
+    "scale-is-a-tensor": (errors.InvalidScale, lambda: call(*qkv(), scale=torch.tensor(1.0))),
+    "scale-is-text": (errors.InvalidScale, lambda: call(*qkv(), scale="0.1")),
+    # mods
+    "mask-is-not-callable": (errors.WrongSignature, lambda: call(*qkv(), mask_mod=3)),
+    "mask-is-a-tensor": (errors.WrongComposition, lambda: call(*qkv(), mask_mod=torch.ones(16, 16).bool())),
+    "score-is-a-tensor": (errors.WrongComposition, lambda: call(*qkv(), score_mod=torch.ones(16, 16))),
+    "mask-takes-five-arguments": (errors.WrongSignature, lambda: call(*qkv(), mask_mod=lambda s, b, h, q, kv: q >= kv)),
+    "score-takes-four-arguments": (errors.WrongSignature, lambda: call(*qkv(), score_mod=lambda b, h, q, kv: q >= kv)),
+    "mask-returns-a-float": (errors.WrongReturn, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q * 0.5)),
+    "mask-returns-an-int": (errors.WrongReturn, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q - kv)),
+    "mask-returns-nothing": (errors.WrongReturn, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: None)),
+    "score-returns-a-bool": (errors.WrongReturn, lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s > 0)),
+    "score-returns-nothing": (errors.WrongReturn, lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: None)),
+    "mask-given-as-score": (errors.WrongComposition, lambda: call(*qkv(), score_mod=masks.causal())),
+    "score-given-as-mask": (errors.WrongComposition, lambda: call(*qkv(), mask_mod=scores.softcap(20.0))),
+    "masks-joined-with-and": (errors.WrongComposition, lambda: masks.causal() and masks.sliding_window(4)),
+    "score-joined-with-a-mask": (errors.WrongComposition, lambda: scores.softcap(20.0) >> masks.causal()),
+    "capture-on-another-device": (
+        errors.DeviceMismatch,
+        lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s + ON_META[h, q]),
+    ),
+    "capture-used-whole": (errors.UnindexedTensor, lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s + TABLE)),
+    "capture-read-with-a-float": (
+        errors.InvalidRead,
+        lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s + TABLE[h, q * 0.5]),
+    ),
+    "capture-read-out-of-range": (
+        errors.ConstantIndexOutOfRange,
+        lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s + TABLE[9, q]),
+    ),
+    "capture-is-complex": (
+        errors.TypeMismatch,
+        lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s + COMPLEX[h, q]),
+    ),
+    "scalar-from-text": (errors.UnsupportedCapture, lambda: ca.scalar("2")),  # type: ignore[arg-type]
+    # backends
+    "unknown-backend": (errors.UnknownBackend, lambda: call(*qkv(), backend="triton")),
+    "hopper-for-cpu-tensors": (errors.BackendUnavailable, lambda: call(*qkv(), backend="hopper")),
+    "blackwell-for-cpu-tensors": (errors.BackendUnavailable, lambda: call(*qkv(), backend="blackwell")),
+    # the drop-in
+    "flex-gqa-not-enabled": (errors.GroupMismatch, lambda: ca.flex_attention(*qkv((2, 4, 16, 32), (2, 2, 16, 32)))),
+    "flex-block-mask-is-a-function": (
+        errors.BlockMaskMismatch,
+        lambda: ca.flex_attention(*qkv(), block_mask=lambda b, h, q, kv: q >= kv),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_bad_input_is_refused_by_name(kind: str) -> None:
+    error, bad = CASES[kind]
+    with pytest.raises(error) as refusal:
+        bad()
+    assert len(str(refusal.value)) > 30, "the message must say what would work"
+
+
+def test_capture_with_whole_tensor_operation_before_the_read_is_refused() -> None:
+    with pytest.raises(errors.ComposattnError):
+        ca.attention(*qkv(), score_mod=lambda s, b, h, q, kv: s + TABLE.exp()[h, q])
+
+
+def test_refusals_are_the_built_in_errors_that_users_expect() -> None:
+    assert issubclass(errors.InvalidArgument, ValueError)
+    assert issubclass(errors.NotATensor, TypeError)
+    assert issubclass(errors.WrongSignature, TypeError)
+    assert issubclass(errors.CapturedIndexOutOfRange, IndexError)
+
+
+def test_no_refusal_on_a_correct_call_after_a_refused_one() -> None:
+    attend = ca.Attention(mask_mod=masks.causal())
+    with pytest.raises(errors.ShapeMismatch):
+        attend(*qkv((2, 4, 16, 32), (3, 4, 16, 32)))
+    out = attend(*qkv())
+    assert isinstance(out, torch.Tensor) and out.shape == (2, 4, 16, 32)

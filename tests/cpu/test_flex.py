@@ -1,0 +1,136 @@
+"""The drop-in agrees with torch's flex_attention, block lists included; only the import differs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+import composattn as ca
+from composattn import errors
+
+Mod = Callable[..., Any]
+LENGTH = 70
+
+
+def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv
+
+
+def window(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv < 9) & (kv - q <= 3)
+
+
+def head_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv).abs() < 4 + 3 * h + b
+
+
+def inputs(generator: torch.Generator, heads: int = 4, kv_heads: int = 4, kv_batch: int = 2) -> list[torch.Tensor]:
+    def draw(batch: int, h: int, dim: int) -> torch.Tensor:
+        return torch.randn(batch, h, LENGTH, dim, generator=generator, dtype=torch.float64)
+
+    return [draw(2, heads, 16), draw(kv_batch, kv_heads, 16), draw(kv_batch, kv_heads, 24)]
+
+
+def theirs(*args: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the uncompiled call is slow
+        return torchs.flex_attention(*args, **options)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    # fp32 statistics in torch's, fp64 here
+    torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mask", [None, causal, window, head_window], ids=["no-mask", "causal", "window", "head-window"])
+@pytest.mark.parametrize("scored", [False, True], ids=["plain", "relative-bias"])
+def test_same_as_torch(generator: torch.Generator, mask: Mod | None, scored: bool) -> None:
+    q, k, v = inputs(generator)
+    table = torch.randn(4, 2 * LENGTH, generator=generator, dtype=torch.float64)
+
+    def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[h, q_idx - kv_idx + LENGTH]
+
+    score = bias if scored else None
+    made = mask and torchs.create_block_mask(mask, 2, 4, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=32)
+    out, lse = ca.flex_attention(q, k, v, score, made, return_lse=True)
+    want, want_lse = theirs(q, k, v, score, made, return_lse=True)
+    close(out, want)
+    close(lse, want_lse)
+
+
+def test_shared_heads_need_enable_gqa_and_then_agree(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator, heads=6, kv_heads=2)
+    with pytest.raises(errors.GroupMismatch):
+        ca.flex_attention(q, k, v)
+    close(ca.flex_attention(q, k, v, enable_gqa=True), theirs(q, k, v, enable_gqa=True))
+
+
+def test_keys_of_one_batch_serve_all_batches(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator, kv_batch=1)
+    close(ca.flex_attention(q, k, v), theirs(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)))
+
+
+def test_scale_is_taken(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator)
+    close(ca.flex_attention(q, k, v, scale=0.7), theirs(q, k, v, scale=0.7))
+
+
+def test_aux_gives_lse_and_refuses_max_scores(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator)
+    out, aux = ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(lse=True))
+    _, want = theirs(q, k, v, return_lse=True)
+    close(aux.lse, want)
+    with pytest.raises(errors.UnsupportedOption):
+        ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))
+
+
+def test_kernel_options_warn_that_they_have_no_effect(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator)
+    with pytest.warns(UserWarning, match="no effect"):
+        ca.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+
+
+def test_block_lists_that_differ_from_the_mask_are_honoured(generator: torch.Generator) -> None:
+    """Unordered lists, with unlisted blocks that the mask would show and full blocks that it would not."""
+    q, k, v = inputs(generator)
+    partial = torch.tensor([[1, 0, 2], [2, 0, 1], [0, 1, 2]], dtype=torch.int32)
+    full = torch.tensor([[2, 0, 1], [1, 0, 2], [1, 2, 0]], dtype=torch.int32)
+    counts, full_counts = torch.tensor([2, 1, 1], dtype=torch.int32), torch.tensor([1, 1, 0], dtype=torch.int32)
+    made = torchs.BlockMask.from_kv_blocks(
+        counts[None, None], partial[None, None], full_counts[None, None], full[None, None],
+        BLOCK_SIZE=32, mask_mod=causal, seq_lengths=(LENGTH, LENGTH),
+    )  # fmt: skip
+
+    def means(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kinds = torch.zeros(3, 3, dtype=torch.int64)
+        for row in range(3):
+            kinds[row, partial[row, : counts[row]].long()] = 1
+            kinds[row, full[row, : full_counts[row]].long()] = 2
+        kind = kinds[q_idx // 32, kv_idx // 32]
+        return (kind == 2) | ((kind == 1) & (q_idx >= kv_idx))
+
+    positions = torch.arange(LENGTH)
+    dense = means(0, 0, positions[:, None], positions[None])
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    close(ca.flex_attention(q, k, v, block_mask=made), torch.nan_to_num(want))
+
+
+def test_a_block_mask_that_says_what_its_mask_says_leaves_the_mask_alone() -> None:
+    from composattn.flex import mask_of
+
+    q = torch.empty(1, 1, LENGTH, 8)
+    made = torchs.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=32)
+    assert mask_of(made, q, q).expr is ca.mask(causal).expr
+
+
+def test_block_mask_of_other_lengths_is_refused(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator)
+    made = torchs.create_block_mask(causal, None, None, 64, 64, device="cpu")
+    with pytest.raises(errors.BlockMaskMismatch, match="64"):
+        ca.flex_attention(q, k, v, block_mask=made)
