@@ -64,17 +64,26 @@ def _tangent(node: Expr, tangents: list[Expr]) -> Expr:
 
 
 def times(partial: Expr, tangent: Expr) -> Expr:
-    """partial * tangent, where a choice in `partial` chooses whether `tangent` is looked at at all."""
+    """partial * tangent, where a choice of 0 on either side means that the other is not looked at at all."""
     for choice, other in ((partial, tangent), (tangent, partial)):
-        if choice.op == "where" and (choice.args[1].is_const or choice.args[2].is_const):
+        if choice.op == "where" and _may_hide(choice):
             condition, yes, no = choice.args
             return apply("where", condition, times(yes, other), times(no, other))
+        if choice.op == "add" and _may_hide(choice):
+            return plus(times(choice.args[0], other), times(choice.args[1], other))
     if is_zero(partial) or is_zero(tangent):
         return _ZERO
     (c, x), (d, y) = _factor(partial), _factor(tangent)
     if math.isfinite(c * d) and c * d != 0:
         return _scaled(c * d, apply("mul", x, y) if x is not _ONE else y)
     return apply("mul", partial, tangent)
+
+
+def _may_hide(expr: Expr) -> bool:
+    """Whether a choice between a constant and something else decides `expr`."""
+    if expr.op == "add":
+        return any(map(_may_hide, expr.args))
+    return expr.op == "where" and any(branch.is_const or _may_hide(branch) for branch in expr.args[1:])
 
 
 def _factor(expr: Expr) -> tuple[float, Expr]:
