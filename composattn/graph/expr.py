@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ class DType(enum.Enum):
 
     def __repr__(self) -> str:
         return self.value
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a microsecond a node
 
     @property
     def is_integer(self) -> bool:
@@ -108,21 +111,26 @@ class Rate(enum.Enum):
 class Expr:
     """One node. Build it with `ops.apply`, `const`, `index`, `score`, `scalar` or `read`, never directly."""
 
-    __slots__ = ("__weakref__", "_key", "args", "attr", "deps", "dtype", "op")
+    __slots__ = ("__weakref__", "_deps", "args", "attr", "dtype", "op")
 
     op: str
     args: tuple[Expr, ...]
     dtype: DType
     attr: Any
-    deps: Dep
+    _deps: int
 
     def __repr__(self) -> str:
         if self.op == "const":
             return repr(self.attr)
         if not self.args:
-            return f"{self.attr}" if self.op == "index" else f"{self.op}({self.attr})" if self.attr else self.op
+            return f"{self.attr}" if self.op == "index" else self.op if self.attr is None else f"{self.op}({self.attr})"
         inside = ", ".join(map(repr, self.args))
         return f"{self.op}({inside})" if self.attr is None else f"{self.op}[{self.attr}]({inside})"
+
+    @property
+    def deps(self) -> Dep:
+        """What this value changes with."""
+        return _DEPS[self._deps]
 
     @property
     def rate(self) -> Rate:
@@ -140,23 +148,53 @@ class Expr:
         return self.op == "const"
 
 
-_interned: weakref.WeakValueDictionary[Hashable, Expr] = weakref.WeakValueDictionary()
+_DEPS = tuple(Dep(bits) for bits in range(64))
+
+# Nodes by what they are. Keys hold no object alive: attributes are keyed by content or by identity, and an identity
+# can be taken over by another object only after the node itself is gone, when its entry is dead.
+_interned: dict[Hashable, weakref.ref[Expr]] = {}
+_lock = threading.RLock()
+_sweep_at = 4096
 
 
-def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, deps: Dep = Dep.NONE) -> Expr:
+def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, deps: int = 0) -> Expr:
     """The one node with these fields; `deps` is added to what the arguments depend on."""
-    key_attr = struct.pack("d", attr) if isinstance(attr, float) else attr
-    key = (op, tuple(map(id, args)), dtype, key_attr, type(attr))
-    found = _interned.get(key)
-    if found is not None:
+    kind = attr.__class__
+    part: Hashable
+    if kind is float:
+        part = struct.pack("d", attr)
+    elif kind is Capture:
+        part = id(attr.tensor)  # type: ignore[union-attr]
+    elif attr is None or kind is int or kind is str or kind is bool:
+        part = attr
+    else:
+        part = id(attr)
+    key = (op, dtype, part, kind, *map(id, args))
+    entry = _interned.get(key)
+    if entry is not None and (found := entry()) is not None:
         return found
-    node = Expr.__new__(Expr)
-    node.op, node.args, node.dtype, node.attr, node._key = op, args, dtype, attr, key
-    for a in args:
-        deps |= a.deps
-    node.deps = deps
-    _interned[key] = node
+    with _lock:
+        entry = _interned.get(key)  # another thread may have been first
+        if entry is not None and (found := entry()) is not None:
+            return found
+        node = Expr.__new__(Expr)
+        node.op, node.args, node.dtype, node.attr = op, args, dtype, attr
+        bits = int(deps)
+        for a in args:
+            bits |= a._deps
+        node._deps = bits
+        _interned[key] = weakref.ref(node)
+        if len(_interned) > _sweep_at:
+            _sweep()
     return node
+
+
+def _sweep() -> None:
+    """Drop entries of nodes that are gone, at a size that doubles with what is alive."""
+    global _sweep_at
+    for key in [key for key, entry in _interned.items() if entry() is None]:
+        del _interned[key]
+    _sweep_at = max(4096, 2 * len(_interned))
 
 
 def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
@@ -168,18 +206,23 @@ def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
             dtype = DType.INT32 if -(2**31) <= value < 2**31 else DType.INT64
         else:
             dtype = DType.FLOAT
-    value = bool(value) if dtype is DType.BOOL else float(value) if dtype is DType.FLOAT else int(value)
-    return make("const", (), dtype, value)
+    if dtype is DType.FLOAT:
+        return make("const", (), dtype, float(value))
+    return make("const", (), dtype, bool(value) if dtype is DType.BOOL else int(value))
 
 
 def index(name: str) -> Expr:
     """One of b, h, q, kv (logical positions) q_len, kv_len (lengths of the sequence at hand), first, last (of a tile)."""
-    return make("index", (), DType.INT32, name, _INDEX_DEPS[name])
+    return _INDICES[name]
 
 
 def score() -> Expr:
     """The score that a score mod receives: scale * q·k."""
-    return make("score", (), DType.FLOAT, None, Dep.SCORE)
+    return _SCORE
+
+
+_INDICES = {name: make("index", (), DType.INT32, name, deps) for name, deps in _INDEX_DEPS.items()}
+_SCORE = make("score", (), DType.FLOAT, None, Dep.SCORE)
 
 
 def read(capture: Capture, indices: Iterable[Expr]) -> Expr:

@@ -6,6 +6,7 @@ A new operation is one row here and one row in `primitives/emit.py` (its CuTe fo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -160,8 +161,8 @@ def _rows() -> list[Op]:
         Op("maximum", torch.maximum, _same, lambda o, x, y: (_tie(f("gt", x, y), f("eq", x, y)), _tie(f("lt", x, y), f("eq", x, y))), S.Max, True),
         Op("minimum", torch.minimum, _same, lambda o, x, y: (_tie(f("lt", x, y), f("eq", x, y)), _tie(f("gt", x, y), f("eq", x, y))), S.Min, True),
         # clamp keeps the gradient at its ends, maximum and minimum split it: hence rows of their own
-        Op("clamp_min", torch.maximum, _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
-        Op("clamp_max", torch.minimum, _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
+        Op("clamp_min", lambda x, y: torch.clamp(x, min=y), _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
+        Op("clamp_max", lambda x, y: torch.clamp(x, max=y), _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
         Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), _sympy_where),
         # comparisons and logic
         Op("lt", torch.lt, _bool, _zero, lambda x, y: S.Lt(x, y)),
@@ -211,18 +212,55 @@ _LOGIC_OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
+_UNARY = {name for name in OPS if name.startswith("cast_")} | set(
+    "neg abs sign not isnan isinf exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf floor ceil round trunc".split()
+)
+ARITY: dict[str, int] = {name: 3 if name == "where" else 1 if name in _UNARY else 2 for name in OPS}
+
+
 def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
     """The expression `name(*args)`: typed, constants folded, exact identities taken, nothing reassociated."""
-    row = OPS[name]
-    dtype = row.result(*(a.dtype for a in args))
-    if dtype is DType.BOOL and name in _LOGIC_OF_BOOLS:
-        return apply(_LOGIC_OF_BOOLS[name], *args)
-    if name in _INTEGER_IDENTITY and args[0].dtype.is_integer:
+    constants = 0
+    for a in args:
+        constants += a.op == "const"
+    name, dtype, is_identity = _typed(name, *[a.dtype for a in args])
+    if is_identity:
         return args[0]
-    if all(a.is_const for a in args):
-        return _fold(row, dtype, args)
-    short = _identity(name, dtype, args)
-    return short if short is not None else make(name, args, dtype, attr)
+    if constants == len(args):
+        return _fold(OPS[name], dtype, args)
+    if constants or len(args) != 2 or args[0] is args[1]:
+        short = _identity(name, dtype, args)
+        if short is not None:
+            return short
+        if constants:
+            _check_constant(name, dtype, args[-1])
+    return make(name, args, dtype, attr)
+
+
+@functools.cache
+def _typed(name: str, *types: DType) -> tuple[str, DType, bool]:
+    """Operation to use for these types, its result type, and whether it only returns its argument.
+
+    Raises: `TypeMismatch`; `TypeError` for a wrong number of arguments.
+    """
+    if len(types) != ARITY[name]:
+        raise TypeError(f"{name} takes {ARITY[name]} values, got {len(types)}")
+    dtype = OPS[name].result(*types)
+    if dtype is DType.BOOL and name in _LOGIC_OF_BOOLS:
+        name = _LOGIC_OF_BOOLS[name]
+    return name, dtype, name in _INTEGER_IDENTITY and types[0].is_integer
+
+
+def _check_constant(name: str, dtype: DType, y: Expr) -> None:
+    """What torch refuses whatever the other argument is."""
+    if not (y.is_const and dtype.is_integer):
+        return
+    if name in ("floordiv", "truncdiv", "mod", "fmod") and y.attr == 0:
+        raise TypeMismatch(f"{name} of integers by the constant 0")
+    if name == "pow" and y.attr < 0:
+        raise TypeMismatch(f"an integer to the power {y.attr} is no integer; make it a float first, e.g. 2.0 ** x")
+    if name in ("lshift", "rshift") and not 0 <= y.attr < 32:
+        raise TypeMismatch(f"a shift by {y.attr} bits; shifts go from 0 to 31")
 
 
 _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: torch.int64, DType.FLOAT: torch.float64}
@@ -230,6 +268,10 @@ _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: to
 
 def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
     values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
+    if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
+        values = [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]
+    if args[-1].dtype.is_integer:
+        _check_constant(row.name, dtype, args[-1])
     try:
         value = row.torch(*values).item()
     except RuntimeError as error:  # integer division by zero and their like

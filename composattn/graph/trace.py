@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import math
 import numbers
 import os
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
-from .expr import Capture, DType, Expr, const, index, make, read, score
+from .expr import Capture, DType, Expr, captures, const, index, make, read, score
 from .expr import Dep as _Dep
 from .ops import CASTS, OPS, apply
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
 TORCH_DTYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
 
@@ -57,7 +59,7 @@ class Symbolic:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _torch_call(func, args, kwargs or {})
 
@@ -74,7 +76,7 @@ class Symbolic:
         return refuse(
             errors.DataDependentBranch,
             "a traced value has no truth value: `if`, `and`, `or`, `not`, `min()`, `max()` would depend on data; "
-            "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum",
+            "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum, and two comparisons for `a < x < b`",
         )
 
     def _no_number(self, *_: Any) -> Any:
@@ -95,7 +97,7 @@ class Symbolic:
     __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __setitem__ = __delitem__ = _no_write
 
     def __getitem__(self, item: Any) -> Any:
-        if item is Ellipsis or item == ():
+        if item is Ellipsis or (isinstance(item, tuple) and not item):
             return self
         return refuse(errors.InvalidRead, "score and indices are single numbers and can't be indexed")
 
@@ -109,13 +111,24 @@ class Symbolic:
     dtype = property(lambda self: TORCH_DTYPE[self.expr.dtype])
     shape = property(lambda self: torch.Size(()))
     ndim = property(lambda self: 0)
-    requires_grad = property(lambda self: False)
+    requires_grad = is_cuda = is_sparse = property(lambda self: False)
+    device = property(lambda self: _CPU)  # constants are made there; a kernel has them on no device at all
+    data = property(lambda self: self)
 
     def dim(self) -> int:
         return 0
 
     def size(self) -> torch.Size:
         return torch.Size(())
+
+    def numel(self) -> int:
+        return 1
+
+    def is_floating_point(self) -> bool:
+        return self.expr.dtype is DType.FLOAT
+
+    def is_complex(self) -> bool:
+        return False
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         for a in (*args, *kwargs.values()):
@@ -133,9 +146,9 @@ class Symbolic:
         handler = _HANDLERS.get(name)
         if handler is not None:
             return lambda *args, **kwargs: handler(self, *args, **kwargs)
-        if name == "device":
-            raise AttributeError("a traced value has no device")
-        return lambda *args, **kwargs: _refuse_function(name)
+        if not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a traced value has no attribute {name!r}")
+        return _refuse_function(name)
 
 
 class Proxy(Symbolic):
@@ -145,6 +158,12 @@ class Proxy(Symbolic):
 
     def __init__(self, expr: Expr) -> None:
         self._expr = expr
+
+    def __hash__(self) -> int:
+        return refuse(
+            errors.ScalarExtraction,
+            "a traced value can't be looked up in a dict or set; compare it, or put the dict into a captured tensor",
+        )
 
     @property
     def expr(self) -> Expr:
@@ -186,7 +205,7 @@ class _Row:
         return _read(self.capture, self.indices, item)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return refuse(errors.UnindexedTensor, f"{func.__name__} of a tensor that is not yet read at all its dimensions")
 
     def __getattr__(self, name: str) -> Any:
@@ -194,6 +213,8 @@ class _Row:
             raise AttributeError(name)
         return refuse(errors.UnindexedTensor, f".{name} of a tensor that is not yet read at all its dimensions")
 
+
+_CPU = torch.device("cpu")
 
 # --- operations ---------------------------------------------------------------------------------------------
 
@@ -220,20 +241,29 @@ def as_expr(value: Any) -> Expr:
 
 
 def _apply(name: str, *args: Any) -> Proxy:
+    return _of(name, *map(as_expr, args))
+
+
+def _of(name: str, *args: Expr) -> Proxy:
     try:
-        return Proxy(apply(name, *map(as_expr, args)))
+        return Proxy(apply(name, *args))
     except errors.TypeMismatch as error:
         if error.line is not None:
             raise
         raise errors.TypeMismatch(str(error), user_line()) from None
 
 
-def _unary(name: str, x: Any) -> Any:
-    return _apply(name, x)
+def _unary(name: str, x: Symbolic) -> Any:
+    return _of(name, x.expr)
 
 
-def _binary(name: str, x: Any, y: Any) -> Any:
-    if not isinstance(y, (Symbolic, numbers.Number, torch.Tensor)) and not isinstance(y, _Row):
+def _binary(name: str, x: Symbolic, y: Any) -> Any:
+    kind = y.__class__
+    if kind is Proxy:
+        return _of(name, x.expr, y._expr)
+    if kind is int or kind is float:
+        return _of(name, x.expr, const(y))
+    if not isinstance(y, (Symbolic, numbers.Number, torch.Tensor, _Row)):
         return NotImplemented
     return _apply(name, x, y)
 
@@ -243,7 +273,12 @@ def _install_operators() -> None:
         return lambda self, other: _binary(name, self, other)
 
     def backward(name: str) -> Callable[[Any, Any], Any]:
-        return lambda self, other: _apply(name, other, self)
+        def operator(self: Any, other: Any) -> Any:
+            if not isinstance(other, (Symbolic, numbers.Number, torch.Tensor, _Row)):
+                return NotImplemented
+            return _apply(name, other, self)
+
+        return operator
 
     for python, name in {
         "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
@@ -257,29 +292,35 @@ def _install_operators() -> None:
     Symbolic.__abs__ = lambda self: _unary("abs", self)  # type: ignore[attr-defined]
     Symbolic.__floor__ = lambda self: _unary("floor", self)  # type: ignore[attr-defined]
     Symbolic.__ceil__ = lambda self: _unary("ceil", self)  # type: ignore[attr-defined]
-    Symbolic.__round__ = lambda self, n=None: _unary("round", self)  # type: ignore[attr-defined]
+    Symbolic.__trunc__ = lambda self: _unary("trunc", self)  # type: ignore[attr-defined]
+    Symbolic.__round__ = lambda self, n=None: _round(self, decimals=n or 0)  # type: ignore[attr-defined]
 
 
 _install_operators()
 
 _CAST_OF = {
-    torch.bool: "bool", torch.int64: "int64", torch.float32: "float", torch.float64: "float",
+    torch.bool: "bool", torch.int64: "int64", torch.int32: "int32", torch.float32: "float", torch.float64: "float",
     torch.float16: "float16", torch.bfloat16: "bfloat16",
-    torch.int32: "int32", torch.int16: "int32", torch.int8: "int32", torch.uint8: "int32",
 }  # fmt: skip
+_NARROW = {torch.int8: (255, 128), torch.uint8: (255, 0), torch.int16: (65535, 32768)}  # bits kept, and the offset
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Proxy:
+    if dtype in _NARROW:  # wraps around, as torch does
+        bits, offset = _NARROW[dtype]
+        return (_apply("cast_int32", x) + offset & bits) - offset
     if dtype not in _CAST_OF:
-        return refuse(errors.UnsupportedOperation, f"a cast to {dtype}; cast to bool, int32, int64 or a float type")
+        return refuse(errors.UnsupportedOperation, f"a cast to {dtype}; cast to bool, an integer or a float type")
     return _apply(f"cast_{_CAST_OF[dtype]}", x)
 
 
 def _pointwise(name: str) -> Callable[..., Proxy]:
-    def call(*args: Any, out: Any = None) -> Proxy:
-        if out is not None:
-            refuse(errors.InPlaceWrite, "out= writes into a tensor; use the returned value")
-        return _apply(name, *args)
+    def call(*args: Any, **named: Any) -> Proxy:
+        first = [named.pop("x")] if "x" in named else []
+        last = [named.pop(k) for k in ("y", "exponent") if k in named]
+        if named:
+            raise TypeError(f"unexpected {', '.join(named)}")
+        return _apply(name, *first, *args, *last)
 
     return call
 
@@ -306,17 +347,21 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if max is None else _apply("clamp_max", x, max)
 
 
-def _where(condition: Any, *branches: Any) -> Proxy:
+def _where(condition: Any, *branches: Any, **named: Any) -> Proxy:
+    branches = (*branches, *(named[k] for k in ("x", "y") if k in named))
     if len(branches) != 2:
         return refuse(errors.UnsupportedOperation, "torch.where(condition) alone; give torch.where(condition, yes, no)")
     return _apply("where", condition, *branches)
 
 
 def _extremum(name: str, reduction: str) -> Callable[..., Any]:
-    def call(x: Any, other: Any = None, **kwargs: Any) -> Any:
-        if other is None or kwargs:
-            return refuse(errors.ReductionInMod, f"torch.{reduction} over a dimension is a reduction; a mod sees one score")
-        return _apply(name, x, other)
+    def call(x: Any, y: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(y, (Symbolic, torch.Tensor)) or kwargs:  # a number would be the dimension to reduce
+            return refuse(
+                errors.ReductionInMod,
+                f"torch.{reduction} over a dimension is a reduction; a mod sees one score. For two values write torch.{name}",
+            )
+        return _apply(name, x, y)
 
     return call
 
@@ -326,23 +371,91 @@ def _logical(name: str) -> Callable[..., Proxy]:
 
 
 def _relu(x: Any, inplace: bool = False) -> Proxy:
-    return _where(_apply("gt", x, 0), x, 0.0)  # torch's derivative at 0 is 0
+    return _where(_apply("le", x, 0), 0, x)  # torch's derivative at 0 is 0, and NaN stays
 
 
 def _masked_fill(x: Any, mask: Any, value: Any) -> Proxy:
     return _where(mask, value, x)
 
 
+def _fmin(name: str) -> Callable[..., Any]:
+    def call(x: Any, y: Any) -> Any:  # the other one where one is NaN
+        return _where(_apply("isnan", x), y, _where(_apply("isnan", y), x, _apply(name, x, y)))
+
+    return call
+
+
+def _round(x: Any, *, decimals: int = 0) -> Any:
+    if decimals:
+        return refuse(errors.UnsupportedOperation, f"rounding to {decimals} decimals; scale, round and scale back")
+    return _apply("round", x)
+
+
 def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _like(value: float) -> Callable[..., Any]:
-    return lambda x, *args, **kwargs: Proxy(const(value, as_expr(x).dtype))
+def _detach(x: Any) -> Any:
+    expr = as_expr(x)
+    learned = any(c.tensor.requires_grad for c in captures(expr))
+    if expr.dtype is DType.FLOAT and (learned or expr.deps & _Dep.SCORE):
+        return refuse(errors.UnsupportedOperation, "detach cuts a gradient inside a mod; capture tensor.detach() instead")
+    return x
 
 
-def _full_like(x: Any, value: Any, **kwargs: Any) -> Proxy:
-    return Proxy(as_expr(value))
+def _constant_like(value: float) -> Callable[..., Any]:
+    def call(x: Any, size: Any = (), *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        return _full_like(x, value, size=size, dtype=dtype)
+
+    return call
+
+
+def _full_like(x: Any, value: Any = None, *, size: Any = (), dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if value is None and "fill_value" in kwargs:
+        value = kwargs["fill_value"]
+    if size != () and list(size if isinstance(size, (tuple, list)) else [size]):
+        return refuse(errors.UnsupportedOperation, f"a new tensor of size {size} in a mod; values are single numbers, size ()")
+    return _cast(Proxy(as_expr(value)), dtype or TORCH_DTYPE[as_expr(x).dtype])
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    x = Proxy(as_expr(x))
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + _apply("tanh", math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + _apply("erf", x * math.sqrt(0.5)))
+
+
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    scaled = _apply("mul", x, beta)
+    # the exponent is held where the result is not taken, or its gradient would be 0 * inf
+    grown = _apply("log1p", _apply("exp", _apply("clamp_max", scaled, threshold)))
+    return _where(scaled > threshold, x, grown / beta)
+
+
+def _log_sigmoid(x: Any) -> Any:
+    x = Proxy(as_expr(x))
+    return _apply("minimum", x, 0.0) - _apply("log1p", _apply("exp", -abs(x)))
+
+
+def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    return _where(_apply("gt", x, 0), x, _apply("mul", x, negative_slope))
+
+
+def _elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    return _where(_apply("gt", x, 0), x, alpha * _apply("expm1", _apply("clamp_max", x, 0.0)))
+
+
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
+def _hyperbolic(sign: str) -> Callable[..., Any]:
+    return lambda x: _apply("mul", 0.5, _apply(sign, _apply("exp", x), _apply("exp", _apply("neg", x))))
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> Any:
+    x = Proxy(as_expr(x))
+    return x + weight * (y - x)
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
@@ -351,11 +464,11 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "less": _pointwise("lt"), "less_equal": _pointwise("le"), "greater": _pointwise("gt"),
     "greater_equal": _pointwise("ge"), "not_equal": _pointwise("ne"),
     "add": _add, "sub": _sub, "rsub": _rsub, "div": _div, "divide": _div, "true_divide": _pointwise("div"),
-    "floor_divide": _pointwise("floordiv"), "remainder": _pointwise("mod"), "float_power": _pointwise("pow"),
+    "floor_divide": _pointwise("floordiv"), "remainder": _pointwise("mod"), "float_power": lambda x, y: _apply("pow", _apply("cast_float", x), y),
     "fix": _pointwise("trunc"), "sgn": _pointwise("sign"),
     "clamp": _clamp, "clip": _clamp, "clamp_min": _pointwise("clamp_min"), "clamp_max": _pointwise("clamp_max"),
     "where": _where, "min": _extremum("minimum", "min"), "max": _extremum("maximum", "max"),
-    "fmin": _pointwise("minimum"), "fmax": _pointwise("maximum"),
+    "fmin": _fmin("minimum"), "fmax": _fmin("maximum"), "round": _round,
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
     "logical_not": _logical("not"),
     "bitwise_and": _pointwise("and"), "bitwise_or": _pointwise("or"), "bitwise_xor": _pointwise("xor"),
@@ -365,14 +478,22 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "masked_fill": _masked_fill, "isfinite": lambda x: _apply("not", _apply("or", _apply("isnan", x), _apply("isinf", x))),
     "tan": lambda x: _apply("div", _apply("sin", x), _apply("cos", x)),
     "silu": lambda x, inplace=False: _apply("mul", x, _apply("sigmoid", x)),
+    "gelu": _gelu, "softplus": _softplus, "logsigmoid": _log_sigmoid, "log_sigmoid": _log_sigmoid, "elu": _elu,
+    "leaky_relu": _leaky_relu, "hardtanh": _hardtanh, "relu6": lambda x, inplace=False: _clamp(x, 0, 6),
+    "sinh": _hyperbolic("sub"), "cosh": _hyperbolic("add"), "lerp": _lerp,
+    "erfc": lambda x: _apply("sub", 1.0, _apply("erf", x)), "log10": lambda x: _apply("mul", math.log10(2.0), _apply("log2", x)),
+    "deg2rad": lambda x: _apply("mul", x, math.pi / 180.0), "rad2deg": lambda x: _apply("mul", x, 180.0 / math.pi),
+    "frac": lambda x: _apply("sub", x, _apply("trunc", x)),
+    "isposinf": lambda x: _apply("eq", x, math.inf), "isneginf": lambda x: _apply("eq", x, -math.inf),
     "float": lambda x: _cast(x, torch.float32), "double": lambda x: _cast(x, torch.float64),
     "half": lambda x: _cast(x, torch.float16), "bfloat16": lambda x: _cast(x, torch.bfloat16),
     "int": lambda x: _cast(x, torch.int32), "long": lambda x: _cast(x, torch.int64),
     "bool": lambda x: _cast(x, torch.bool), "type_as": lambda x, other: x.to(other),
-    "clone": _same, "contiguous": _same, "detach": _same, "alias": _same, "view_as": _same,
-    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
-    "new_tensor": lambda x, value, **_: Proxy(as_expr(value)), "new_full": lambda x, size, value, **_: Proxy(as_expr(value)),
-    "new_zeros": lambda x, *_, **__: Proxy(const(0, as_expr(x).dtype)), "new_ones": lambda x, *_, **__: Proxy(const(1, as_expr(x).dtype)),
+    "clone": _same, "contiguous": _same, "detach": _detach, "alias": _same, "view_as": _same,
+    "zeros_like": lambda x, **kw: _full_like(x, 0, **kw), "ones_like": lambda x, **kw: _full_like(x, 1, **kw),
+    "full_like": _full_like, "new_full": lambda x, size, value=None, **kw: _full_like(x, value, size=size, **kw),
+    "new_zeros": _constant_like(0), "new_ones": _constant_like(1),
+    "new_tensor": lambda x, value, **kw: _full_like(x, value, **kw),
 }  # fmt: skip
 
 _RANDOM = {
@@ -386,7 +507,24 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
+_TO_PYTHON = {"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_IN_PLACE = {f"__i{n}__" for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+
+
 def _refuse_function(name: str) -> Any:
+    if name in _TO_PYTHON:
+        return refuse(
+            errors.ScalarExtraction,
+            f"{name} makes a tensor's value a Python number, which would be frozen into the kernel; use the tensor itself, "
+            "or take the number outside of the mod",
+        )
+    if name == "__bool__":
+        return refuse(
+            errors.DataDependentBranch,
+            "a branch on a captured tensor would be frozen into the kernel; use torch.where, or branch outside of the mod",
+        )
+    if name in _IN_PLACE:
+        return refuse(errors.InPlaceWrite, "a mod can't write into a tensor; write `x = x + y` instead of `x += y`")
     if name in _RANDOM or name.rstrip("_") in _RANDOM:
         return refuse(errors.RandomNumber, f"{name} draws random numbers; draw them outside and capture the tensor")
     if name.endswith("_") and not name.endswith("__"):
@@ -400,12 +538,17 @@ def _refuse_function(name: str) -> Any:
     )
 
 
-_OPERATOR_METHODS = {f"__{n}__" for n in ("add", "sub", "mul", "pow", "and", "or", "xor", "lshift", "rshift", "mod")}
+_REFLECTED = {
+    f"__r{n}__": f"__{n}__"
+    for n in ("add", "sub", "mul", "div", "truediv", "pow", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+}
+_PLAIN_NAME = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+_ARGUMENT = {"input": "x", "self": "x", "other": "y"}
 
 
 def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function or tensor method that met a proxy."""
-    name = func.__name__
+    name = func.__name__.partition(".")[0].removeprefix("special_")  # aten overloads: "tanh.default"
     if name == "__getitem__":
         tensor, item = args
         if isinstance(tensor, torch.Tensor):
@@ -415,15 +558,19 @@ def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
     if name == "__get__":  # a property such as .dtype asked through the class
         return refuse(errors.UnsupportedOperation, "this tensor property is not known of a traced value")
-    if name.startswith("__r") and name.endswith("__") and name[3:-2] in ("add", "sub", "mul", "div", "truediv", "pow", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
-        name, args = f"__{name[3:]}", (args[1], args[0])
+    if name in _TO_PYTHON or name == "__bool__" or name in _IN_PLACE:
+        return _refuse_function(name)
+    if kwargs.get("out") is not None:
+        return refuse(errors.InPlaceWrite, "out= writes into a tensor; use the returned value")
+    if name in _REFLECTED:
+        name, args = _REFLECTED[name], (args[1], args[0])
     plain = name[2:-2] if name.startswith("__") and name.endswith("__") else name
-    plain = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}.get(plain, plain)
+    plain = _PLAIN_NAME.get(plain, plain)
     handler = _HANDLERS.get(plain)
     if handler is None:
         return _refuse_function(plain)
     try:
-        return handler(*args, **{k if k != "input" else "x": v for k, v in kwargs.items()})
+        return handler(*args, **{_ARGUMENT.get(k, k): v for k, v in kwargs.items() if k != "out"})
     except TypeError as error:
         if isinstance(error, errors.ComposattnError):
             raise
@@ -464,8 +611,11 @@ def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
 # --- tracing ------------------------------------------------------------------------------------------------
 
 
-_SHAPE_QUESTIONS = {"size", "dim", "numel", "stride", "__len__", "__get__", "is_floating_point", "element_size"}
-_CONSTANT_MAKERS = {"tensor", "scalar_tensor", "full", "zeros", "ones"}
+_SHAPE_QUESTIONS = {
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__get__", "is_floating_point", "is_complex",
+    "element_size", "is_contiguous", "__repr__", "__format__", "__hash__", "data_ptr", "get_device",
+}  # fmt: skip
+_CONSTANT_MAKERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "full", "zeros", "ones"}
 
 
 class _Guard(TorchFunctionMode):
@@ -475,7 +625,7 @@ class _Guard(TorchFunctionMode):
     positions, random numbers, writes and work on whole tensors are refused.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _RANDOM or (name.endswith("_") and name.rstrip("_") in _RANDOM):
@@ -488,6 +638,8 @@ class _Guard(TorchFunctionMode):
             return _torch_call(func, args, kwargs)
         if not tensors or name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
+        if name in _TO_PYTHON or name == "__bool__":
+            return _refuse_function(name)
         if all(t.ndim == 0 for t in tensors):
             return _torch_call(func, args, kwargs)
         if name.strip("_") in _REDUCTIONS:
@@ -498,30 +650,52 @@ class _Guard(TorchFunctionMode):
         )
 
 
+_GUARD = _Guard()
+
+
 def _constant(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """torch.tensor(...) and its like inside a mod: a constant, or the traced value that it wraps."""
-    values = [a for a in (*args, *kwargs.values()) if isinstance(a, Symbolic)]
-    if values:
-        return values[-1] if not kwargs.get("dtype") else _cast(values[-1], kwargs["dtype"])
-    made = func(*args, **kwargs)
-    return Proxy(const(made.item(), DType.of(made.dtype))) if made.ndim == 0 else made
+    """torch.tensor(...) and its like inside a mod: a constant, or the value or captured tensor that it wraps."""
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, (Symbolic, _Row, torch.Tensor))]
+    if given:
+        value = given[-1]
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return refuse(errors.UnindexedTensor, f"{func.__name__} of a whole captured tensor; read an element first")
+        return _cast(value, kwargs["dtype"]) if kwargs.get("dtype") else Proxy(as_expr(value))
+    made = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
+    if made.ndim == 0:
+        return Proxy(const(made.item(), DType.of(made.dtype)))
+    return made if kwargs.get("device") is None else func(*args, **kwargs)
 
 
 MASK_SIGNATURE = "mask_mod(b, h, q_idx, kv_idx)"
 SCORE_SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
-_INDICES = ("b", "h", "q", "kv")
+_INDEX_PROXIES = tuple(Proxy(index(name)) for name in ("b", "h", "q", "kv"))
+_SCORE_PROXY = Proxy(score())
 
 
 def arity(fn: Callable[..., Any]) -> int | None:
     """Positional arguments that `fn` must be given, or None where Python can't tell."""
+    if type(fn) is types.FunctionType and not fn.__dict__:  # __wrapped__ and __signature__ would be there
+        code = fn.__code__
+        if not code.co_flags & inspect.CO_VARARGS and not code.co_kwonlyargcount:
+            return code.co_argcount - len(fn.__defaults__ or ())
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return None
+    required = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if required:
+        raise errors.WrongSignature(
+            f"{_name(fn)} needs the keyword argument {required[0].name}; bind it: functools.partial(fn, {required[0].name}=...)"
+        )
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
@@ -533,9 +707,9 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
         raise errors.WrongSignature(
-            f"{getattr(fn, '__qualname__', type(fn).__name__)} takes {n} positional arguments, {signature} takes {wanted}{hint}"
+            f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}"
         )
-    with _Guard():
+    with _GUARD:
         return fn(*arguments)
 
 
@@ -544,7 +718,7 @@ def trace_mask(fn: Callable[..., Any]) -> Expr:
 
     Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
     """
-    result = _run(fn, [Proxy(index(name)) for name in _INDICES], MASK_SIGNATURE)
+    result = _run(fn, _INDEX_PROXIES, MASK_SIGNATURE)
     expr = _returned(fn, result, "mask_mod must return a bool (a comparison, or comparisons joined with & | ~)")
     if expr.dtype is not DType.BOOL:
         raise errors.WrongReturn(
@@ -560,7 +734,7 @@ def trace_score(fn: Callable[..., Any]) -> Expr:
 
     Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
     """
-    result = _run(fn, [Proxy(score()), *(Proxy(index(name)) for name in _INDICES)], SCORE_SIGNATURE)
+    result = _run(fn, (_SCORE_PROXY, *_INDEX_PROXIES), SCORE_SIGNATURE)
     expr = _returned(fn, result, "score_mod must return the new score")
     if expr.dtype is DType.BOOL:
         raise errors.WrongReturn("score_mod returned a bool; pass it as mask_mod, without the score argument", _definition(fn))
@@ -568,7 +742,9 @@ def trace_score(fn: Callable[..., Any]) -> Expr:
 
 
 def _returned(fn: Callable[..., Any], result: Any, wanted: str) -> Expr:
-    if result is None or not isinstance(result, (Symbolic, torch.Tensor, bool, int, float)):
+    if isinstance(result, _Row) or (isinstance(result, torch.Tensor) and result.ndim):
+        raise errors.UnindexedTensor(f"{wanted}; this is a tensor not read at all its dimensions", _definition(fn))
+    if not isinstance(result, (Symbolic, torch.Tensor, bool, int, float)):
         raise errors.WrongReturn(f"{wanted}, got {type(result).__name__}", _definition(fn))
     return as_expr(result)
 
