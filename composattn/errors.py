@@ -78,6 +78,10 @@ class InvalidModArgument(ComposattnError, ValueError):
     """An argument of a ready-made mask or score mod: a negative window, a table of the wrong rank, ..."""
 
 
+class UnknownLength(ComposattnError, ValueError):
+    """A mod that depends on the sequence lengths, called on positions alone."""
+
+
 class CapturedIndexOutOfRange(ComposattnError, IndexError):
     """A captured tensor read outside of its shape at a position that the mask leaves visible."""
 

@@ -9,20 +9,31 @@ import torch
 
 from .. import errors
 from .evaluate import Env, evaluate
-from .expr import Expr, const, index, substitute
+from .expr import Expr, const, index, substitute, walk
 from .ops import apply
 from .trace import Proxy, Symbolic, arity, as_expr, trace_mask, user_line
 
 _INDICES = ("b", "h", "q", "kv")
 
 
-def call_graph(expr: Expr, leaves: dict[str, Any]) -> Any:
-    """`expr` at the given leaves: a proxy when any of them is one, else a tensor (0-d for Python numbers)."""
+def call_graph(expr: Expr, leaves: dict[str, Any], lengths: dict[str, Any] | None = None) -> Any:
+    """`expr` at the given leaves: a proxy when any of them is one, else a tensor (0-d for Python numbers).
+
+    `lengths` gives q_len and kv_len where they are known; an expression that needs one that is not is refused.
+    """
     if any(isinstance(v, Symbolic) for v in leaves.values()):
         from .expr import score
 
         node = {name: score() if name == "score" else index(name) for name in leaves}
         return Proxy(substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()}))
+    known = {name: v for name, v in (lengths or {}).items() if v is not None}
+    for node in walk(expr):
+        if node.op == "index" and node.attr in ("q_len", "kv_len") and node.attr not in known:
+            raise errors.UnknownLength(
+                "this mod depends on the lengths of the sequence (bottom-right alignment does), which attention() knows; "
+                "called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
+            )
+    leaves = {**leaves, **known}
     tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
     device = tensors[0].device if tensors else "cpu"
     given = {k: torch.as_tensor(v, device=device) for k, v in leaves.items()}
@@ -69,8 +80,13 @@ class Mask:
             )
         return Mask(trace_mask(fn), name or getattr(fn, "__name__", type(fn).__name__))
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return call_graph(self.expr, dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True)))
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:
+        """The mask at positions: tensors that broadcast, numbers, or traced values; bool.
+
+        Lengths matter to masks that are aligned at the bottom right. Raises: `UnknownLength` if they are left out.
+        """
+        leaves = dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True))
+        return call_graph(self.expr, leaves, {"q_len": q_len, "kv_len": kv_len})
 
     def __and__(self, other: Any) -> Mask:
         return self._join("and", "&", self, other)

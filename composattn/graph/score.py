@@ -44,8 +44,15 @@ class Score:
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
         return Score(trace_score(fn), name or getattr(fn, "__name__", type(fn).__name__))
 
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return call_graph(self.expr, dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True)))
+    def __call__(
+        self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
+    ) -> Any:
+        """The changed scores: tensors that broadcast, numbers, or traced values.
+
+        Raises: `UnknownLength` if the mod depends on a length that is left out.
+        """
+        leaves = dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True))
+        return call_graph(self.expr, leaves, {"q_len": q_len, "kv_len": kv_len})
 
     def __rshift__(self, other: Any) -> Score:
         return _then(self, other)
