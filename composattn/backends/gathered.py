@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 
-def total_for(tensor: torch.Tensor, working: torch.dtype) -> torch.Tensor:
+def total_for(tensor: torch.Tensor, working: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros that gradients of `tensor` are added into.
 
     Many pairs meet in one element only where elements are few: then fp64 costs nothing and keeps every bit.
     """
     wide = torch.float64 if tensor.numel() <= 1 << 16 else working
-    return torch.zeros(tensor.shape, dtype=wide, device=tensor.device)
+    return torch.zeros(tensor.shape, dtype=wide, device=device)
 
 
 def accumulate(total: torch.Tensor, values: torch.Tensor, indices: Sequence[torch.Tensor]) -> None:

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import CapturedIndexOutOfRange
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Expr, captures
-from ..graph.expr import score as unmodified
+from ..graph.expr import Expr
+from ..graph.program import Program
+from ..problem import Problem
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -62,10 +63,20 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
+    return _attention(_Dense(Program(score, mask), scale, precision, tensors or {}, rounding), q, k, v)
+
+
+def prepare(
+    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Pair]:
+    """A call of this backend; see `composattn.backends.Prepare`."""
+    return lambda q, k, v, return_lse: _attention(_Dense(program, scale), q, k, v)
+
+
+def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     step = max(1, PAIRS_AT_ONCE // max(1, q_len * k.shape[2] * group))  # kv heads at once
-    call = _Dense(score, mask, scale, precision, tensors or {}, rounding)
     if step >= batch * k.shape[1]:
         return call(q, k, v, 0, 0)
     outs, lses = [], []
@@ -87,22 +98,20 @@ class _Dense:
 
     def __init__(
         self,
-        score: Expr | None,
-        mask: Expr | None,
+        program: Program,
         scale: float,
-        precision: torch.dtype,
-        tensors: Mapping[int, torch.Tensor],
-        rounding: Rounding | None,
+        precision: torch.dtype = torch.float64,
+        tensors: Mapping[int, torch.Tensor] | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
-        self.score_mod = None if score is unmodified() else score
-        self.mask_mod, self.scale, self.rounding = mask, scale, rounding
+        self.score_mod, self.mask_mod, self.scale, self.rounding = program.score, program.mask, scale, rounding
         self.precision = precision
         self.working = torch.promote_types(precision, torch.float32)
+        self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
         # Widened once, before they are read, so that their gradients are summed in the working precision.
-        self.tensors = {}
-        for capture in captures(*(x for x in (score, mask) if x is not None)):
-            tensor = tensors.get(id(capture.tensor), capture.tensor)
-            self.tensors[id(capture.tensor)] = tensor.to(self.working) if tensor.is_floating_point() else tensor
+        given = tensors or {}
+        held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in program.captures}
+        self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Pair:
         out_dtype, lse_dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -165,13 +174,15 @@ class _Dense:
             "b": b + b0, "h": h + h0, "q": q, "kv": kv, "q_len": scores.shape[2], "kv_len": scores.shape[3],
         }  # fmt: skip
         env = self.env(index, scores.device)
-        env.score = scores[visible]
+        env.score = at_pairs = scores[visible]
         values = evaluate(mod, env)
-        self.refuse_outside(env, lambda outside: outside.expand(env.score.shape))
-        return values.to(scores.dtype).expand(env.score.shape)
+        self.refuse_outside(env, lambda outside: outside.expand(at_pairs.shape))
+        return values.to(scores.dtype).expand(at_pairs.shape)
 
     def env(self, index: dict[str, torch.Tensor | int], device: torch.device) -> Env:
-        return Env(index=index, float_dtype=self.working, device=device, tensors=self.tensors, reads=[])
+        return Env(
+            index, float_dtype=self.working, device=device, tensors=self.tensors, scalars=self.scalars, reads=[]
+        )
 
     @staticmethod
     def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -14,18 +14,19 @@ Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAtte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from ..autograd import Grads, attend
-from ..graph.bands import UNKNOWN, TileInterval
+from ..graph.bands import TileInterval
 from ..graph.evaluate import Env, evaluate_all
-from ..graph.expr import Expr, captures, const, transform
-from ..graph.expr import score as unmodified
+from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
+from ..graph.program import Program
+from ..problem import Problem
 from .gathered import accumulate, total_for
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +47,19 @@ def attention(
     natural logarithm, fp32 (fp64 for fp64 tensors). `score` and `mask` are graphs over the leaves of
     `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
     """
-    out, lse = attend(Streaming(score, mask, scale), q, k, v)
+    return _attention(Mods(Program(score, mask), scale), q, k, v)
+
+
+def prepare(
+    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Pair]:
+    """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
+    mods = Mods(program, scale)
+    return lambda q, k, v, return_lse: _attention(mods, q, k, v)
+
+
+def _attention(mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    out, lse = attend(Streaming(mods), q, k, v)
     return out.to(q.dtype), lse
 
 
@@ -55,26 +68,37 @@ SCORES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 SMALLEST_TILE, LARGEST_TILE = 64, 512
 
 
-class Streaming:
-    """One call: its mods and what they capture. A `Differentiable` in the sense of `composattn.autograd`."""
+@dataclass(frozen=True)
+class Mods:
+    """What is known of a call before it has tensors: its graphs and their derivatives, derived when first asked for."""
 
-    def __init__(self, score: Expr | None, mask: Expr | None, scale: float) -> None:
-        self.score = None if score is None or score is unmodified() else _frozen(score)
-        self.mask = None if mask is None or mask is const(True) else _frozen(mask)
-        self.scale = scale
-        self.captures = [c.tensor for c in captures(*(x for x in (self.score, self.mask) if x is not None))]
-        self.visited: list[list[list[_Tile]]] = []  # by step and query tile: what the forward saw, for the backward
+    program: Program
+    scale: float
+
+    @cached_property
+    def captures(self) -> list[torch.Tensor]:
+        return [c.tensor for c in self.program.captures]
 
     @cached_property
     def slope(self) -> Expr:
         """d modified score / d score."""
-        return const(1.0) if self.score is None else derivative(self.score)
+        return const(1.0) if self.program.score is None else derivative(self.program.score)
 
-    def slopes(self, wanted: set[int]) -> list[tuple[Expr, Expr]]:
-        """(read, d modified score / d read) for every read of a tensor whose id is wanted."""
-        if self.score is None or not wanted:
-            return []
-        return [(r, d) for r, d in partials(self.score).items() if r.op == "read" and id(r.attr.tensor) in wanted]
+    @cached_property
+    def read_slopes(self) -> list[tuple[Expr, Expr]]:
+        """(read, d modified score / d read) for every float read of the score mod."""
+        found = {} if self.program.score is None else partials(self.program.score)
+        return [(leaf, d) for leaf, d in found.items() if leaf.op == "read"]
+
+
+class Streaming:
+    """One call. A `Differentiable` in the sense of `composattn.autograd`."""
+
+    def __init__(self, mods: Mods) -> None:
+        self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
+        self.score, self.mask = mods.program.score, mods.program.mask
+        self.scalars = {id(s): s.value for s in mods.program.scalars}  # of now: the backward must see no later ones
+        self.visited: list[list[list[_Tile]]] = []  # by step and query tile: what the forward saw, for the backward
 
     def steps(self, q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]) -> Iterator[_Step]:
         """The call cut into groups of heads whose tiles are not too large together."""
@@ -99,8 +123,8 @@ class Streaming:
             visited = []
             for rows in step.query_tiles:
                 tiles, out_tile, lse_tile = _forward_rows(step, rows, v[step.heads])
-                out[(*step.heads, slice(None), rows)] = out_tile
-                lse[(*step.heads, slice(None), rows)] = lse_tile
+                at = (*step.heads, slice(None), rows)
+                out[at], lse[at] = out_tile, lse_tile
                 visited.append(tiles)
             self.visited.append(visited)
         return out.flatten(1, 2), lse.flatten(1, 2)
@@ -120,16 +144,16 @@ class Streaming:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
         types = [x.dtype for x in (q, k, v)]
         q, k, v = _grouped(q, k, v)
-        out, lse, dout, dlse = (None if x is None else x.unflatten(1, q.shape[1:3]) for x in (out, lse, dout, dlse))
-        assert out is not None and lse is not None
+        heads = q.shape[1:3]
+        out, lse = out.unflatten(1, heads), lse.unflatten(1, heads)
+        dout = torch.zeros_like(out) if dout is None else dout.unflatten(1, heads)
         # dS = P (dP - delta): rowsum(dO·O) is rowsum(P·dP), and d lse / dS is P.
-        dout = torch.zeros_like(out) if dout is None else dout
-        delta = (dout * out).sum(-1) if dlse is None else (dout * out).sum(-1) - dlse
+        delta = (dout * out).sum(-1) if dlse is None else (dout * out).sum(-1) - dlse.unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         asked = {id(t): t for t, w in zip(self.captures, wanted[3:], strict=True) if w and t.is_floating_point()}
-        totals = {key: total_for(t, q.dtype) for key, t in asked.items()}
-        slopes = self.slopes(set(asked))
+        totals = {key: total_for(t, q.dtype, q.device) for key, t in asked.items()}
+        slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in asked]
         for step, visited in zip(self.steps(q, k, captured), self.visited, strict=True):
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
                 at = (*step.heads, slice(None), rows)
@@ -144,7 +168,7 @@ class Streaming:
                     dq_tile = dq_tile + ds @ k[columns]
                 dq[at] = (dq_tile * self.scale).view(dq[at].shape)
         grads = [g.to(t) for g, t in zip((dq.flatten(1, 2), dk, dv), types, strict=True)]
-        sums = [totals[id(t)].to(t.dtype) if id(t) in totals else None for t in self.captures]
+        sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 
 
@@ -190,10 +214,10 @@ def _backward_tile(
     visible = None if tile.full or call.mask is None else step.evaluate([call.mask], tile)[0]
     if visible is not None and torch.is_grad_enabled():
         raw = raw.masked_fill(~visible, 0.0)  # keeps the NaN of a hidden pair out of the second derivative
-    scores, slope = raw, None
+    scores = slope = raw
     by_read: list[torch.Tensor] = []
     if call.score is not None:
-        scores, slope, *by_read = step.evaluate([call.score, call.slope, *(d for _, d in slopes)], tile, raw)
+        scores, slope, *by_read = step.evaluate([call.score, call.mods.slope, *(d for _, d in slopes)], tile, raw)
         scores = scores.expand(raw.shape)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
@@ -205,7 +229,7 @@ def _backward_tile(
         for (read, _), factor in zip(slopes, by_read, strict=True):
             values = (ds * factor).masked_fill(unseen, 0.0)
             accumulate(totals[id(read.attr.tensor)], values, step.evaluate(list(read.args), tile))
-        if call.slope is not const(1.0):
+        if call.mods.slope is not const(1.0):
             ds = (ds * slope).masked_fill(unseen, 0.0)
     return step.stack(p), step.stack(ds)
 
@@ -274,7 +298,8 @@ class _Step:
         return evaluate_all(exprs, self.env(index, score))
 
     def env(self, index: dict[str, torch.Tensor], score: torch.Tensor | None = None) -> Env:
-        return Env(index, score, float_dtype=self.q.dtype, device=self.q.device, tensors=self.tensors)
+        q, scalars = self.q, self.call.scalars
+        return Env(index, score, float_dtype=q.dtype, device=q.device, tensors=self.tensors, scalars=scalars)
 
     def seen_from(self, rows: slice) -> Iterator[tuple[_Tile, torch.Tensor | None]]:
         """Tiles with a visible pair, in ascending order, with what is visible of them; None: all."""
@@ -295,7 +320,7 @@ class _Step:
         all_columns = [slice(c, min(c + self.kv_tile, self.kv_len)) for c in range(0, self.kv_len, self.kv_tile)]
         if self.call.mask is None:
             return [[(columns, True) for columns in all_columns] for _ in self.query_tiles]
-        spans = [self.span(interval) for interval in _intervals(self.call.mask)]
+        spans = [self.span(interval) for interval in self.call.mods.program.intervals]
         found = []
         for i in range(len(self.query_tiles)):
             touched = []
@@ -323,13 +348,6 @@ class _Step:
         return list(zip(*(c.tolist() for c in columns), strict=True))
 
 
-def _intervals(mask: Expr) -> tuple[TileInterval, ...]:
-    from ..graph import bands
-
-    analyse = getattr(bands, "tile_intervals", None)
-    return UNKNOWN if analyse is None else analyse(mask)
-
-
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In the working precision, contiguous, q as (B, Hkv, group, Sq, D)."""
     working = torch.promote_types(q.dtype, torch.float32)
@@ -340,8 +358,3 @@ def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 def _tile(size: int) -> int:
     """The power of two at or below `size`, within bounds."""
     return max(SMALLEST_TILE, min(LARGEST_TILE, 1 << max(0, size.bit_length() - 1)))
-
-
-def _frozen(expr: Expr) -> Expr:
-    """`expr` with run-time scalars at the values they have now: the backward must not see later ones."""
-    return transform(expr, lambda n: const(n.attr.value, n.dtype) if n.op == "scalar" else None)

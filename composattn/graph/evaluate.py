@@ -20,7 +20,8 @@ class Env:
     """Values for the leaves; any mutually broadcastable shapes, integers as int64.
 
     `float_dtype` is the type that floats are computed in. `tensors` maps a captured tensor object to what is
-    read in its place (a leaf that requires grad, a copy on another device). `reads` receives, for every read,
+    read in its place (a leaf that requires grad, a copy on another device), `scalars` a `ca.scalar` to the value it
+    had when the call began (a backward must not see a later one). `reads` receives, for every read,
     what was asked before clamping, so that a caller can check it where the mask is visible.
     """
 
@@ -30,6 +31,7 @@ class Env:
     device: torch.device | str = "cpu"
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
     reads: list[tuple[Expr, torch.Tensor]] | None = None
+    scalars: Mapping[int, float] = field(default_factory=dict)
 
     def tensor_of(self, node: Expr) -> torch.Tensor:
         tensor: torch.Tensor = node.attr.tensor
@@ -57,7 +59,8 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.op == "score":
         return env.score
     if node.op == "scalar":
-        return torch.tensor(node.attr.value, dtype=_torch_type(node.dtype, env), device=env.device)
+        value = env.scalars.get(id(node.attr), node.attr.value)
+        return torch.tensor(value, dtype=_torch_type(node.dtype, env), device=env.device)
     if node.op == "read":
         return _read(node, args, env)
     wanted = _torch_type(node.dtype, env)
