@@ -1,0 +1,114 @@
+"""Barriers in shared memory (mbarrier) and by number (bar.sync), with what passing one lets a warp rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.findings import BarrierOverArrival, CollectiveMismatch, NegativeTransactions
+
+Array = np.ndarray[Any, Any]
+
+
+class Knowledge:
+    """Two vectors of clocks: writes and reads known (`all`), and writes known to be visible to the async proxy."""
+
+    def __init__(self, agents: int) -> None:
+        self.all = np.zeros(agents, np.int32)
+        self.fenced = np.zeros(agents, np.int32)
+
+    def join(self, other: Knowledge) -> None:
+        np.maximum(self.all, other.all, out=self.all)
+        np.maximum(self.fenced, other.fenced, out=self.fenced)
+
+    def copy(self) -> Knowledge:
+        out = Knowledge(0)
+        out.all, out.fenced = self.all.copy(), self.fenced.copy()
+        return out
+
+
+class MBarrier:
+    """An mbarrier object: arrivals and bytes still missing in this phase, and how many phases are over."""
+
+    def __init__(self, name: str, count: int, agent: int, agents: int) -> None:
+        self.name, self.count, self.agent = name, count, agent
+        self.pending, self.bytes, self.phase = count, 0, 0
+        self.issued = 0  # copies that will complete on it
+        self.gathering = Knowledge(agents)  # from the arrivals of the phase in progress
+        self.released = Knowledge(agents)  # what a waiter of the last complete phase learns
+        self.initialised: tuple[int, int] = (0, 0)  # by whom (agent, clock)
+        self.in_phase: list[str] = []
+
+    def __str__(self) -> str:
+        return (f"mbarrier {self.name}: phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.count} "
+                f"arrivals missing, {self.bytes} bytes missing")  # fmt: skip
+
+    def parity_done(self, parity: int) -> bool:
+        """Whether the phase of that parity is over: the one before the current has the other parity than it."""
+        return (self.phase & 1) != parity
+
+    def arrive(self, count: int, knowledge: Knowledge | None, who: str) -> bool:
+        """True if this completes the phase."""
+        if count > self.pending:
+            raise BarrierOverArrival(f"{self}; {who} arrives {count} more. Arrived in this phase: {self.in_phase}")
+        self.pending -= count
+        self.in_phase.append(who)
+        if knowledge is not None:
+            self.gathering.join(knowledge)
+        return self._check()
+
+    def expect(self, count: int) -> None:
+        self.bytes += count
+
+    def complete(self, count: int) -> bool:
+        self.bytes -= count
+        return self._check()
+
+    def _check(self) -> bool:
+        if self.pending:
+            return False
+        if self.bytes < 0:
+            raise NegativeTransactions(f"{self}: more bytes came than were expected")
+        if self.bytes:
+            return False
+        self.phase += 1
+        self.pending = self.count
+        self.in_phase = []
+        self.released.join(self.gathering)
+        return True
+
+
+class NamedBarrier:
+    """A barrier by number: how many threads it is used with in this phase and who came."""
+
+    def __init__(self, name: str, agents: int) -> None:
+        self.name = name
+        self.expected = 0
+        self.arrived = 0
+        self.phase = 0
+        self.who: list[str] = []
+        self.gathering = Knowledge(agents)
+        self.released = Knowledge(agents)
+
+    def __str__(self) -> str:
+        return f"barrier {self.name}: {self.arrived} of {self.expected} threads ({', '.join(self.who)})"
+
+    def arrive(self, threads: int, expected: int, knowledges: list[Knowledge], who: str) -> bool:
+        """True if this completes the phase."""
+        if self.arrived and expected != self.expected:
+            raise CollectiveMismatch(f"{self}; {who} uses it with {expected} threads")
+        self.expected = expected
+        self.arrived += threads
+        self.who.append(who)
+        if self.arrived > expected:
+            raise BarrierOverArrival(f"{self}: more threads than it is used with")
+        for k in knowledges:
+            self.gathering.join(k)
+        if self.arrived < expected:
+            return False
+        self.phase += 1
+        self.arrived = 0
+        self.who = []
+        self.released.join(self.gathering)
+        return True

@@ -1,0 +1,105 @@
+"""One thread block while it runs: registers, shared memory, barriers, matrix units, copies under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
+from composattn.emulator.findings import BarrierMisuse
+from composattn.emulator.gang import Gang, row_views
+from composattn.emulator.memory import SharedMemory
+
+if TYPE_CHECKING:
+    from composattn.emulator.cluster import Cluster
+    from composattn.emulator.program import Program
+
+Array = np.ndarray[Any, Any]
+
+
+
+@dataclass
+class MatrixUnit:
+    """A warpgroup's wgmma: multiplies not yet committed, committed groups not yet done, registers they hold."""
+
+    agent: int
+    open: list[Any] = field(default_factory=list)
+    groups: list[list[Any]] = field(default_factory=list)
+    committed: int = 0
+    retired: int = 0
+    busy_results: int = 0
+    busy_inputs: int = 0
+
+    def refresh(self) -> None:
+        self.busy_results = self.busy_inputs = 0
+        for op in [o for group in self.groups for o in group] + self.open:
+            self.busy_results |= op.results
+            self.busy_inputs |= op.inputs
+
+
+@dataclass
+class BulkStores:
+    """A warp's bulk copies out of shared memory, by group."""
+
+    agent: int
+    open: list[Any] = field(default_factory=list)
+    groups: list[list[Any]] = field(default_factory=list)
+    committed: int = 0
+    read: int = 0
+
+
+class Block:
+    """State of one block of a cluster. `rank` is its place in the cluster, `index` its block index in the grid."""
+
+    def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+        self.cluster, self.rank, self.index = cluster, rank, index
+        self.program: Program = cluster.program
+        self.launch = cluster.launch
+        threads = int(np.prod(self.launch.block))
+        self.warps = (threads + 31) // 32
+        self.first_agent = rank * cluster.warps_per_block
+        self.shared = SharedMemory(self.program.shared_size(self.launch.dynamic_shared), cluster.agents)
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        warps = cluster.warps_per_block * len(cluster.ranks)
+        groups = (self.warps + 3) // 4
+        self.units = [MatrixUnit(warps + rank * groups + i) for i in range(groups)]
+        base = warps + len(cluster.ranks) * groups
+        self.bulk = [BulkStores(base + self.first_agent + w) for w in range(self.warps)]
+        self.rendezvous: dict[int, dict[int, Gang]] = {}
+        self.cluster_tickets: dict[int, int] = {}
+        self.registers = [0] * self.warps  # what setmaxnreg last asked for
+        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        self.banks = self.program.new_banks(self, self.warps * 32)
+
+    def views(self, low: int, high: int) -> dict[str, Any]:
+        if (low, high) not in self._views:
+            self._views[low, high] = row_views(self.banks, low, high)
+        return self._views[low, high]
+
+    def units_of(self, low: int, high: int) -> list[MatrixUnit]:
+        return self.units[low // 4 : (high + 3) // 4]
+
+    def knowledge(self, warp: int) -> Knowledge:
+        return self.cluster.knowledge[self.first_agent + warp]
+
+    def tick(self, warp: int) -> None:
+        """What the warp does from now on is not covered by what it has published."""
+        agent = self.first_agent + warp
+        self.cluster.known[agent, agent] += 1
+
+    def mbarrier(self, address: int, knows: Array | None) -> MBarrier:
+        bar = self.mbarriers.get(address)
+        if bar is None:
+            raise BarrierMisuse(f"shared address {address:#x} is used as an mbarrier but was not initialised as one")
+        agent, clock = bar.initialised
+        if knows is not None and knows[agent] < clock:
+            raise BarrierMisuse(f"{bar} is used with no barrier between its mbarrier.init and this warp")
+        return bar
+
+    def barrier(self, number: int) -> NamedBarrier:
+        if number not in self.named:
+            self.named[number] = NamedBarrier(str(number), self.cluster.agents)
+        return self.named[number]

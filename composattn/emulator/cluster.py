@@ -1,0 +1,341 @@
+"""Blocks that run together, the scheduler of their gangs, and the asynchronous operations they started."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composattn.emulator.barriers import Knowledge, NamedBarrier
+from composattn.emulator.block import Block
+from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding
+from composattn.emulator.gang import EXIT, NOWHERE, Gang, Path
+from composattn.emulator.memory import _Unordered
+
+if TYPE_CHECKING:
+    from composattn.emulator.launch import Launch
+    from composattn.emulator.program import Program
+
+MAX_BARRIERS = 192  # mbarriers a cluster may initialise
+SPIN = 20_000  # nodes a gang may run without blocking before the others get a turn
+
+
+@dataclass(frozen=True)
+class Mode:
+    """When asynchronous operations complete and who runs next. `late`: as late as the waits allow, last issued first.
+
+    With a `seed` the schedule is random: single warps in random order, copies complete at random moments.
+    """
+
+    late: bool = False
+    seed: int | None = None
+    warps_together: int = 4
+
+    def __str__(self) -> str:
+        if self.seed is not None:
+            return f"random({self.seed})"
+        return "late" if self.late else "eager"
+
+
+EAGER = Mode()
+LATE = Mode(late=True)
+
+
+def random_mode(seed: int) -> Mode:
+    return Mode(late=True, seed=seed, warps_together=1)
+
+
+@dataclass
+class Pending:
+    """A copy under way: `run` completes it."""
+
+    run: Callable[[], None]
+    what: str
+
+
+class Cluster:
+    """All blocks of one cluster and everything that happens in it."""
+
+    def __init__(self, program: Program, launch: Launch, origin: tuple[int, int, int], mode: Mode) -> None:
+        self.program, self.launch, self.mode = program, launch, mode
+        cx, cy, cz = launch.cluster
+        self.ranks = list(range(cx * cy * cz))
+        threads = int(np.prod(launch.block))
+        self.warps_per_block = (threads + 31) // 32
+        warps = self.warps_per_block * len(self.ranks)
+        groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
+        self._next_agent = 2 * warps + groups
+        self.agents = self._next_agent + MAX_BARRIERS
+        self.known = np.zeros((warps, self.agents), np.int32)
+        self.known[np.arange(warps), np.arange(warps)] = 1
+        self.fenced = np.zeros((warps, self.agents), np.int32)
+        self.knowledge = []
+        for w in range(warps):
+            k = Knowledge(0)
+            k.all, k.fenced = self.known[w], self.fenced[w]
+            self.knowledge.append(k)
+        self.barrier = NamedBarrier("cluster", self.agents)
+        self.pending: list[Pending] = []
+        self.random = random.Random(mode.seed)
+        self.progress = 0
+        self.blocks = [
+            Block(self, r, (origin[0] + r % cx, origin[1] + r // cx % cy, origin[2] + r // (cx * cy)))
+            for r in self.ranks
+        ]  # fmt: skip
+        self.gangs: list[Gang] = []
+        self.finished: list[Gang] = []
+        step = mode.warps_together
+        for block in self.blocks:
+            for low in range(0, block.warps, step):
+                high = min(low + step, block.warps)
+                mask: Any = True
+                if high * 32 > threads:
+                    mask = np.arange(low * 32, high * 32) < threads
+                self.gangs.append(Gang(block, low, high, [Path(0, mask, NOWHERE)]))
+
+    # --- names for messages --------------------------------------------------------------------------------
+
+    def new_barrier_agent(self) -> int:
+        if self._next_agent >= self.agents:
+            raise Finding(f"more than {MAX_BARRIERS} mbarriers in one cluster: the emulator keeps no clocks for more")
+        self._next_agent += 1
+        return self._next_agent - 1
+
+    def agent_name(self, agent: int) -> str:
+        for block in self.blocks:
+            if block.first_agent <= agent < block.first_agent + block.warps:
+                return f"warp {agent - block.first_agent} of block {block.index}"
+            for i, unit in enumerate(block.units):
+                if unit.agent == agent:
+                    return f"wgmma of warps {4 * i}-{4 * i + 3} of block {block.index}"
+            for w, bulk in enumerate(block.bulk):
+                if bulk.agent == agent:
+                    return f"a bulk store of warp {w} of block {block.index}"
+            for bar in block.mbarriers.values():
+                if bar.agent == agent:
+                    return f"a copy that completes on mbarrier {bar.name} of block {block.index}"
+        return f"agent {agent}"
+
+    # --- asynchronous operations ---------------------------------------------------------------------------
+
+    def start(self, op: Pending) -> None:
+        """A copy begins; when it completes is the mode's choice."""
+        if self.mode.late:
+            self.pending.append(op)
+        else:
+            self.complete(op)
+
+    def complete(self, op: Pending) -> None:
+        self.progress += 1
+        op.run()
+
+    def _complete_one(self) -> None:
+        if self.mode.seed is not None:
+            op = self.pending.pop(self.random.randrange(len(self.pending)))
+        else:
+            op = self.pending.pop()
+        self.complete(op)
+
+    # --- the scheduler -------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Runs until all gangs are done (True) or all that can run only spin (False: other blocks may have to go on)."""
+        spinning = 0
+        gave_up_at = -1
+        while self.gangs:
+            ready = [g for g in self.gangs if g.wait is None or g.wait.ready()]
+            if self.mode.seed is not None and self.pending and self.random.random() < 0.2:
+                self._complete_one()
+                continue
+            if not ready:
+                if self.pending:
+                    self._complete_one()
+                    continue
+                if gave_up_at == self.progress or not self._give_up():
+                    self._deadlock()
+                gave_up_at = self.progress
+                continue
+            if self.mode.seed is not None:
+                ready = [self.random.choice(ready)]
+            before = self.progress
+            spun = False
+            for gang in ready:
+                gang.wait = None
+                spun |= self._advance(gang, self._budget())
+            if self.mode.seed is None:
+                spinning = spinning + 1 if spun and self.progress == before else 0
+                if spinning > 4:
+                    return False
+        self._at_exit()
+        return True
+
+    def _budget(self) -> int:
+        return SPIN if self.mode.seed is None else self.random.choice((1, 2, 5, 20, 100))
+
+    def _give_up(self) -> bool:
+        """Lets one try_wait return "not yet"; False if nobody waits in one."""
+        waiting = [g for g in self.gangs if g.wait is not None and g.wait.may_give_up]
+        for gang in waiting:
+            gang.gave_up = True
+            gang.wait = None
+        return bool(waiting)
+
+    def _deadlock(self) -> None:
+        lines = []
+        for g in self.gangs:
+            node = self.program.nodes[g.stack[-1].node]
+            at = node.code[0].where() if node.code else "?"
+            lines.append(f"{g} waits for {g.wait.what() if g.wait else 'nothing'}\n      at {at}")
+        for block in self.blocks:
+            lines += [f"block {block.index} {b}" for b in block.named.values() if b.arrived]
+        raise Deadlock(f"no warp can go on ({self.mode} mode):\n    " + "\n    ".join(lines))
+
+    def _at_exit(self) -> None:
+        while self.pending:
+            self._complete_one()
+        for block in self.blocks:
+            for w, bulk in enumerate(block.bulk):
+                for op in [o for group in bulk.groups for o in group] + bulk.open:
+                    if not op.was_read:
+                        raise AsyncAtExit(
+                            f"block {block.index} warp {w} exits and never waited until a bulk store had read its "
+                            f"shared memory (cp.async.bulk.commit_group, wait_group.read)", op.where
+                        )  # fmt: skip
+                    op.write()
+            for i, unit in enumerate(block.units):
+                if unit.open or unit.groups:
+                    raise AsyncAtExit(f"block {block.index} warps {4 * i}-{4 * i + 3} exit with a wgmma not waited for")
+
+    # --- one gang ------------------------------------------------------------------------------------------
+
+    def _advance(self, g: Gang, budget: int) -> bool:
+        """Runs a gang until it blocks, splits or ends. True if it used up its budget."""
+        nodes = self.program.nodes
+        runs = self.program.runs
+        visits = g.visits
+        try:
+            while budget:
+                budget -= 1
+                if not g.stack:
+                    g.done = True
+                    self.gangs.remove(g)
+                    self.finished.append(g)
+                    self.progress += 1
+                    return False
+                path = g.stack[-1]
+                n = path.node
+                if n == path.meet:
+                    g.stack.pop()
+                    continue
+                if n == EXIT:
+                    g.remove(path.mask)
+                    continue
+                node = nodes[n]
+                mask = path.mask
+                if node.sync:
+                    if mask is not True and len(g.warps) > 1:
+                        self._split(g, [(w, w + 1) for w in g.warps])
+                        return False
+                    wait = runs[n](g, mask)
+                    if wait is not None:
+                        g.wait = wait
+                        return False
+                    visits[n] += 1
+                    path.node = node.fall
+                    if len(g.warps) > self.mode.warps_together:
+                        self._split(g, [(w, w + 1) for w in g.warps])
+                        return False
+                    continue
+                else:
+                    visits[n] += 1
+                    run = runs[n]
+                    if run is not None:
+                        run(g, mask)
+                if node.branch is None:
+                    path.node = node.fall
+                elif self._branch(g, node, path):
+                    return False
+            return True
+        except _Unordered as e:
+            raise type(e).__mro__[1](
+                f"{e.count} words from shared address {e.address:#x}, last {e.what} by {self.agent_name(e.agent)}, which "
+                f"nothing orders before this access",
+                f"{g}, {self.program.place(n, g)}",
+            ) from None
+        except Finding as e:
+            if e.place:
+                raise
+            raise type(e)(str(e), f"{g}, {self.program.place(n, g)}") from None
+
+    def _branch(self, g: Gang, node: Any, path: Path) -> bool:
+        """Moves `path` on; True if the gang was split."""
+        b = node.branch
+        target = EXIT if node.taken == EXIT or not b.target else node.taken
+        if b.guard is None:
+            path.node = target
+            return False
+        pred = g.p[b.guard.index]  # type: ignore[attr-defined]
+        take = ~pred if b.negate else pred
+        mask = path.mask
+        if mask is not True:
+            take = take & mask
+        count = int(np.count_nonzero(take))
+        if count == 0:
+            path.node = node.fall
+            return False
+        if count == (g.lanes if mask is True else int(np.count_nonzero(mask))):
+            path.node = target
+            return False
+        if mask is True and len(g.warps) > 1:
+            per = take.reshape(-1, 32)
+            some, every = per.any(1), per.all(1)
+            if (some == every).all():
+                self._split(g, _runs(every, g.low), target, node.fall, every)
+                return True
+        stay = ~take if mask is True else mask & ~take
+        taken = take.copy()
+        path.node = node.meet
+        if node.meet == EXIT:
+            g.stack.pop()
+        g.stack.append(Path(node.fall, stay, node.meet if node.meet != EXIT else NOWHERE))
+        g.stack.append(Path(target, taken, node.meet if node.meet != EXIT else NOWHERE))
+        return False
+
+    def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None) -> None:
+        new = []
+        for low, high in parts:
+            gang = g.part(low, high)
+            if takes is not None:
+                gang.stack[-1].node = target if takes[low - g.low] else fall
+            new.append(gang)
+        at = self.gangs.index(g)
+        self.gangs[at : at + 1] = new
+        g.done = True
+        self.finished.append(g)  # keeps the count of what its warps did together
+
+    def merge(self, gangs: list[Gang]) -> Gang:
+        """Neighbouring gangs that stand at the same node with all lanes go on as one."""
+        gangs = sorted(gangs, key=lambda g: g.low)
+        first = gangs[0]
+        whole = Gang(first.block, first.low, gangs[-1].high, [Path(first.stack[-1].node, True, NOWHERE)])
+        whole.in_flight = any(g.in_flight for g in gangs)
+        at = self.gangs.index(first)
+        for g in gangs:
+            g.done = True
+            self.gangs.remove(g)
+            self.finished.append(g)
+        self.gangs.insert(at, whole)
+        return whole
+
+
+def _runs(every: Any, low: int) -> list[tuple[int, int]]:
+    """Maximal runs of neighbouring warps that go the same way."""
+    out, start = [], 0
+    for i in range(1, len(every) + 1):
+        if i == len(every) or every[i] != every[start]:
+            out.append((low + start, low + i))
+            start = i
+    return out

@@ -1,0 +1,77 @@
+"""What the emulator can find wrong with a kernel: one class a kind of bug, each with its place in the PTX."""
+
+from __future__ import annotations
+
+from composattn.errors import ComposattnError
+
+
+class Finding(ComposattnError):
+    """A bug found while a kernel ran. `place` names block, warp, PTX line and source line where they are known."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(f"{message}\n  at {place}" if place else message)
+        self.place = place
+
+
+class Deadlock(Finding):
+    """No warp can go on and no asynchronous operation is left that could wake one."""
+
+
+class Livelock(Finding):
+    """Warps go round without end: the step limit was reached, or pollers see nothing change."""
+
+
+class OutOfBounds(Finding):
+    """An access outside every tensor of the call, or outside the block's shared memory."""
+
+
+class Misaligned(Finding):
+    """An address that is not a multiple of what its instruction takes."""
+
+
+class UninitialisedShared(Finding):
+    """A read of shared memory that nothing has written."""
+
+
+class SharedRace(Finding):
+    """Two accesses to the same shared memory, one a write, that no barrier orders. Includes data still in flight."""
+
+
+class MissingProxyFence(Finding):
+    """The async proxy (TMA, wgmma) reads shared memory that plain stores wrote, with no fence.proxy.async between."""
+
+
+class RegisterInFlight(Finding):
+    """A register of an unfinished wgmma is read or written before the wait that covers it."""
+
+
+class BarrierOverArrival(Finding):
+    """More arrivals in one phase than the barrier was initialised for."""
+
+
+class BarrierMisuse(Finding):
+    """A barrier used before it was initialised, initialised twice while in use, or read as plain memory."""
+
+
+class NegativeTransactions(Finding):
+    """All threads have arrived at a barrier and more bytes came than were expected."""
+
+
+class CollectiveMismatch(Finding):
+    """Threads that must execute an instruction together don't: masks, counts or instructions differ."""
+
+
+class AsyncAtExit(Finding):
+    """A block ended while a copy or matrix multiply that uses its shared memory was not waited for."""
+
+
+class BadDescriptor(Finding):
+    """A wgmma descriptor or a tensor map that can't be what the hardware takes."""
+
+
+class UnknownInstruction(ComposattnError, NotImplementedError):
+    """The emulator has no row for this PTX instruction (or for this form of it). Add one under emulator/opcodes."""
+
+
+class UnknownLaunch(ComposattnError, NotImplementedError):
+    """The host side asked for something that the capture does not know: an argument kind, a tensor-map kind."""

@@ -1,0 +1,110 @@
+"""Cuts a kernel's instructions into nodes and finds where divergent lanes meet again (immediate post-dominators)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from composattn.emulator.ptx import Instr, Kernel
+
+EXIT = -1
+
+
+@dataclass
+class Node:
+    """A run of instructions that is executed as one step: plain code, or a single instruction that may block."""
+
+    index: int
+    code: list[Instr]
+    sync: bool
+    branch: Instr | None = None  # the bra or ret that ends it
+    taken: int = EXIT
+    fall: int = EXIT
+    meet: int = EXIT  # where both ways of a divergent branch come together
+    preds: list[int] = field(default_factory=list)
+
+    def successors(self) -> list[int]:
+        b = self.branch
+        if b is None:
+            return [self.fall]
+        ends = b.op.split(".")[0] in ("ret", "exit")
+        first = EXIT if ends else self.taken
+        return [first] if b.guard is None else [first, self.fall]
+
+
+def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
+    """Nodes in program order; `blocks(instr)` says which instructions stand alone."""
+    code = kernel.code
+    leaders = {0, *kernel.labels.values()}
+    for i, instr in enumerate(code):
+        if instr.op.split(".")[0] in ("bra", "ret", "exit"):
+            leaders.add(i + 1)
+        elif blocks(instr):
+            leaders |= {i, i + 1}
+    starts = sorted(s for s in leaders if s < len(code))
+    of = {s: n for n, s in enumerate(starts)}
+    nodes = []
+    for n, s in enumerate(starts):
+        end = starts[n + 1] if n + 1 < len(starts) else len(code)
+        body = code[s:end]
+        branch = body[-1] if body and body[-1].op.split(".")[0] in ("bra", "ret", "exit") else None
+        if branch is not None:
+            body = body[:-1]
+        node = Node(n, body, len(body) == 1 and blocks(body[0]), branch)
+        node.fall = n + 1 if n + 1 < len(starts) else EXIT
+        if branch is not None and branch.target:
+            at = kernel.labels[branch.target]
+            node.taken = of[at] if at < len(code) else EXIT
+        nodes.append(node)
+    _post_dominators(nodes)
+    return nodes
+
+
+def _post_dominators(nodes: list[Node]) -> None:
+    """Cooper, Harvey, Kennedy: "A Simple, Fast Dominance Algorithm", on the reversed graph with EXIT as its root."""
+    n = len(nodes)
+    root = n
+    succ = [[root if s == EXIT else s for s in node.successors()] for node in nodes]
+    pred: list[list[int]] = [[] for _ in range(n + 1)]
+    for i, ss in enumerate(succ):
+        for s in ss:
+            pred[s].append(i)
+    order: list[int] = []
+    seen = [False] * (n + 1)
+    stack = [(root, iter(pred[root]))]
+    seen[root] = True
+    while stack:
+        node, it = stack[-1]
+        for p in it:
+            if not seen[p]:
+                seen[p] = True
+                stack.append((p, iter(pred[p])))
+                break
+        else:
+            order.append(node)
+            stack.pop()
+    rank = {node: i for i, node in enumerate(order)}  # post-order: the root is last
+    idom: dict[int, int] = {root: root}
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(order[:-1]):
+            new: int | None = None
+            for s in succ[node]:
+                if s in idom:
+                    new = s if new is None else _meet(s, new, idom, rank)
+            if new is not None and idom.get(node) != new:
+                idom[node] = new
+                changed = True
+    for i, node in enumerate(nodes):
+        meet = idom.get(i, root)
+        node.meet = EXIT if meet == root else meet
+
+
+def _meet(a: int, b: int, idom: dict[int, int], rank: dict[int, int]) -> int:
+    while a != b:
+        while rank[a] < rank[b]:
+            a = idom[a]
+        while rank[b] < rank[a]:
+            b = idom[b]
+    return a

@@ -1,0 +1,140 @@
+"""Warps that run in step: their registers, their stack of divergent paths, what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composattn.emulator.findings import RegisterInFlight
+from composattn.emulator.flow import EXIT
+from composattn.emulator.ptx import Instr
+from composattn.emulator.registers import VIEWS
+
+if TYPE_CHECKING:
+    from composattn.emulator.block import Block
+
+Array = np.ndarray[Any, Any]
+NOWHERE = -2  # the meeting point of a path that never diverged
+
+
+@dataclass
+class Wait:
+    """Why a gang stands still. `ready` says when its instruction is worth trying again."""
+
+    ready: Callable[[], bool]
+    what: Callable[[], str]
+    may_give_up: bool = False  # a try_wait may come back with "not yet"
+
+
+@dataclass
+class Path:
+    """One entry of the divergence stack: where, with which lanes, until where."""
+
+    node: int
+    mask: Any  # True or a bool array
+    meet: int
+
+
+class Gang:
+    """Warps [low, high) of a block. Lanes of all of them are one numpy row, so one step serves them all."""
+
+    def __init__(self, block: Block, low: int, high: int, stack: list[Path]) -> None:
+        self.block, self.low, self.high = block, low, high
+        self.warps = range(low, high)
+        self.lanes = (high - low) * 32
+        self.stack = stack
+        self.wait: Wait | None = None
+        self.gave_up = False
+        self.ticket: Any = None
+        self.done = False
+        self.visits = [0] * len(block.program.nodes)
+        self.at: Instr | None = None  # the last instruction with an effect
+        self.lane_warp = np.repeat(np.arange(low, high), 32)
+        self.in_flight = False
+        self.__dict__.update(block.views(low, high))
+
+    def __str__(self) -> str:
+        block = self.block
+        names = f"warp {self.low}" if len(self.warps) == 1 else f"warps {self.low}-{self.high - 1}"
+        return f"block {block.index} {names}"
+
+    def active(self, mask: Any) -> Array:
+        """Numbers of the lanes that take part."""
+        return np.arange(self.lanes) if mask is True else np.flatnonzero(mask)
+
+    def active_warps(self, mask: Any) -> list[int]:
+        if mask is True:
+            return list(self.warps)
+        per = mask.reshape(-1, 32).any(1)
+        return [self.low + i for i in np.flatnonzero(per)]
+
+    def agents(self, lanes: Array) -> Array:
+        """Which agent each lane's plain accesses are stamped with."""
+        return self.block.first_agent + self.lane_warp[lanes]
+
+    # --- registers of unfinished matrix multiplies ---------------------------------------------------------
+
+    def touch(self, reads: int, writes: int, instr: Instr) -> None:
+        for group in self.block.units_of(self.low, self.high):
+            if group.busy_results & (reads | writes) or group.busy_inputs & writes:
+                raise RegisterInFlight(
+                    "a register of a wgmma that was not waited for is used", f"{self}, at or after {instr.where()}"
+                )
+
+    # --- splitting -----------------------------------------------------------------------------------------
+
+    def part(self, low: int, high: int) -> Gang:
+        """The same paths, for some of the warps."""
+        lanes = slice((low - self.low) * 32, (high - self.low) * 32)
+        stack: list[Path] = []
+        for path in self.stack:
+            mask = path.mask if path.mask is True else path.mask[lanes]
+            if mask is not True:
+                if not mask.any():
+                    continue
+                if mask.all():
+                    mask = True
+            if mask is True and path.meet == NOWHERE:
+                stack = []
+            stack.append(Path(path.node, mask, path.meet))
+        # A path that holds every lane has nobody to meet: what lies under it is where it goes anyway.
+        if stack and stack[-1].mask is True:
+            stack = [Path(stack[-1].node, True, NOWHERE)]
+        out = Gang(self.block, low, high, stack)
+        out.in_flight = self.in_flight
+        return out
+
+    def remove(self, mask: Any) -> None:
+        """Lanes of the top path have exited."""
+        self.stack.pop()
+        if mask is True:
+            self.stack.clear()
+            return
+        left = []
+        for path in self.stack:
+            rest = ~mask if path.mask is True else path.mask & ~mask
+            if rest.any():
+                left.append(Path(path.node, rest, path.meet))
+        self.stack = left
+
+
+def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
+    """Each bank's rows as each type, for the lanes of warps [low, high)."""
+    out: dict[str, Any] = {}
+    lanes = slice(low * 32, high * 32)
+    for name, (bank, dtype) in VIEWS.items():
+        typed = banks[bank].view(dtype)[:, lanes]
+        out[name] = list(typed)
+        out[name.upper()] = typed
+    for wide, narrow, dtype in (("64", 32, np.uint32), ("64", 16, np.uint16), ("32", 16, np.uint16)):
+        pieces = banks[wide].view(dtype)
+        n = int(wide) // narrow
+        parts = pieces.reshape(pieces.shape[0], -1, n)[:, lanes, :]
+        out[f"h{wide}_{narrow}"] = [tuple(row[:, i] for i in range(n)) for row in parts]
+    return out
+
+
+__all__ = ["EXIT", "NOWHERE", "Gang", "Path", "Wait", "row_views"]

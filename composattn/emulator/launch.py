@@ -1,0 +1,100 @@
+"""Runs a kernel over its grid: parameters, memory, clusters one after the other (or together where they wait)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.cluster import EAGER, Cluster, Mode
+from composattn.emulator.findings import Livelock
+from composattn.emulator.memory import GlobalMemory
+from composattn.emulator.program import Program
+from composattn.emulator.tensormap import TensorMap
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Launch:
+    """One kernel launch as the host asked for it. `params` are the raw bytes, one entry a kernel parameter."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params: list[bytes]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_shared: int = 0
+    maps: dict[int, TensorMap] = field(default_factory=dict)  # parameter number -> tensor map
+    memory: GlobalMemory = field(default_factory=GlobalMemory)
+    sms: int = 132
+    param_bytes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
+    map_at: dict[int, TensorMap] = field(default_factory=dict)
+
+    def bind(self, program: Program) -> None:
+        """Lays the parameters out as the kernel declares them."""
+        declared = program.kernel.params
+        if len(declared) != len(self.params):
+            raise ValueError(f"the kernel takes {len(declared)} parameters, {len(self.params)} were given")
+        self.param_bytes = np.zeros(program.param_size, np.uint8)
+        for i, (p, raw) in enumerate(zip(declared, self.params, strict=True)):
+            at = program.param_offset[p.name]
+            if i in self.maps:
+                self.map_at[at] = self.maps[i]
+                continue
+            if len(raw) != p.size:
+                raise ValueError(f"parameter {i} takes {p.size} bytes, {len(raw)} were given")
+            self.param_bytes[at : at + p.size] = np.frombuffer(raw, np.uint8)
+
+
+@dataclass
+class Result:
+    """What a run says beside what it wrote: instructions by warp and node, and time."""
+
+    program: Program
+    visits: Array  # [warp of a block, node], summed over blocks
+    blocks: int
+    seconds: float
+
+    @property
+    def instructions(self) -> int:
+        return int((self.visits * np.array([len(n.code) + (n.branch is not None) for n in self.program.nodes])).sum())
+
+
+def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | None = None) -> Result:
+    """Runs all blocks. Raises the first `Finding`.
+
+    Clusters run to the end one after the other; one that only spins on global memory makes room for the next, up to
+    `resident` clusters at a time (default: as many as there are SMs).
+    """
+    started = time.perf_counter()
+    launch.bind(program)
+    gx, gy, gz = launch.grid
+    cx, cy, cz = launch.cluster
+    origins = [(x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)]
+    room = resident or max(1, launch.sms // (cx * cy * cz))
+    warps = (int(np.prod(launch.block)) + 31) // 32
+    visits = np.zeros((warps, len(program.nodes)), np.int64)
+    waiting: list[Cluster] = []
+    rounds = 0
+    with np.errstate(all="ignore"):
+        while origins or waiting:
+            if origins and len(waiting) < room:
+                waiting.append(Cluster(program, launch, origins.pop(0), mode))
+                turn = waiting[-1:]
+            else:
+                turn = list(waiting)
+            before = sum(c.progress for c in waiting)
+            for cluster in turn:
+                if cluster.run():
+                    waiting.remove(cluster)
+                    rounds = 0
+                    for g in cluster.finished:
+                        visits[g.low : g.high] += np.array(g.visits)
+            if len(turn) > 1 or not origins:
+                rounds = rounds + 1 if sum(c.progress for c in waiting) == before else 0
+                if rounds > 20 and waiting:
+                    at = [f"{g} at {program.place(g.stack[-1].node, g)}" for c in waiting for g in c.gangs]
+                    raise Livelock("all blocks spin and nothing changes:\n    " + "\n    ".join(at[:20]))
+    return Result(program, visits, gx * gy * gz, time.perf_counter() - started)

@@ -1,0 +1,307 @@
+"""Bulk copies: tensor boxes and plain stretches, into shared memory (mbarrier) and out of it (bulk groups)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.cluster import Pending
+from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
+from composattn.emulator.memory import covering
+from composattn.emulator.opcodes.access import PARAM_WINDOW, resolve_block
+from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
+from composattn.emulator.opcodes.synchronise import barrier_at
+from composattn.emulator.ptx import Instr, Mem
+from composattn.emulator.tensormap import TensorMap, swizzled_chunks
+
+Array = np.ndarray[Any, Any]
+_HINTS = {"L2::cache_hint", "mbarrier::complete_tx::bytes", "bulk_group", "tile", "tensor", "bulk", "async", "cp", "reduce",
+          "global", "shared::cta", "shared::cluster", "multicast::cluster", "1d", "2d", "3d", "4d", "5d", "add"}  # fmt: skip
+
+
+@dataclass
+class StoreOp:
+    """A copy out of shared memory: first its bytes are read, later written."""
+
+    read_bytes: Callable[[], Array]
+    write_bytes: Callable[[Array], None]
+    where: str
+    data: Array | None = None
+    written: bool = False
+
+    @property
+    def was_read(self) -> bool:
+        return self.data is not None
+
+    def read(self) -> None:
+        if self.data is None:
+            self.data = self.read_bytes()
+
+    def write(self) -> None:
+        self.read()
+        if not self.written and self.data is not None:
+            self.written = True
+            self.write_bytes(self.data)
+
+
+def _map_of(g: Any, addr: int) -> TensorMap:
+    found = g.block.launch.map_at.get(addr - PARAM_WINDOW)
+    if found is None:
+        raise BadDescriptor(f"{addr:#x} is not the address of a tensor map of this launch")
+    return found
+
+
+# --- into shared memory ------------------------------------------------------------------------------------
+
+
+def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, count: int, span: int,
+               fetch: Callable[[], Array], what: str) -> None:  # fmt: skip
+    """Begins a copy of `count` bytes to offset `dst` of each block, completing on the barrier at `bar_at` of each."""
+    cluster = g.block.cluster
+    knows = g.block.knowledge(warp).all
+    for block in blocks:
+        block.shared.check(dst, dst + count)
+        bar = block.mbarrier(bar_at, None)
+        words = covering(dst, count)
+        block.shared.order_write(words, knows)
+        bar.issued += 1
+        stamp = bar.issued
+        block.shared.stamp_write(words, bar.agent, stamp, False)
+
+        def complete(block: Any = block, bar: Any = bar, stamp: int = stamp) -> None:
+            chunks = swizzled_chunks(dst, count // 16, span)
+            block.shared.views[8].reshape(-1, 2)[chunks] = fetch().view(np.uint64).reshape(-1, 2)
+            bar.gathering.all[bar.agent] = max(int(bar.gathering.all[bar.agent]), stamp)
+            bar.complete(count)
+
+        cluster.start(Pending(complete, what))
+
+
+def _targets(g: Any, dst: int, bar_at: int, mask: int | None) -> tuple[list[Any], int, int]:
+    block, local = resolve_block(g, np.array([dst]))
+    bar_block, bar_local = resolve_block(g, np.array([bar_at]))
+    if bar_block is not block:
+        raise UnknownInstruction("a copy to one block's shared memory that completes on another's barrier")
+    if mask is None:
+        return [block], int(local[0]), int(bar_local[0])
+    blocks = [b for b in g.block.cluster.blocks if mask >> b.rank & 1]
+    return blocks, int(local[0]), int(bar_local[0])
+
+
+@effect(*(f"cp.async.bulk.tensor.{n}d.{s}.global" for n in range(1, 6) for s in ("shared::cta", "shared::cluster")))
+def tensor_load(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, _HINTS, instr)
+    dst, box, bar = instr.args[0], instr.args[1], instr.args[2]
+    if not isinstance(box, Mem):
+        raise UnknownInstruction(f"tensor operand of {instr.where()}")
+    to, map_at, bar_at = address(program, dst), address(program, box), address(program, bar)
+    coords = [source(program, c, "s32") for c in box.coords]
+    mask = source(program, instr.args[3], "u16") if "multicast::cluster" in instr.parts else None
+
+    def run(g: Any, m: Any) -> None:
+        lanes = g.active(m)
+        tos, maps, bars = to(g, m).tolist(), map_at(g, m).tolist(), bar_at(g, m).tolist()
+        at = [pick(c(g), m).tolist() for c in coords]
+        masks = pick(mask(g), m).tolist() if mask is not None else [None] * len(lanes)
+        for i, lane in enumerate(lanes.tolist()):
+            warp = int(g.lane_warp[lane])
+            tensor = _map_of(g, maps[i])
+            corner = tuple(int(c[i]) for c in at)
+            if len(corner) != len(tensor.sizes):
+                raise BadDescriptor(f"{len(corner)} coordinates for a tensor map of {len(tensor.sizes)} dimensions")
+            blocks, local, bar_local = _targets(g, tos[i], bars[i], masks[i])
+            if local % 128:
+                raise Misaligned(f"shared address {local:#x} of a tensor copy: 128 bytes are taken")
+            barrier_at(g, bars[i], warp)
+            memory = g.block.launch.memory
+            what = f"tensor copy of box {tensor.box} at {corner} ({instr.where()})"
+            start_load(g, warp, blocks, local, bar_local, tensor.nbytes, tensor.swizzle,
+                       lambda t=tensor, c=corner: t.load(memory, c), what)  # fmt: skip
+
+    return run
+
+
+@effect("cp.async.bulk.shared::cta.global", "cp.async.bulk.shared::cluster.global")
+def plain_load(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, _HINTS, instr)
+    to, src = address(program, instr.args[0]), address(program, instr.args[1])
+    size, bar_at = source(program, instr.args[2], "u32"), address(program, instr.args[3])
+    mask = source(program, instr.args[4], "u16") if "multicast::cluster" in instr.parts else None
+
+    def run(g: Any, m: Any) -> None:
+        lanes = g.active(m)
+        tos, froms, sizes, bars = to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
+        masks = pick(mask(g), m).tolist() if mask is not None else [None] * len(lanes)
+        for i, lane in enumerate(lanes.tolist()):
+            warp = int(g.lane_warp[lane])
+            blocks, local, bar_local = _targets(g, tos[i], bars[i], masks[i])
+            _check_plain(local, froms[i], sizes[i])
+            found = g.block.launch.memory.find(froms[i], sizes[i])
+            at = froms[i] - found.start
+            barrier_at(g, bars[i], warp)
+            start_load(g, warp, blocks, local, bar_local, sizes[i], 0,
+                       lambda f=found, a=at, n=sizes[i]: f.data[a : a + n].copy(), f"bulk copy ({instr.where()})")  # fmt: skip
+
+    return run
+
+
+def _check_plain(shared: int, other: int, size: int) -> None:
+    if shared % 16 or other % 16 or size % 16:
+        raise Misaligned(f"bulk copy of {size} bytes, shared {shared:#x}, global {other:#x}: multiples of 16 are taken")
+
+
+@effect("cp.async.bulk.shared::cluster.shared::cta")
+def between_blocks(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, _HINTS, instr)
+    to, src = address(program, instr.args[0]), address(program, instr.args[1])
+    size, bar_at = source(program, instr.args[2], "u32"), address(program, instr.args[3])
+
+    def run(g: Any, m: Any) -> None:
+        lanes = g.active(m)
+        tos, froms, sizes, bars = to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
+        for i, lane in enumerate(lanes.tolist()):
+            warp = int(g.lane_warp[lane])
+            blocks, local, bar_local = _targets(g, tos[i], bars[i], None)
+            _check_plain(local, froms[i], sizes[i])
+            read_shared(g, warp, froms[i], sizes[i])
+            barrier_at(g, bars[i], warp)
+            start_load(g, warp, blocks, local, bar_local, sizes[i], 0,
+                       lambda a=froms[i], n=sizes[i]: g.block.shared.data[a : a + n].copy(), f"bulk copy ({instr.where()})")  # fmt: skip
+
+    return run
+
+
+# --- out of shared memory ----------------------------------------------------------------------------------
+
+
+def read_shared(g: Any, warp: int, start: int, size: int) -> None:
+    """Checks that the async proxy may read these bytes now, and notes that it will."""
+    memory = g.block.shared
+    memory.check(start, start + size)
+    words = covering(start, size)
+    knowledge = g.block.knowledge(warp)
+    memory.order_read(words, knowledge.all)
+    plain = memory.plain[words]
+    if plain.any():
+        unfenced = plain & (memory.written[words] > knowledge.fenced[memory.writer[words]])
+        if unfenced.any():
+            first = (start // 4 + int(np.flatnonzero(unfenced)[0])) * 4
+            raise MissingProxyFence(
+                f"{int(unfenced.sum())} words from shared address {first:#x} were written by plain stores of "
+                f"{g.block.cluster.agent_name(int(memory.writer[first // 4]))} with no fence.proxy.async before this copy"
+            )
+    unit = g.block.bulk[warp]
+    memory.stamp_read(words, unit.agent, unit.committed + 1)
+
+
+def _start_store(g: Any, warp: int, op: StoreOp) -> None:
+    if not g.block.cluster.mode.late:
+        op.write()
+    g.block.bulk[warp].open.append(op)
+    g.block.cluster.progress += 1
+
+
+@effect(*(f"cp.async.bulk.tensor.{n}d.global.shared::cta" for n in range(1, 6)),
+        *(f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta" for n in range(1, 6)))  # fmt: skip
+def tensor_store(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, _HINTS, instr)
+    box, src = instr.args[0], instr.args[1]
+    if not isinstance(box, Mem):
+        raise UnknownInstruction(f"tensor operand of {instr.where()}")
+    map_at, frm = address(program, box), address(program, src)
+    coords = [source(program, c, "s32") for c in box.coords]
+    reduce = "add" if "reduce" in instr.parts else ""
+
+    def run(g: Any, m: Any) -> None:
+        maps, froms = map_at(g, m).tolist(), frm(g, m).tolist()
+        at = [pick(c(g), m).tolist() for c in coords]
+        for i, lane in enumerate(g.active(m).tolist()):
+            warp = int(g.lane_warp[lane])
+            tensor = _map_of(g, maps[i])
+            corner = tuple(int(c[i]) for c in at)
+            if froms[i] % 128:
+                raise Misaligned(f"shared address {froms[i]:#x} of a tensor copy: 128 bytes are taken")
+            read_shared(g, warp, froms[i], tensor.nbytes)
+            _start_store(g, warp, _tensor_op(g, tensor, corner, froms[i], reduce, instr))
+
+    return run
+
+
+def _tensor_op(g: Any, tensor: TensorMap, corner: tuple[int, ...], start: int, reduce: str, instr: Instr) -> StoreOp:
+    memory, shared = g.block.launch.memory, g.block.shared
+
+    def read() -> Array:
+        chunks = swizzled_chunks(start, tensor.nbytes // 16, tensor.swizzle)
+        return np.ascontiguousarray(shared.views[8].reshape(-1, 2)[chunks]).view(np.uint8).reshape(-1)
+
+    return StoreOp(read, lambda data: tensor.store(memory, corner, data, reduce), instr.where())
+
+
+@effect("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
+def plain_store(instr: Instr, program: Any) -> Handler:
+    kinds = {"f32": np.float32, "u32": np.uint32, "s32": np.int32, "u64": np.uint64}
+    words_of(program, instr.op, {*_HINTS, *kinds}, instr)
+    to, frm = address(program, instr.args[0]), address(program, instr.args[1])
+    size = source(program, instr.args[2], "u32")
+    dtype = kinds[instr.parts[-1] if "L2::cache_hint" not in instr.parts else instr.parts[-2]] if "reduce" in instr.parts else None
+
+    def run(g: Any, m: Any) -> None:
+        for lane, dst, src, n in zip(g.active(m).tolist(), to(g, m).tolist(), frm(g, m).tolist(), pick(size(g), m).tolist(),
+                                     strict=True):  # fmt: skip
+            warp = int(g.lane_warp[lane])
+            _check_plain(src, dst, n)
+            if n == 0:
+                continue
+            read_shared(g, warp, src, n)
+            found, shared = g.block.launch.memory.find(dst, n), g.block.shared
+            at = dst - found.start
+
+            def write(data: Array, found: Any = found, at: int = at) -> None:
+                there = found.data[at : at + data.size]
+                there[:] = data if dtype is None else (there.view(dtype) + data.view(dtype)).view(np.uint8)
+
+            _start_store(g, warp, StoreOp(lambda s=src, c=n, sh=shared: sh.data[s : s + c].copy(), write, instr.where()))
+
+    return run
+
+
+@effect("cp.async.bulk.commit_group")
+def commit(instr: Instr, program: Any) -> Handler:
+    def run(g: Any, m: Any) -> None:
+        for w in g.active_warps(m):
+            unit = g.block.bulk[w]
+            unit.groups.append(unit.open)
+            unit.open = []
+            unit.committed += 1
+
+    return run
+
+
+@effect("cp.async.bulk.wait_group")
+def wait(instr: Instr, program: Any) -> Handler:
+    """Late mode: this is where the groups that must be done get done; those that may stay under way do."""
+    keep = literal(instr.args[0], instr)
+    reading = "read" in instr.parts
+
+    def run(g: Any, m: Any) -> None:
+        for w in g.active_warps(m):
+            unit = g.block.bulk[w]
+            done = max(0, len(unit.groups) - keep)
+            for group in unit.groups[:done]:
+                for op in reversed(group):
+                    op.read()
+                    if not reading:
+                        op.write()
+            if not reading:
+                del unit.groups[:done]
+                retired = unit.committed - len(unit.groups)
+            else:
+                retired = unit.committed - (len(unit.groups) - done)
+            unit.read = max(unit.read, retired)
+            knowledge = g.block.knowledge(w)
+            knowledge.all[unit.agent] = max(int(knowledge.all[unit.agent]), unit.read)
+
+    return run

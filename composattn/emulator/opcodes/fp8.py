@@ -1,0 +1,26 @@
+"""Conversions to and from the 8-bit float formats, as rows of OPCODES."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.opcodes.alu import OPCODES, pack_halves
+from composattn.emulator.opcodes.floats import E4M3, E5M2, f32_to_e4m3, f32_to_e5m2
+from composattn.emulator.opcodes.rows import Alu
+
+Array = np.ndarray[Any, Any]
+
+
+def _narrow(encode: Any) -> Any:
+    return lambda hi, lo: encode(lo).astype(np.uint16) | (encode(hi).astype(np.uint16) << np.uint16(8))
+
+
+def _wide(table: Array) -> Any:
+    return lambda a: pack_halves(table[a & np.uint16(255)], table[a >> np.uint16(8)], "f16")
+
+
+for _name, _encode, _table in (("e4m3x2", f32_to_e4m3, E4M3), ("e5m2x2", f32_to_e5m2, E5M2)):
+    OPCODES[f"cvt.rn.satfinite.{_name}.f32"] = Alu("b16", ("f32", "f32"), _narrow(_encode))
+    OPCODES[f"cvt.rn.f16x2.{_name}"] = Alu("b32", ("b16",), _wide(_table))

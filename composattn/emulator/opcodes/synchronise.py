@@ -1,0 +1,312 @@
+"""mbarriers, numbered barriers, fences, register reallocation, dependent launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.barriers import MBarrier
+from composattn.emulator.findings import BarrierMisuse, CollectiveMismatch, Misaligned, UnknownInstruction
+from composattn.emulator.gang import Wait
+from composattn.emulator.opcodes.access import resolve_block
+from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, sync, target, words_of
+from composattn.emulator.ptx import Imm, Instr, Mem, Pair, Reg, Sink
+
+Array = np.ndarray[Any, Any]
+_SCOPES = {"shared", "shared::cta", "shared::cluster", "b64", "release", "acquire", "relaxed", "cta", "cluster"}
+
+
+def who(g: Any, warp: int) -> str:
+    return f"warp {warp} of block {g.block.index}"
+
+
+def barrier_at(g: Any, addr: int, warp: int | None) -> tuple[Any, MBarrier]:
+    """(the block that owns it, the barrier) at a shared address, as the warp may use it."""
+    if addr % 8:
+        raise Misaligned(f"mbarrier address {addr:#x}")
+    block, local = resolve_block(g, np.array([addr]))
+    knows = None if warp is None else g.block.knowledge(warp).all
+    return block, block.mbarrier(int(local[0]), knows)
+
+
+# --- mbarrier ----------------------------------------------------------------------------------------------
+
+
+@effect("mbarrier.init")
+def init(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"mbarrier", "init", *_SCOPES}, instr)
+    at, count = address(program, instr.args[0]), source(program, instr.args[1], "u32")
+
+    def run(g: Any, m: Any) -> None:
+        block = g.block
+        lanes = g.active(m)
+        for addr, n, lane in zip(at(g, m).tolist(), pick(count(g), m).tolist(), lanes.tolist(), strict=True):
+            warp = int(g.lane_warp[lane])
+            if addr % 8:
+                raise Misaligned(f"mbarrier address {addr:#x}")
+            block.shared.check(addr, addr + 8)
+            old = block.mbarriers.get(addr)
+            if old is not None and (old.pending != old.count or old.bytes):
+                raise BarrierMisuse(f"{old} is initialised again while in use")
+            agent = old.agent if old is not None else block.cluster.new_barrier_agent()
+            bar = MBarrier(f"{addr:#x}", n, agent, block.cluster.agents)
+            knowledge = block.knowledge(warp)
+            me = block.first_agent + warp
+            bar.initialised = (me, int(knowledge.all[me]))
+            block.mbarriers[addr] = bar
+        for warp in g.active_warps(m):
+            block.tick(warp)
+        block.cluster.progress += 1
+
+    return run
+
+
+@effect("mbarrier.inval")
+def invalidate(instr: Instr, program: Any) -> Handler:
+    at = address(program, instr.args[0])
+
+    def run(g: Any, m: Any) -> None:
+        for addr, lane in zip(at(g, m).tolist(), g.active(m).tolist(), strict=True):
+            _, bar = barrier_at(g, addr, int(g.lane_warp[lane]))
+            del g.block.mbarriers[addr]
+
+    return run
+
+
+@effect("mbarrier.arrive", "mbarrier.arrive_drop")
+def arrive(instr: Instr, program: Any) -> Handler:
+    parts = instr.parts
+    words_of(program, instr.op, {"mbarrier", "arrive", "expect_tx", "noComplete", *_SCOPES}, instr)
+    expects = "expect_tx" in parts
+    args = list(instr.args)
+    dest = args.pop(0) if not isinstance(args[0], Mem) else Sink()
+    at = address(program, args.pop(0))
+    value = source(program, args[0], "u32") if args else None
+    out = target(dest, "u64") if isinstance(dest, Reg) else None
+
+    def run(g: Any, m: Any) -> None:
+        addresses = at(g, m)
+        lanes = g.active(m)
+        amounts = pick(value(g), m) if value is not None else np.ones(len(lanes), np.int64)
+        warps = g.lane_warp[lanes]
+        tokens = np.zeros(len(lanes), np.uint64)
+        for addr in np.unique(addresses).tolist():
+            here = addresses == addr
+            for warp in np.unique(warps[here]).tolist():
+                mine = here & (warps == warp)
+                block, bar = barrier_at(g, addr, warp)
+                tokens[mine] = bar.phase
+                total = int(amounts[mine].sum())
+                if expects:
+                    bar.expect(total)
+                    total = int(mine.sum())
+                bar.arrive(total, g.block.knowledge(warp), who(g, warp))
+        for warp in g.active_warps(m):
+            g.block.tick(warp)
+        g.block.cluster.progress += 1
+        if out is not None:
+            row = out(g)
+            row[lanes] = tokens
+
+    return run
+
+
+@effect("mbarrier.expect_tx")
+def expect(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"mbarrier", "expect_tx", *_SCOPES}, instr)
+    at, value = address(program, instr.args[0]), source(program, instr.args[1], "u32")
+
+    def run(g: Any, m: Any) -> None:
+        for addr, n, lane in zip(at(g, m).tolist(), pick(value(g), m).tolist(), g.active(m).tolist(), strict=True):
+            barrier_at(g, addr, int(g.lane_warp[lane]))[1].expect(n)
+        g.block.cluster.progress += 1
+
+    return run
+
+
+@sync("mbarrier.try_wait", "mbarrier.test_wait")
+def wait(instr: Instr, program: Any) -> Handler:
+    """try_wait stands still until the phase is over; where nothing else can go on it gives up once, as on a time-out."""
+    words_of(program, instr.op, {"mbarrier", "try_wait", "test_wait", "parity", *_SCOPES}, instr)
+    testing = "test_wait" in instr.parts
+    by_parity = "parity" in instr.parts
+    dest = instr.args[0]
+    out = target(dest, "p")
+    at = address(program, instr.args[1])
+    phase = source(program, instr.args[2], "u32" if by_parity else "u64")
+
+    def run(g: Any, m: Any) -> Wait | None:
+        addresses, values = at(g, m), pick(phase(g), m)
+        lanes = g.active(m)
+        warps = g.lane_warp[lanes]
+        pairs: dict[tuple[int, int], MBarrier] = {}
+        for addr, value, warp in sorted(set(zip(addresses.tolist(), values.tolist(), warps.tolist(), strict=True))):
+            pairs[addr, value] = barrier_at(g, addr, warp)[1]
+
+        def over(bar: MBarrier, value: int) -> bool:
+            return bar.parity_done(value & 1) if by_parity else bar.phase > value
+
+        if not (testing or g.gave_up) and not all(over(b, v) for (_, v), b in pairs.items()):
+            return Wait(lambda: all(over(b, v) for (_, v), b in pairs.items()), lambda: _describe(pairs), True)
+        g.gave_up = False
+        result = np.array([over(pairs[a, v], v) for a, v in zip(addresses.tolist(), values.tolist(), strict=True)])
+        out(g)[lanes] = result
+        for addr, value, warp in set(zip(addresses.tolist(), values.tolist(), warps.tolist(), strict=True)):
+            bar = pairs[addr, value]
+            if over(bar, value):
+                g.block.knowledge(warp).join(bar.released)
+        return None
+
+    return run
+
+
+def _describe(pairs: dict[tuple[int, int], MBarrier]) -> str:
+    return "; ".join(f"the end of the phase of parity {v} of {b}" for (_, v), b in pairs.items())
+
+
+# --- numbered barriers -------------------------------------------------------------------------------------
+
+
+def _barrier_operands(instr: Instr, program: Any) -> tuple[Any, Any]:
+    args = instr.args
+    number = source(program, args[0], "u32")
+    return number, source(program, args[1], "u32") if len(args) > 1 else None
+
+
+def _uniform(row: Array, m: Any, what: str) -> int:
+    values = pick(row, m)
+    if (values != values[0]).any():
+        raise CollectiveMismatch(f"{what} differs between lanes")
+    return int(values[0])
+
+
+def _join_barrier(g: Any, m: Any, number: int, expected: int) -> bool:
+    block = g.block
+    warps = g.active_warps(m)
+    if expected % 32 or expected <= 0:
+        raise CollectiveMismatch(f"barrier {number} with {expected} threads, no multiple of a warp")
+    names = ", ".join(f"warp {w}" for w in warps)
+    done = block.barrier(number).arrive(32 * len(warps), expected, [block.knowledge(w) for w in warps], names)
+    for w in warps:
+        block.tick(w)
+    block.cluster.progress += 1
+    return bool(done)
+
+
+@effect("bar.arrive", "barrier.arrive", "barrier.cta.arrive")
+def arrive_numbered(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"bar", "barrier", "cta", "arrive", "aligned"}, instr)
+    number, threads = _barrier_operands(instr, program)
+
+    def run(g: Any, m: Any) -> None:
+        _join_barrier(g, m, _uniform(number(g), m, "the barrier"), _uniform(threads(g), m, "the number of threads"))
+
+    return run
+
+
+@sync("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync")
+def sync_numbered(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"bar", "barrier", "cta", "sync", "aligned"}, instr)
+    number, threads = _barrier_operands(instr, program)
+
+    def run(g: Any, m: Any) -> Wait | None:
+        n = _uniform(number(g), m, "the barrier")
+        bar = g.block.barrier(n)
+        if g.ticket is None:
+            expected = _uniform(threads(g), m, "the number of threads") if threads else g.block.warps * 32
+            g.ticket = bar.phase
+            _join_barrier(g, m, n, expected)
+        if bar.phase == g.ticket:
+            ticket = g.ticket
+            return Wait(lambda: bar.phase != ticket, lambda: str(bar))
+        g.ticket = None
+        for w in g.active_warps(m):
+            g.block.knowledge(w).join(bar.released)
+        return None
+
+    return run
+
+
+@effect("barrier.cluster.arrive")
+def arrive_cluster(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"barrier", "cluster", "arrive", "release", "relaxed", "aligned"}, instr)
+
+    def run(g: Any, m: Any) -> None:
+        block = g.block
+        warps = g.active_warps(m)
+        total = block.cluster.warps_per_block * 32 * len(block.cluster.ranks)
+        g.cluster_ticket = block.cluster.barrier.phase
+        names = ", ".join(f"warp {w}" for w in warps)
+        block.cluster.barrier.arrive(32 * len(warps), total, [block.knowledge(w) for w in warps], names)
+        for w in warps:
+            block.tick(w)
+            block.cluster_tickets[w] = g.cluster_ticket
+        block.cluster.progress += 1
+
+    return run
+
+
+@sync("barrier.cluster.wait")
+def wait_cluster(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"barrier", "cluster", "wait", "acquire", "aligned"}, instr)
+
+    def run(g: Any, m: Any) -> Wait | None:
+        block = g.block
+        bar = block.cluster.barrier
+        tickets = [block.cluster_tickets.get(w) for w in g.active_warps(m)]
+        if None in tickets:
+            raise BarrierMisuse("barrier.cluster.wait by a warp that has not arrived")
+        if any(bar.phase == t for t in tickets):
+            return Wait(lambda: all(bar.phase != t for t in tickets), lambda: str(bar))
+        for w in g.active_warps(m):
+            block.knowledge(w).join(bar.released)
+        return None
+
+    return run
+
+
+# --- fences ------------------------------------------------------------------------------------------------
+
+
+@effect("fence.proxy.async")
+def fence_async(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"fence", "proxy", "async", "shared::cta", "shared::cluster", "global"}, instr)
+
+    def run(g: Any, m: Any) -> None:
+        for w in g.active_warps(m):
+            k = g.block.knowledge(w)
+            np.maximum(k.fenced, k.all, out=k.fenced)
+            g.block.tick(w)
+
+    return run
+
+
+@effect("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar", "fence.proxy.alias",
+        "fence.proxy.tensormap::generic", "griddepcontrol.launch_dependents", "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
+def order_only(instr: Instr, program: Any) -> Handler:
+    """Memory here is sequentially consistent, and launches do not overlap."""
+    return lambda g, m: None
+
+
+# --- registers ---------------------------------------------------------------------------------------------
+
+
+@effect("setmaxnreg")
+def registers(instr: Instr, program: Any) -> Handler:
+    if not isinstance(instr.args[0], Imm):
+        raise UnknownInstruction(f"setmaxnreg takes a literal; {instr.where()}")
+    count = instr.args[0].value
+
+    def run(g: Any, m: Any) -> None:
+        if m is not True:
+            raise CollectiveMismatch("setmaxnreg under divergence")
+        if count % 8 or not 24 <= count <= 256:
+            raise UnknownInstruction(f"setmaxnreg to {count}: a multiple of 8 in 24..256 is taken")
+        for w in g.warps:
+            g.block.registers[w] = count
+
+    return run
+
+
+__all__ = ["Pair", "barrier_at", "who"]

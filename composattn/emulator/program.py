@@ -1,0 +1,153 @@
+"""A kernel made ready to run: nodes compiled to functions, the register file's constants, the shared layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composattn.emulator import flow, ptx
+from composattn.emulator.codegen import Writer, is_arithmetic
+from composattn.emulator.findings import UnknownInstruction
+from composattn.emulator.opcodes.effects import find_effect, find_sync
+from composattn.emulator.registers import Rows
+
+if TYPE_CHECKING:
+    from composattn.emulator.block import Block
+    from composattn.emulator.gang import Gang
+
+Array = np.ndarray[Any, Any]
+SHARED_START = 1024
+PARAM_WINDOW = 0x6000_0000_0000
+SHARED_WINDOW = 0x5000_0000_0000
+_PROGRAMS: dict[str, Program] = {}
+
+
+class Program:
+    """What stays the same between launches of one PTX text."""
+
+    def __init__(self, text: str) -> None:
+        self.kernel = ptx.parse(text)
+        self.rows = Rows(self.kernel)
+        self.nodes = flow.cut(self.kernel, lambda i: find_sync(i) is not None)
+        self.param_offset: dict[str, int] = {}
+        at = 0
+        for p in self.kernel.params:
+            at = (at + p.align - 1) // p.align * p.align
+            self.param_offset[p.name] = at
+            at += p.size
+        self.param_size = at
+        self.shared_offset: dict[str, int] = {}
+        at = SHARED_START
+        for s in sorted(self.kernel.shared, key=lambda s: s.size == 0):  # dynamic memory comes last
+            at = (at + s.align - 1) // s.align * s.align
+            self.shared_offset[s.name] = at
+            at += s.size
+        self._shared_end = at
+        self.runs: list[Callable[..., Any] | None] = [self._compile(n) for n in self.nodes]
+
+    def _compile(self, node: flow.Node) -> Callable[..., Any] | None:
+        if node.sync:
+            make = find_sync(node.code[0])
+            assert make is not None
+            if node.code[0].guard is not None:
+                raise UnknownInstruction(f"a guard on an instruction that may block; {node.code[0].where()}")
+            return make(node.code[0], self)
+        if not node.code:
+            return None
+        writer = Writer(self.rows)
+        first: ptx.Instr | None = None
+        for instr in node.code:
+            try:
+                if is_arithmetic(instr):
+                    if first is None:
+                        writer.touch()
+                        first = instr
+                    writer.alu(instr)
+                    continue
+                if first is not None:
+                    writer.end_touch(first)
+                    first = None
+                make = find_effect(instr)
+                if make is None:
+                    raise UnknownInstruction(f"no row for {instr.op}; {instr.where()}")
+                writer.effect(instr, make(instr, self))
+            except UnknownInstruction as e:
+                if "PTX line" in str(e):
+                    raise
+                raise UnknownInstruction(f"{e}; {instr.where()}") from None
+        if first is not None:
+            writer.end_touch(first)
+        return writer.finish(f"node_{node.index}")
+
+    def shared_size(self, dynamic: int) -> int:
+        return self._shared_end + dynamic
+
+    def place(self, n: int, g: Gang | None = None) -> str:
+        node = self.nodes[n]
+        if g is not None and g.at is not None and g.at in node.code:
+            return g.at.where()
+        return (node.code[0] if node.code else node.branch or self.kernel.code[0]).where()
+
+    # --- the register file of a block ----------------------------------------------------------------------
+
+    def new_banks(self, block: Block, lanes: int) -> dict[str, Array]:
+        """Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows."""
+        count = self.rows.count
+        banks: dict[str, Array] = {
+            "p": np.zeros((count["p"], lanes), np.bool_),
+            "16": np.full((count["16"], lanes), 0x7FFF, np.uint16),
+            "32": np.full((count["32"], lanes), 0x7FBADBAD, np.uint32),
+            "64": np.full((count["64"], lanes), 0x7FF8BADBADBADBAD, np.uint64),
+        }
+        for (bank, value), row in self.rows.literals.items():
+            banks[bank][row] = value
+        for (bank, name, offset), row in self.rows.symbols.items():
+            banks[bank][row] = self.address(name) + offset
+        specials = _specials(block, lanes)
+        for (bank, name), row in self.rows.specials.items():
+            banks[bank][row] = specials[name]
+        return banks
+
+    def address(self, name: str) -> int:
+        if name in self.param_offset:
+            return PARAM_WINDOW + self.param_offset[name]
+        if name in self.shared_offset:
+            return self.shared_offset[name]
+        raise UnknownInstruction(f"symbol {name} is neither a parameter nor a shared array")
+
+
+def _specials(block: Block, lanes: int) -> dict[str, Any]:
+    launch = block.launch
+    tid = np.arange(lanes)
+    bx, by, _ = launch.block
+    lane = tid % 32
+    cx, cy, cz = launch.cluster
+    out: dict[str, Any] = {
+        "%tid.x": tid % bx, "%tid.y": tid // bx % by, "%tid.z": tid // (bx * by),
+        "%laneid": lane, "%warpid": tid // 32, "%cluster_ctarank": block.rank, "%cluster_nctarank": cx * cy * cz,
+        "%smid": 0, "%nsmid": launch.sms, "%gridid": 0, "%clock": 0, "%clock_hi": 0, "%clock64": 0,
+        "%globaltimer": 0, "%globaltimer_lo": 0, "%dynamic_smem_size": launch.dynamic_shared,
+        "%total_smem_size": block.program.shared_size(launch.dynamic_shared),
+        "%lanemask_eq": 1 << lane, "%lanemask_lt": (1 << lane) - 1, "%lanemask_le": (2 << lane) - 1,
+        "%lanemask_gt": (2**32 - 1) ^ ((2 << lane) - 1), "%lanemask_ge": (2**32 - 1) ^ ((1 << lane) - 1),
+    }  # fmt: skip
+    for i, axis in enumerate("xyz"):
+        out[f"%ntid.{axis}"] = launch.block[i]
+        out[f"%ctaid.{axis}"] = block.index[i]
+        out[f"%nctaid.{axis}"] = launch.grid[i]
+        out[f"%cluster_ctaid.{axis}"] = block.index[i] % launch.cluster[i]
+        out[f"%cluster_nctaid.{axis}"] = launch.cluster[i]
+        out[f"%clusterid.{axis}"] = block.index[i] // launch.cluster[i]
+        out[f"%nclusterid.{axis}"] = launch.grid[i] // launch.cluster[i]
+    return out
+
+
+def load(text: str) -> Program:
+    """The program of a PTX text, made once a text."""
+    key = hashlib.sha256(text.encode()).hexdigest()
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = Program(text)
+    return _PROGRAMS[key]

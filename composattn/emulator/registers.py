@@ -1,0 +1,76 @@
+"""Gives every operand a row of the register file: registers, literals and special registers alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.findings import UnknownInstruction
+from composattn.emulator.ptx import Imm, Kernel, Operand, Reg, Special, Sym
+
+# View of each bank as each type: name of the type -> (bank, numpy type).
+VIEWS: dict[str, tuple[str, Any]] = {
+    "u16": ("16", np.uint16), "s16": ("16", np.int16), "f16": ("16", np.float16),
+    "u32": ("32", np.uint32), "s32": ("32", np.int32), "f32": ("32", np.float32),
+    "u64": ("64", np.uint64), "s64": ("64", np.int64), "f64": ("64", np.float64),
+    "p": ("p", np.bool_),
+}  # fmt: skip
+ALIASES = {"b16": "u16", "bf16": "u16", "b32": "u32", "b64": "u64"}
+_BITS = {"16": 16, "32": 32, "64": 64}
+
+SPECIALS = {
+    "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z",
+    "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%cluster_ctarank", "%cluster_nctarank",
+    "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_nctaid.x", "%cluster_nctaid.y",
+    "%cluster_nctaid.z", "%clusterid.x", "%clusterid.y", "%clusterid.z", "%nclusterid.x", "%nclusterid.y",
+    "%nclusterid.z", "%smid", "%nsmid", "%gridid", "%dynamic_smem_size", "%total_smem_size", "%lanemask_eq",
+    "%lanemask_lt", "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%clock", "%clock_hi", "%clock64", "%globaltimer",
+    "%globaltimer_lo",
+}  # fmt: skip
+
+
+@dataclass
+class Rows:
+    """Row numbers by bank, the literals and special registers that take rows of their own."""
+
+    kernel: Kernel
+    count: dict[str, int] = field(default_factory=dict)
+    literals: dict[tuple[str, int], int] = field(default_factory=dict)
+    specials: dict[tuple[str, str], int] = field(default_factory=dict)
+    symbols: dict[tuple[str, str, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.count = dict(self.kernel.banks)
+
+    def _new(self, bank: str) -> int:
+        row = self.count[bank]
+        self.count[bank] = row + 1
+        return row
+
+    def of(self, operand: Operand, bank: str) -> tuple[str, int]:
+        """(bank, row) of an operand; literals and the like get a row of `bank`."""
+        if isinstance(operand, Reg):
+            return operand.bank, operand.index
+        if isinstance(operand, Imm):
+            if bank == "p":
+                raise UnknownInstruction(f"literal {operand.value} where a predicate is expected")
+            if operand.width and operand.width != _BITS[bank]:
+                raise UnknownInstruction(f"a {operand.width}-bit float literal where {bank} bits are expected")
+            key = (bank, operand.value & ((1 << _BITS[bank]) - 1))
+            if key not in self.literals:
+                self.literals[key] = self._new(bank)
+            return bank, self.literals[key]
+        if isinstance(operand, Special):
+            if operand.name not in SPECIALS:
+                raise UnknownInstruction(f"special register {operand.name} is not emulated")
+            if (bank, operand.name) not in self.specials:
+                self.specials[bank, operand.name] = self._new(bank)
+            return bank, self.specials[bank, operand.name]
+        if isinstance(operand, Sym):
+            where = (bank, operand.name, operand.offset)
+            if where not in self.symbols:
+                self.symbols[where] = self._new(bank)
+            return bank, self.symbols[where]
+        raise UnknownInstruction(f"operand {operand} can't be a register")

@@ -1,0 +1,110 @@
+"""Tensor maps: the geometry that the host asked for, and copying boxes between a tensor and shared memory.
+
+Facts: PTX ISA, "Tensors" (boxes, out-of-bounds elements read as zero, interleave and swizzle modes) and the CUDA
+driver API, cuTensorMapEncodeTiled (meaning and limits of each field).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.findings import BadDescriptor, OutOfBounds
+from composattn.emulator.memory import GlobalMemory
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tiled tensor map. `sizes`, `strides` (bytes) and `box` are listed innermost dimension first."""
+
+    address: int
+    dtype: str  # bf16, f16, f32, e4m3, ...
+    element: int  # bytes
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0  # bytes of the swizzle span: 0, 32, 64 or 128
+
+    def __post_init__(self) -> None:
+        if self.strides[0] != self.element:
+            raise BadDescriptor(f"tensor map whose innermost dimension is not contiguous: {self}")
+        if any(s % 16 for s in self.strides[1:]) or self.address % 16:
+            raise BadDescriptor(f"tensor map with an address or stride that is no multiple of 16 bytes: {self}")
+        if any(b < 1 or b > 256 for b in self.box) or any(s < 1 for s in self.sizes) or len(self.sizes) > 5:
+            raise BadDescriptor(f"tensor map with a box side outside 1..256, an empty side or more than 5 sides: {self}")
+        inner = self.box[0] * self.element
+        if inner % 16 or (self.swizzle and inner > self.swizzle):
+            raise BadDescriptor(f"tensor map with {inner} bytes in a box row, swizzle {self.swizzle}: {self}")
+        if self.swizzle and inner != self.swizzle:
+            raise BadDescriptor(f"tensor map whose box rows do not fill the swizzle span is not emulated: {self}")
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.box)) * self.element
+
+    def _clip(self, coords: tuple[int, ...]) -> tuple[list[slice], list[slice], bool]:
+        """Slices of the tensor and of the box (outermost first) that overlap; False if nothing does."""
+        tensor, box = [], []
+        for c, b, n in zip(coords, self.box, self.sizes, strict=True):
+            low, high = max(c, 0), min(c + b, n)
+            if low >= high:
+                return [], [], False
+            tensor.append(slice(low, high))
+            box.append(slice(low - c, high - c))
+        return tensor[::-1], box[::-1], True
+
+    def _window(self, memory: GlobalMemory, tensor: list[slice]) -> Array:
+        """The overlapping part of the tensor in memory, as [..., bytes of a row]."""
+        starts = [s.start for s in tensor][::-1]
+        counts = [s.stop - s.start for s in tensor][::-1]
+        first = self.address + sum(c * s for c, s in zip(starts, self.strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(counts, self.strides, strict=True)) + self.element
+        found = memory.find(first, 1)
+        if last > found.end:
+            raise OutOfBounds(f"tensor copy up to {last - found.end} bytes behind the end of {found.name}")
+        at = first - found.start
+        shape = (*counts[:0:-1], counts[0] * self.element)
+        strides = (*self.strides[:0:-1], 1)
+        return np.lib.stride_tricks.as_strided(found.data[at:], shape, strides)
+
+    def load(self, memory: GlobalMemory, coords: tuple[int, ...]) -> Array:
+        """The box at `coords` as it lies in shared memory before swizzling; outside the tensor it is zero."""
+        out = np.zeros((*self.box[:0:-1], self.box[0] * self.element), np.uint8)
+        tensor, box, any_ = self._clip(coords)
+        if any_:
+            out[(*box[:-1], self._row(box[-1]))] = self._window(memory, tensor)
+        return out.reshape(-1)
+
+    def store(self, memory: GlobalMemory, coords: tuple[int, ...], data: Array, reduce: str = "") -> None:
+        tensor, box, any_ = self._clip(coords)
+        if not any_:
+            return
+        whole = data.reshape(*self.box[:0:-1], self.box[0] * self.element)
+        part = whole[(*box[:-1], self._row(box[-1]))]
+        window = self._window(memory, tensor)
+        if not reduce:
+            window[...] = part
+            return
+        if (reduce, self.dtype) != ("add", "f32"):
+            raise BadDescriptor(f"tensor reduction {reduce} of {self.dtype} is not emulated")
+        old = np.ascontiguousarray(window).view(np.float32)
+        window[...] = (old + np.ascontiguousarray(part).view(np.float32)).view(np.uint8)
+
+    def _row(self, s: slice) -> slice:
+        return slice(s.start * self.element, s.stop * self.element)
+
+
+def swizzled_chunks(address: int, count: int, span: int) -> Array:
+    """Where `count` consecutive chunks of 16 bytes from `address` go, as chunk numbers of shared memory.
+
+    The chunk's position in its row of `span` bytes is exclusive-or-ed with the row of 128 bytes modulo span / 16.
+    """
+    chunks = np.arange(address // 16, address // 16 + count)
+    if span:
+        mask = span // 16 - 1
+        chunks = chunks ^ ((chunks >> 3) & mask)
+    return chunks
