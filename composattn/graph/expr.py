@@ -164,7 +164,7 @@ def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, d
     if kind is float:
         part = struct.pack("d", attr)
     elif kind is Capture:
-        part = id(attr.tensor)  # type: ignore[union-attr]
+        part = id(attr.tensor)  # type: ignore[attr-defined]
     elif attr is None or kind is int or kind is str or kind is bool:
         part = attr
     else:
@@ -212,7 +212,7 @@ def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
 
 
 def index(name: str) -> Expr:
-    """One of b, h, q, kv (logical positions) q_len, kv_len (lengths of the sequence at hand), first, last (of a tile)."""
+    """One of b, h, q, kv (logical positions), q_len, kv_len (lengths of the sequence), first, last (of a tile)."""
     return _INDICES[name]
 
 

@@ -27,11 +27,11 @@ def call_graph(expr: Expr, leaves: dict[str, Any], lengths: dict[str, Any] | Non
         node = {name: score() if name == "score" else index(name) for name in leaves}
         return Proxy(substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()}))
     known = {name: v for name, v in (lengths or {}).items() if v is not None}
-    for node in walk(expr):
-        if node.op == "index" and node.attr in ("q_len", "kv_len") and node.attr not in known:
+    for leaf in walk(expr):
+        if leaf.op == "index" and leaf.attr in ("q_len", "kv_len") and leaf.attr not in known:
             raise errors.UnknownLength(
-                "this mod depends on the lengths of the sequence (bottom-right alignment does), which attention() knows; "
-                "called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
+                "this mod depends on the lengths of the sequence (bottom-right alignment does), which attention() "
+                "knows; called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
             )
     leaves = {**leaves, **known}
     tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
@@ -71,14 +71,15 @@ class Mask:
 
         if isinstance(fn, Score):
             raise errors.WrongComposition(
-                f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, or join score mods with >> and +"
+                f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, "
+                "or join score mods with >> and +"
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition(
                 "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
                 "or mods.scores.bias(tensor) for an additive one"
             )
-        return Mask(trace_mask(fn), name or getattr(fn, "__name__", type(fn).__name__))
+        return Mask(trace_mask(fn), name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:
         """The mask at positions: tensors that broadcast, numbers, or traced values; bool.

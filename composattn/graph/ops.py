@@ -4,6 +4,7 @@ A new operation is one row here and one row in `primitives/emit.py` (its CuTe fo
 `intervals.py`, keyed by the same names, because it speaks of tiles.
 """
 
+# ruff: noqa: E501  (a row of the table is a line)
 from __future__ import annotations
 
 import functools
@@ -143,7 +144,6 @@ def _sympy_where(c: Any, x: Any, y: Any) -> Any:
 def _rows() -> list[Op]:
     S = sympy
     number, bits = _number, _bits
-    one = lambda *_: 1.0  # noqa: E731
     return [
         # arithmetic
         Op("add", torch.add, _same, lambda o, x, y: (const(1.0), const(1.0)), lambda x, y: x + y, True),
@@ -212,9 +212,10 @@ _LOGIC_OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
-_UNARY = {name for name in OPS if name.startswith("cast_")} | set(
-    "neg abs sign not isnan isinf exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf floor ceil round trunc".split()
-)
+_UNARY = {name for name in OPS if name.startswith("cast_")} | {
+    "neg", "abs", "sign", "not", "isnan", "isinf", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt",
+    "tanh", "sigmoid", "sin", "cos", "erf", "floor", "ceil", "round", "trunc",
+}  # fmt: skip
 ARITY: dict[str, int] = {name: 3 if name == "where" else 1 if name in _UNARY else 2 for name in OPS}
 
 
@@ -284,7 +285,12 @@ def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
 def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
     """Rewrites that are exact for every value, NaN and infinities included."""
     if name.startswith("cast_"):
-        same = {"cast_bool": DType.BOOL, "cast_int32": DType.INT32, "cast_int64": DType.INT64, "cast_float": DType.FLOAT}
+        same = {
+            "cast_bool": DType.BOOL,
+            "cast_int32": DType.INT32,
+            "cast_int64": DType.INT64,
+            "cast_float": DType.FLOAT,
+        }
         return args[0] if same.get(name) is args[0].dtype else None
     if len(args) == 1:
         inner = args[0]

@@ -42,7 +42,7 @@ class Score:
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
-        return Score(trace_score(fn), name or getattr(fn, "__name__", type(fn).__name__))
+        return Score(trace_score(fn), name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
@@ -75,7 +75,8 @@ class Score:
 
     def __bool__(self) -> bool:
         raise errors.WrongComposition(
-            f"a score mod has no truth value: `and`, `or`, `not` don't join score mods; write >> or +\n  at {user_line()}"
+            "a score mod has no truth value: `and`, `or`, `not` don't join score mods; write >> or +"
+            f"\n  at {user_line()}"
         )
 
     def __repr__(self) -> str:

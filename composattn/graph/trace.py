@@ -27,6 +27,7 @@ from .ops import CASTS, OPS, apply
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
+_CPU: torch.device = torch.device("cpu")
 TORCH_DTYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
 
 
@@ -76,7 +77,8 @@ class Symbolic:
         return refuse(
             errors.DataDependentBranch,
             "a traced value has no truth value: `if`, `and`, `or`, `not`, `min()`, `max()` would depend on data; "
-            "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum, and two comparisons for `a < x < b`",
+            "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum, "
+            "and two comparisons for `a < x < b`",
         )
 
     def _no_number(self, *_: Any) -> Any:
@@ -176,16 +178,34 @@ class Proxy(Symbolic):
 class Scalar(Symbolic):
     """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it."""
 
-    __slots__ = ("_expr", "_type", "value")
+    __slots__ = ("_expr", "_number")
+
+    _expr: Expr
+    _number: float | int
 
     def __init__(self, value: float | int) -> None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise errors.UnsupportedCapture(
-                f"ca.scalar takes a Python int or float, got {type(value).__name__}; a 0-d tensor can be captured as it is"
+                f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
+                "a 0-d tensor can be captured as it is"
             )
-        self.value = value
-        self._type = DType.INT32 if isinstance(value, numbers.Integral) else DType.FLOAT
-        self._expr = make("scalar", (), self._type, self, _Dep.RUNTIME)
+        self._number = value
+        kind = DType.INT32 if isinstance(value, numbers.Integral) else DType.FLOAT
+        self._expr = make("scalar", (), kind, self, _Dep.RUNTIME)
+
+    @property
+    def value(self) -> float | int:
+        return self._number
+
+    @value.setter
+    def value(self, value: float | int) -> None:
+        whole = isinstance(value, numbers.Integral)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or (self._expr.dtype.is_integer and not whole):
+            raise errors.UnsupportedCapture(
+                f"a scalar of type {self._expr.dtype.value} got {value!r}; its kernels are made for that type: "
+                "make a new ca.scalar, or begin with a float"
+            )
+        self._number = value
 
     @property
     def expr(self) -> Expr:
@@ -214,8 +234,6 @@ class _Row:
         return refuse(errors.UnindexedTensor, f".{name} of a tensor that is not yet read at all its dimensions")
 
 
-_CPU = torch.device("cpu")
-
 # --- operations ---------------------------------------------------------------------------------------------
 
 
@@ -240,8 +258,12 @@ def as_expr(value: Any) -> Expr:
     return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod").expr
 
 
-def _apply(name: str, *args: Any) -> Proxy:
+def _apply(name: str, *args: Any) -> Any:
     return _of(name, *map(as_expr, args))
+
+
+def _value(x: Any) -> Any:
+    return Proxy(as_expr(x))
 
 
 def _of(name: str, *args: Expr) -> Proxy:
@@ -288,7 +310,7 @@ def _install_operators() -> None:
         setattr(Symbolic, f"__r{python}__", backward(name))
     for python in ("lt", "le", "gt", "ge"):
         setattr(Symbolic, f"__{python}__", forward(python))
-    Symbolic.__neg__ = lambda self: _unary("neg", self)  # type: ignore[attr-defined]
+    Symbolic.__neg__ = lambda self: _unary("neg", self)  # type: ignore[attr-defined, operator]
     Symbolic.__abs__ = lambda self: _unary("abs", self)  # type: ignore[attr-defined]
     Symbolic.__floor__ = lambda self: _unary("floor", self)  # type: ignore[attr-defined]
     Symbolic.__ceil__ = lambda self: _unary("ceil", self)  # type: ignore[attr-defined]
@@ -359,7 +381,8 @@ def _extremum(name: str, reduction: str) -> Callable[..., Any]:
         if not isinstance(y, (Symbolic, torch.Tensor)) or kwargs:  # a number would be the dimension to reduce
             return refuse(
                 errors.ReductionInMod,
-                f"torch.{reduction} over a dimension is a reduction; a mod sees one score. For two values write torch.{name}",
+                f"torch.{reduction} over a dimension is a reduction; a mod sees one score. "
+                f"For two values write torch.{name}",
             )
         return _apply(name, x, y)
 
@@ -399,7 +422,9 @@ def _detach(x: Any) -> Any:
     expr = as_expr(x)
     learned = any(c.tensor.requires_grad for c in captures(expr))
     if expr.dtype is DType.FLOAT and (learned or expr.deps & _Dep.SCORE):
-        return refuse(errors.UnsupportedOperation, "detach cuts a gradient inside a mod; capture tensor.detach() instead")
+        return refuse(
+            errors.UnsupportedOperation, "detach cuts a gradient inside a mod; capture tensor.detach() instead"
+        )
     return x
 
 
@@ -414,12 +439,14 @@ def _full_like(x: Any, value: Any = None, *, size: Any = (), dtype: torch.dtype 
     if value is None and "fill_value" in kwargs:
         value = kwargs["fill_value"]
     if size != () and list(size if isinstance(size, (tuple, list)) else [size]):
-        return refuse(errors.UnsupportedOperation, f"a new tensor of size {size} in a mod; values are single numbers, size ()")
+        return refuse(
+            errors.UnsupportedOperation, f"a new tensor of size {size} in a mod; values are single numbers, size ()"
+        )
     return _cast(Proxy(as_expr(value)), dtype or TORCH_DTYPE[as_expr(x).dtype])
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
-    x = Proxy(as_expr(x))
+    x = _value(x)
     if approximate == "tanh":
         return 0.5 * x * (1.0 + _apply("tanh", math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
     return 0.5 * x * (1.0 + _apply("erf", x * math.sqrt(0.5)))
@@ -433,7 +460,7 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
 
 
 def _log_sigmoid(x: Any) -> Any:
-    x = Proxy(as_expr(x))
+    x = _value(x)
     return _apply("minimum", x, 0.0) - _apply("log1p", _apply("exp", -abs(x)))
 
 
@@ -454,7 +481,7 @@ def _hyperbolic(sign: str) -> Callable[..., Any]:
 
 
 def _lerp(x: Any, y: Any, weight: Any) -> Any:
-    x = Proxy(as_expr(x))
+    x = _value(x)
     return x + weight * (y - x)
 
 
@@ -464,7 +491,8 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "less": _pointwise("lt"), "less_equal": _pointwise("le"), "greater": _pointwise("gt"),
     "greater_equal": _pointwise("ge"), "not_equal": _pointwise("ne"),
     "add": _add, "sub": _sub, "rsub": _rsub, "div": _div, "divide": _div, "true_divide": _pointwise("div"),
-    "floor_divide": _pointwise("floordiv"), "remainder": _pointwise("mod"), "float_power": lambda x, y: _apply("pow", _apply("cast_float", x), y),
+    "floor_divide": _pointwise("floordiv"), "remainder": _pointwise("mod"),
+    "float_power": lambda x, y: _apply("pow", _apply("cast_float", x), y),
     "fix": _pointwise("trunc"), "sgn": _pointwise("sign"),
     "clamp": _clamp, "clip": _clamp, "clamp_min": _pointwise("clamp_min"), "clamp_max": _pointwise("clamp_max"),
     "where": _where, "min": _extremum("minimum", "min"), "max": _extremum("maximum", "max"),
@@ -475,13 +503,15 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "bitwise_not": _pointwise("not"), "bitwise_left_shift": _pointwise("lshift"),
     "bitwise_right_shift": _pointwise("rshift"), "expit": _pointwise("sigmoid"),
     "reciprocal": lambda x: _apply("div", 1.0, x), "square": lambda x: _apply("mul", x, x), "relu": _relu,
-    "masked_fill": _masked_fill, "isfinite": lambda x: _apply("not", _apply("or", _apply("isnan", x), _apply("isinf", x))),
+    "masked_fill": _masked_fill,
+    "isfinite": lambda x: _apply("not", _apply("or", _apply("isnan", x), _apply("isinf", x))),
     "tan": lambda x: _apply("div", _apply("sin", x), _apply("cos", x)),
     "silu": lambda x, inplace=False: _apply("mul", x, _apply("sigmoid", x)),
     "gelu": _gelu, "softplus": _softplus, "logsigmoid": _log_sigmoid, "log_sigmoid": _log_sigmoid, "elu": _elu,
     "leaky_relu": _leaky_relu, "hardtanh": _hardtanh, "relu6": lambda x, inplace=False: _clamp(x, 0, 6),
     "sinh": _hyperbolic("sub"), "cosh": _hyperbolic("add"), "lerp": _lerp,
-    "erfc": lambda x: _apply("sub", 1.0, _apply("erf", x)), "log10": lambda x: _apply("mul", math.log10(2.0), _apply("log2", x)),
+    "erfc": lambda x: _apply("sub", 1.0, _apply("erf", x)),
+    "log10": lambda x: _apply("mul", math.log10(2.0), _apply("log2", x)),
     "deg2rad": lambda x: _apply("mul", x, math.pi / 180.0), "rad2deg": lambda x: _apply("mul", x, 180.0 / math.pi),
     "frac": lambda x: _apply("sub", x, _apply("trunc", x)),
     "isposinf": lambda x: _apply("eq", x, math.inf), "isneginf": lambda x: _apply("eq", x, -math.inf),
@@ -508,20 +538,24 @@ _REDUCTIONS = {
 
 
 _TO_PYTHON = {"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"}
-_IN_PLACE = {f"__i{n}__" for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+_IN_PLACE = {
+    f"__i{n}__"
+    for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
 
 
 def _refuse_function(name: str) -> Any:
     if name in _TO_PYTHON:
         return refuse(
             errors.ScalarExtraction,
-            f"{name} makes a tensor's value a Python number, which would be frozen into the kernel; use the tensor itself, "
-            "or take the number outside of the mod",
+            f"{name} makes a tensor's value a Python number, which would be frozen into the kernel; "
+            "use the tensor itself, or take the number outside of the mod",
         )
     if name == "__bool__":
         return refuse(
             errors.DataDependentBranch,
-            "a branch on a captured tensor would be frozen into the kernel; use torch.where, or branch outside of the mod",
+            "a branch on a captured tensor would be frozen into the kernel; use torch.where, "
+            "or branch outside of the mod",
         )
     if name in _IN_PLACE:
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor; write `x = x + y` instead of `x += y`")
@@ -531,7 +565,8 @@ def _refuse_function(name: str) -> Any:
         return refuse(errors.InPlaceWrite, f"{name} writes in place; use {name.rstrip('_')}")
     if name in _REDUCTIONS:
         return refuse(
-            errors.ReductionInMod, f"{name} is not pointwise; a mod sees one score: compute it outside and capture the result"
+            errors.ReductionInMod,
+            f"{name} is not pointwise; a mod sees one score: compute it outside and capture the result",
         )
     return refuse(
         errors.UnsupportedOperation, f"{name} is not available in mods; available are: {', '.join(sorted(_HANDLERS))}"
@@ -587,15 +622,21 @@ def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
         if i is Ellipsis and len(items) - 1 + len(before) >= tensor.ndim:
             continue
         if isinstance(i, slice) or i is None or i is Ellipsis or isinstance(i, list):
-            refuse(errors.InvalidRead, f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer a dimension")
+            refuse(
+                errors.InvalidRead,
+                f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer a dimension",
+            )
         if position >= tensor.ndim:
             refuse(
                 errors.InvalidRead,
-                f"captured tensor of shape {tuple(tensor.shape)} read with {len(before) + len(items)} indices; it has {tensor.ndim} dimensions",
+                f"captured tensor of shape {tuple(tensor.shape)} read with "
+                f"{len(before) + len(items)} indices; it has {tensor.ndim} dimensions",
             )
         expr = as_expr(i)
         if not expr.dtype.is_integer:
-            refuse(errors.InvalidRead, f"index {position} of a captured tensor is {expr.dtype.value}; cast it with .int()")
+            refuse(
+                errors.InvalidRead, f"index {position} of a captured tensor is {expr.dtype.value}; cast it with .int()"
+            )
         size = tensor.shape[position]
         if expr.is_const and not -size <= expr.attr < size:
             refuse(
@@ -634,7 +675,11 @@ class _Guard(TorchFunctionMode):
             return _constant(func, args, kwargs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         symbols = any(isinstance(a, (Symbolic, _Row)) for a in (*args, *kwargs.values()))
-        if name in ("__getitem__", "__setitem__") or symbols or (tensors and name.endswith("_") and not name.endswith("__")):
+        if (
+            name in ("__getitem__", "__setitem__")
+            or symbols
+            or (tensors and name.endswith("_") and not name.endswith("__"))
+        ):
             return _torch_call(func, args, kwargs)
         if not tensors or name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
@@ -646,7 +691,8 @@ class _Guard(TorchFunctionMode):
             return _refuse_function(name)
         return refuse(
             errors.UnindexedTensor,
-            f"{name} of a whole captured tensor; compute it outside the mod and capture the result, or read an element first",
+            f"{name} of a whole captured tensor; compute it outside the mod and capture the result, "
+            "or read an element first",
         )
 
 
@@ -686,7 +732,8 @@ def arity(fn: Callable[..., Any]) -> int | None:
     required = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if required:
         raise errors.WrongSignature(
-            f"{_name(fn)} needs the keyword argument {required[0].name}; bind it: functools.partial(fn, {required[0].name}=...)"
+            f"{_name(fn)} needs the keyword argument {required[0].name}; "
+            f"bind it: functools.partial(fn, {required[0].name}=...)"
         )
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
@@ -706,9 +753,7 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
     if n is not None and n != wanted:
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
-        raise errors.WrongSignature(
-            f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}"
-        )
+        raise errors.WrongSignature(f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}")
     with _GUARD:
         return fn(*arguments)
 
@@ -737,7 +782,9 @@ def trace_score(fn: Callable[..., Any]) -> Expr:
     result = _run(fn, (_SCORE_PROXY, *_INDEX_PROXIES), SCORE_SIGNATURE)
     expr = _returned(fn, result, "score_mod must return the new score")
     if expr.dtype is DType.BOOL:
-        raise errors.WrongReturn("score_mod returned a bool; pass it as mask_mod, without the score argument", _definition(fn))
+        raise errors.WrongReturn(
+            "score_mod returned a bool; pass it as mask_mod, without the score argument", _definition(fn)
+        )
     return expr if expr.dtype is DType.FLOAT else apply("cast_float", expr)
 
 
@@ -753,7 +800,9 @@ def _definition(fn: Callable[..., Any]) -> str | None:
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__call__", None), "__code__", None)  # noqa: B004
     if code is None:
         return None
-    return f"{code.co_filename}:{code.co_firstlineno}: {linecache.getline(code.co_filename, code.co_firstlineno).strip()}"
+    return (
+        f"{code.co_filename}:{code.co_firstlineno}: {linecache.getline(code.co_filename, code.co_firstlineno).strip()}"
+    )
 
 
 __all__ = ["CASTS", "Proxy", "Scalar", "Symbolic", "arity", "as_expr", "trace_mask", "trace_score", "user_line"]

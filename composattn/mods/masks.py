@@ -14,6 +14,7 @@ import torch
 from ..errors import InvalidModArgument
 from ..graph.expr import index
 from ..graph.mask import Mask
+from ..graph.ops import apply
 from ..graph.trace import Proxy, Scalar
 from .arguments import Number, choice, count_at, integer, offsets_of, tensor
 
@@ -24,7 +25,7 @@ def _shift(align: str) -> Any:
     """What is added to a query's position to compare it with keys: 0, or Skv - Sq."""
     if choice(align, "align", "top_left", "bottom_right") == "top_left":
         return 0
-    return Proxy(index("kv_len")) - Proxy(index("q_len"))
+    return Proxy(apply("sub", index("kv_len"), index("q_len")))
 
 
 @functools.cache
@@ -109,7 +110,9 @@ def document(
     for offsets that don't start with 0 or that fall.
     """
     if (ids is None) == (offsets is None):
-        raise InvalidModArgument("document takes either ids or offsets=, and got " + ("none" if ids is None else "both"))
+        raise InvalidModArgument(
+            "document takes either ids or offsets=, and got " + ("none" if ids is None else "both")
+        )
     if offsets is not None:
         if kv_ids is not None:
             raise InvalidModArgument("kv_ids goes with ids; with offsets= give kv_offsets=")
