@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 class Target:
     """Facts of one GPU that planning and code generation need.
 
-    `shared_memory` is what one block can get, in bytes; `registers` what one multiprocessor has; `l2` the
+    `backend` names the folder of its kernels. `shared_memory` is what one block can get, in bytes; `registers` what one multiprocessor has; `l2` the
     bytes of second-level cache that K and V of the heads in flight should fit in.
     """
 
+    backend: str
     arch: str
     sms: int
     shared_memory: int
@@ -40,7 +41,7 @@ class Target:
         return dataclasses.replace(family, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
 
 
-HOPPER = Target("sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20)
-BLACKWELL = Target("sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20)
+HOPPER = Target("hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20)
+BLACKWELL = Target("blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20)
 
 _FAMILIES = {9: HOPPER, 10: BLACKWELL}

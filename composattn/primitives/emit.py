@@ -21,7 +21,7 @@ from ..graph.expr import DType, Expr, Rate, promote, score
 from ..graph.program import Program
 from .emit_ops import CUTE, convert, read_element
 from .score_tile import ScoreTile
-from .values import choose
+from .values import Fixed, choose
 
 LOG2_E = math.log2(math.e)
 
@@ -354,7 +354,7 @@ class Mods:
         return BoundMods(self, tile, leaves)
 
 
-class BoundMods:
+class BoundMods(Fixed):
     """Mods at one work tile; applied to the score tiles along kv."""
 
     def __init__(self, mods: Mods, tile: ScoreTile, leaves: Leaves) -> None:

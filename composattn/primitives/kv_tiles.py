@@ -1,24 +1,23 @@
-"""Which kv tiles a q tile visits, and which of them need a test.
+"""Which kv tiles a q tile visits, in which order, and which of them need a test.
 
-A rule is data, decided by the plan: `Band(lo, hi)` says that the row at q sees at most kv in [lo, hi), both
-ends non-decreasing in q. The kernel asks it for a `TileSequence`: tiles in visiting order, cut into segments
-that are all tested or all free of tests, so that each becomes one loop.
+Comes in as runs of kv positions (`TileInterval` of the graph, evaluated for the q tile at hand) and goes out as
+tiles: from the highest to the lowest, so that the one tile that may reach beyond the sequence comes first. That
+first tile is always tested and stands apart, as pipelines start with it; what follows are loops whose tiles are all
+tested or all free of tests. Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from composattn.primitives.values import Fixed, larger, smaller
-
-End = Callable[[Any], Any]  # q -> kv position
+from .interval_shape import IntervalShape
+from .values import Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
 class Segment(Fixed):
-    """`count` neighbouring tiles from `first` downwards; `tested`: whether any element may be invisible."""
+    """`count` neighbouring tiles, `first` and downwards; `tested`: whether an element of them may be invisible."""
 
     first: Any
     count: Any
@@ -26,54 +25,63 @@ class Segment(Fixed):
 
 
 @dataclasses.dataclass
-class TileSequence(Fixed):
-    """`count` tiles in visiting order; the first one is always tested and not part of `segments`.
+class Run(Fixed):
+    """The tiles of one interval after the first tile of all was taken out: `first` and `count - 1` below it.
 
-    Tile number i (0 <= i < count) is `first - i`: from the right end to the left, so that the tile that may
-    reach beyond the sequence is the first one.
+    Those in [full_start, full_stop) need no test.
     """
 
     first: Any
     count: Any
-    segments: list[Segment]
+    full_start: Any
+    full_stop: Any
+    shape: IntervalShape
 
-    def tile(self, i: Any) -> Any:
-        return self.first - i
+    def segments(self) -> list[Segment]:
+        if not self.shape.full:
+            return [Segment(self.first, self.count, True)]
+        right = Segment(self.first, self.first + 1 - self.full_stop, True)
+        full = Segment(self.full_stop - 1, self.full_stop - self.full_start, False)
+        left = Segment(self.full_start - 1, self.full_start - (self.first + 1 - self.count), True)
+        return [right] * self.shape.right + [full] + [left] * self.shape.left
 
 
-def band_sequence(
-    q_first: Any,
-    q_last: Any,
+@dataclasses.dataclass
+class TileSequence(Fixed):
+    """`first` is the first tile visited, if `count` (all tiles) is above 0; the rest follows in `runs`."""
+
+    first: Any
+    count: Any
+    runs: list[Run]
+
+
+def visit(
+    intervals: list[tuple[Any, Any, Any, Any]],
+    shapes: tuple[IntervalShape, ...],
     kv_len: Any,
     tile_n: int,
-    lo: End | None,
-    hi: End | None,
-    exact: bool,
 ) -> TileSequence:
-    """Tiles for rows q_first..q_last (inclusive, inside the sequence).
-
-    `lo`/`hi` None stand for 0 and kv_len. `exact`: inside the band nothing is masked, so inner tiles need no
-    test; otherwise every tile does. Takes Python ints (for checks with no GPU) or kernel values.
-    """
-    end = kv_len if hi is None else smaller(kv_len, larger(hi(q_last), 0))
-    stop = (end + (tile_n - 1)) // tile_n
-    start = 0 if lo is None else larger(lo(q_first), 0) // tile_n
-    count = larger(stop - start, 0)
-    rest = stop - 1  # the first tile, stop - 1, is peeled off and tested
-    if not exact:
-        return TileSequence(rest, count, [Segment(rest - 1, larger(rest - start, 0), True)])
-    segments = []
-    # tiles below `full_stop` lie left of every row's right end; those from `full_start` on right of every left end
-    full_stop = rest
-    if hi is not None:
-        full_stop = smaller(rest, larger(larger(hi(q_first), 0) // tile_n, start))
-        segments.append(Segment(rest - 1, larger(rest - full_stop, 0), True))
-    full_start = start
-    if lo is not None:
-        inside = (larger(lo(q_last), 0) + (tile_n - 1)) // tile_n
-        full_start = smaller(larger(inside, start), larger(full_stop, start))
-    segments.append(Segment(full_stop - 1, larger(full_stop - full_start, 0), False))
-    if lo is not None:
-        left_stop = smaller(full_start, rest)
-        segments.append(Segment(left_stop - 1, larger(left_stop - start, 0), True))
-    return TileSequence(rest, count, segments)
+    """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
+    bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
+    first, total, runs = 0, 0, []
+    for (begin, end, full_begin, full_end), shape in reversed(list(zip(intervals, shapes, strict=True))):
+        start = larger(begin, 0) // tile_n
+        stop = smaller((larger(end, 0) + (tile_n - 1)) // tile_n, bound)
+        count = larger(stop - start, 0)
+        some = count > 0
+        bound = choose(some, start, bound)
+        # the first tile of all is taken out of the first interval that has any
+        taken = choose(some & (total == 0), 1, 0)
+        first = choose(taken == 1, stop - 1, first)
+        total = total + count
+        stop, count = start + count - taken, count - taken
+        full_stop, full_start = stop, start
+        if shape.full:
+            if shape.right:
+                full_stop = smaller(larger(smaller(full_end, kv_len), 0) // tile_n, stop)
+                full_stop = larger(full_stop, start)
+            if shape.left:
+                full_start = larger((larger(full_begin, 0) + (tile_n - 1)) // tile_n, start)
+                full_start = smaller(full_start, full_stop)
+        runs.append(Run(stop - 1, count, full_start, full_stop, shape))
+    return TileSequence(first, total, runs)

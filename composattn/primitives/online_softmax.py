@@ -10,8 +10,8 @@ import math
 import cutlass.cute as cute
 from cutlass import Float32
 
-from composattn.primitives.score_tile import ScoreTile
-from composattn.primitives.values import Fixed, choose
+from .score_tile import ScoreTile
+from .values import Fixed, choose
 
 CHAINS = 4  # independent partial maxima and sums a row, so that latency overlaps
 

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from composattn.primitives.values import Fixed, choose
+from .values import Fixed, choose
 
 
 class Slot:

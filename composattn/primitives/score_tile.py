@@ -9,7 +9,7 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Int32
 
-from composattn.primitives.values import Fixed
+from .values import Fixed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from composattn.primitives.values import Bundle, Fixed, choose, larger, smaller
+from .values import Bundle, Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass

@@ -23,7 +23,8 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
     """`a` where `condition` else `b`, of the type of whichever is a kernel value; no branch."""
     if isinstance(condition, bool):
         return a if condition else b
-    kind = type(a) if isinstance(a, Numeric) else type(b)
+    known = next((x for x in (a, b) if isinstance(x, Numeric)), None)
+    kind = type(known) if known is not None else cutlass.Float32 if isinstance(a, float) else cutlass.Int32
     return kind(cutlass.select_(condition, kind(a), kind(b)))
 
 

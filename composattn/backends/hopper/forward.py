@@ -1,25 +1,28 @@
 """The forward kernel for Hopper: warp-specialised, fed by bulk tensor copies, products on the warpgroup unit."""
 
-import math
+import dataclasses
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
+import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
-from composattn.primitives.kv_tiles import band_sequence
-from composattn.primitives.online_softmax import OnlineSoftmax, rescale_rows
-from composattn.primitives.pipelines import Edge, Slot, Turns
-from composattn.primitives.score_tile import FragmentShape, ScoreTile
-from composattn.primitives.tile_scheduler import WorkOrder
-from composattn.primitives.values import Fixed, narrow
+from ...plan import ForwardPlan
+from ...primitives.emit import Leaves, Mods
+from ...primitives.kv_tiles import TileSequence, visit
+from ...primitives.online_softmax import OnlineSoftmax, rescale_rows
+from ...primitives.pipelines import Edge, Slot, Turns
+from ...primitives.score_tile import FragmentShape, ScoreTile
+from ...primitives.tile_scheduler import WorkOrder
+from ...primitives.values import Fixed, narrow
 
 ROWS = 64  # query rows of one warpgroup's product
 WARPGROUP = 128
-LOG2_E = math.log2(math.e)
 
 
 def fragment_shape(columns: int) -> FragmentShape:
@@ -52,9 +55,12 @@ class HopperForward:
     and with two or more warpgroups and D <= 128 their turns interleave (one's products, the other's softmax).
     """
 
-    def __init__(self, plan, mods):
-        self.plan = plan
-        self.mods = mods
+    def __init__(self, plan: ForwardPlan):
+        self.plan, self.tiling = plan, plan.tiling
+        self.mods = Mods(plan.program, plan.positive_scale)
+
+    def __repr__(self):
+        return "forward"  # becomes part of the kernel's name
 
     @cute.jit
     def __call__(
@@ -69,31 +75,31 @@ class HopperForward:
         scalars,  # tuple of run-time numbers that the mods read
         stream,
     ):
-        plan = self.plan
+        tiling = self.tiling
         dtype = self.dtype = q.element_type
         # (S, D, H, B), so that a tile is the first two modes
         mQ, mK, mV, mO = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, o)]
-        q_layout = tile_layout(dtype, ROWS, plan.d)
-        k_layout = tile_layout(dtype, plan.tile_n, plan.d, plan.stages)
-        v_layout = tile_layout(dtype, plan.tile_n, plan.dv, plan.stages)
-        o_layout = tile_layout(dtype, ROWS, plan.dv)
+        q_layout = tile_layout(dtype, ROWS, tiling.d)
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
+        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
+        o_layout = tile_layout(dtype, ROWS, tiling.dv)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (ROWS, plan.d))
+        tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (ROWS, tiling.d))
         tma_k, tK = cpasync.make_tiled_tma_atom(
-            load, mK, cute.select(k_layout, [0, 1]), (plan.tile_n, plan.d)
+            load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d)
         )
         tma_v, tV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.select(v_layout, [0, 1]), (plan.tile_n, plan.dv)
+            load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv)
         )
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, plan.dv))
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
         q_len, kv_len = mQ.shape[0], mK.shape[0]
-        kv_bytes = Int64(kv_len) * ((plan.d + plan.dv) * dtype.width // 8)
+        kv_bytes = Int64(kv_len) * ((tiling.d + tiling.dv) * dtype.width // 8)
         order = WorkOrder.of(
-            q_len, plan.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, plan.target.l2
+            q_len, tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, self.plan.target.l2
         )
         blocks = order.tiles
-        if const_expr(plan.persistent):
-            blocks = cutlass.min(order.tiles, plan.target.sms)
+        if const_expr(tiling.persistent):
+            blocks = cutlass.min(order.tiles, self.plan.target.sms)
         self.kernel(
             (tma_q, tma_k, tma_v, tma_o),
             (tQ, tK, tV, tO),
@@ -107,19 +113,20 @@ class HopperForward:
             kv_len,
         ).launch(
             grid=(blocks, 1, 1),
-            block=((plan.warpgroups + 1) * WARPGROUP, 1, 1),
+            block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
     def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, q_len, kv_len):
-        plan = self.plan
+        tiling = self.tiling
+        call = Call(tmas, tensors, lse, order, scale, captured, scalars, q_len, kv_len)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas:
                 cpasync.prefetch_descriptor(tma)
-        block = Block(plan, layouts, self.dtype)
+        block = Block(tiling, layouts, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
                 for edge in (block.q_edge, block.k_edge, block.v_edge):
@@ -127,121 +134,131 @@ class HopperForward:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(plan.producer_registers)
+            cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
-                self.produce(block, tmas, tensors, order, captured, scalars, q_len, kv_len)
+                self.produce(call, block)
         else:
-            cute.arch.setmaxregister_increase(plan.consumer_registers)
-            self.consume(block, tmas[3], tensors[3], lse, order, scale, captured, scalars, q_len, kv_len)
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            self.consume(call, block)
 
-    def sequence(self, work, captured, scalars, q_len, kv_len):
+    def kv_tiles(self, call, work) -> TileSequence:
         """The kv tiles of a work tile; producer and consumers ask alike."""
-        plan = self.plan
-        q_first = work.m * plan.tile_m
-        q_last = cutlass.min(q_first + plan.tile_m, q_len) - 1
-        lo, hi, exact = self.mods.band(work.b, work.h, q_len, kv_len, captured, scalars)
-        return band_sequence(q_first, q_last, kv_len, plan.tile_n, lo, hi, exact)
+        intervals = self.mods.intervals(call.leaves(work, self.tiling.tile_m))
+        return visit(intervals, self.plan.intervals, call.kv_len, self.tiling.tile_n)
 
     # --- producer ------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, block, tmas, tensors, order, captured, scalars, q_len, kv_len):
-        plan = self.plan
+    def produce(self, call, block):
+        slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
         number = cute.arch.block_idx()[0]
-        q_slot, k_slot, v_slot = Slot.first(1), Slot.first(plan.stages), Slot.first(plan.stages)
-        if const_expr(plan.persistent):
-            step = cute.arch.grid_dim()[0]
-            while number < order.tiles:
-                q_slot, k_slot, v_slot = self.produce_tile(
-                    block, tmas, tensors, order.tile(number), captured, scalars, q_len, kv_len,
-                    q_slot, k_slot, v_slot,
-                )  # fmt: skip
-                number += step
+        if const_expr(self.tiling.persistent):
+            while number < call.order.tiles:
+                slots = self.produce_tile(call, block, call.order.tile(number), *slots)
+                number += cute.arch.grid_dim()[0]
         else:
-            self.produce_tile(
-                block, tmas, tensors, order.tile(number), captured, scalars, q_len, kv_len,
-                q_slot, k_slot, v_slot,
-            )  # fmt: skip
+            self.produce_tile(call, block, call.order.tile(number), *slots)
 
     @cute.jit
-    def produce_tile(
-        self, block, tmas, tensors, work, captured, scalars, q_len, kv_len, q_slot, k_slot, v_slot
-    ):
-        plan = self.plan
-        tiles = self.sequence(work, captured, scalars, q_len, kv_len)
-        gQ = cute.local_tile(tensors[0][None, None, work.h, work.b], (ROWS, plan.d), (None, 0))
-        gK = cute.local_tile(tensors[1][None, None, work.kv_head, work.b], (plan.tile_n, plan.d), (None, 0))
-        gV = cute.local_tile(tensors[2][None, None, work.kv_head, work.b], (plan.tile_n, plan.dv), (None, 0))
-        tKsK, tKgK = _partition(tmas[1], block.sK, gK)
-        tVsV, tVgV = _partition(tmas[2], block.sV, gV)
+    def produce_tile(self, call, block, work, q_slot, k_slot, v_slot):
+        tiling = self.tiling
+        tiles = self.kv_tiles(call, work)
+        tma_q, tma_k, tma_v, _ = call.tmas
+        tQ, tK, tV, _ = call.tensors
+        gQ = cute.local_tile(tQ[None, None, work.h, work.b], (ROWS, tiling.d), (None, 0))
+        gK = cute.local_tile(tK[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.d), (None, 0))
+        gV = cute.local_tile(tV[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.dv), (None, 0))
+        tKsK, tKgK = _partition(tma_k, block.sK, gK)
+        tVsV, tVgV = _partition(tma_v, block.sV, gV)
         if tiles.count > 0:
             bar = block.k_edge.acquire(k_slot)
-            cute.copy(tmas[1], tKgK[None, tiles.first], tKsK[None, k_slot.index], tma_bar_ptr=bar)
+            cute.copy(tma_k, tKgK[None, tiles.first], tKsK[None, k_slot.index], tma_bar_ptr=bar)
             bar = block.q_edge.acquire(q_slot)
-            for w in cutlass.range_constexpr(plan.warpgroups):
-                tQsQ, tQgQ = _partition(tmas[0], block.sQ[None, None, w], gQ)
-                cute.copy(tmas[0], tQgQ[None, work.m * plan.warpgroups + w], tQsQ, tma_bar_ptr=bar)
+            for w in cutlass.range_constexpr(tiling.warpgroups):
+                tQsQ, tQgQ = _partition(tma_q, block.sQ[None, None, w], gQ)
+                cute.copy(tma_q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
-            for i in cutlass.range(1, tiles.count, unroll=1):
-                bar = block.k_edge.acquire(k_slot)
-                cute.copy(tmas[1], tKgK[None, tiles.tile(i)], tKsK[None, k_slot.index], tma_bar_ptr=bar)
-                k_slot = k_slot.next()
-                bar = block.v_edge.acquire(v_slot)
-                cute.copy(tmas[2], tVgV[None, tiles.tile(i - 1)], tVsV[None, v_slot.index], tma_bar_ptr=bar)
-                v_slot = v_slot.next()
+            before = tiles.first  # V follows K one tile behind, as consumers want it
+            for run in tiles.runs:
+                for i in cutlass.range(run.count, unroll=1):
+                    bar = block.k_edge.acquire(k_slot)
+                    cute.copy(tma_k, tKgK[None, run.first - i], tKsK[None, k_slot.index], tma_bar_ptr=bar)
+                    k_slot = k_slot.next()
+                    bar = block.v_edge.acquire(v_slot)
+                    cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
+                    v_slot = v_slot.next()
+                    before = run.first - i
             bar = block.v_edge.acquire(v_slot)
-            last = tiles.tile(tiles.count - 1)
-            cute.copy(tmas[2], tVgV[None, last], tVsV[None, v_slot.index], tma_bar_ptr=bar)
+            cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
             v_slot = v_slot.next()
         return q_slot, k_slot, v_slot
 
     # --- consumers -----------------------------------------------------------------------------------------
 
     @cute.jit
-    def consume(self, block, tma_o, tO, lse, order, scale, captured, scalars, q_len, kv_len):
-        plan = self.plan
+    def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        me = Consumer(plan, block, thread, self.mods.softmax_scale_log2(scale))
+        me = Consumer(self.tiling, block, thread, self.mods.softmax_scale_log2(call.scale))
         me.turns.start(me.warpgroup)
+        slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
         number = cute.arch.block_idx()[0]
-        q_slot, k_slot, v_slot = Slot.first(1), Slot.first(plan.stages), Slot.first(plan.stages)
-        if const_expr(plan.persistent):
-            step = cute.arch.grid_dim()[0]
-            while number < order.tiles:
-                q_slot, k_slot, v_slot = self.consume_tile(
-                    me, tma_o, tO, lse, order.tile(number), scale, captured, scalars, q_len, kv_len,
-                    q_slot, k_slot, v_slot,
-                )  # fmt: skip
-                number += step
+        if const_expr(self.tiling.persistent):
+            while number < call.order.tiles:
+                slots = self.consume_tile(call, me, call.order.tile(number), *slots)
+                number += cute.arch.grid_dim()[0]
         else:
-            self.consume_tile(
-                me, tma_o, tO, lse, order.tile(number), scale, captured, scalars, q_len, kv_len,
-                q_slot, k_slot, v_slot,
-            )  # fmt: skip
+            self.consume_tile(call, me, call.order.tile(number), *slots)
         me.drain_stores()
 
     @cute.jit
-    def consume_tile(
-        self, me, tma_o, tO, lse, work, scale, captured, scalars, q_len, kv_len, q_slot, k_slot, v_slot
-    ):
-        tiles = self.sequence(work, captured, scalars, q_len, kv_len)
-        me.begin(self.mods, work, scale, captured, scalars, q_len, kv_len)
+    def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
+        tiles = self.kv_tiles(call, work)
+        me.begin(self.mods, work, call.leaves(work, self.tiling.tile_m))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             me.first_scores(tiles.first, k_slot)
             k_slot = k_slot.next()
-            for segment in tiles.segments:
-                for i in cutlass.range(segment.count, unroll=1):
-                    me.step(segment.first - i, segment.tested, k_slot, v_slot)
-                    k_slot = k_slot.next()
-                    v_slot = v_slot.next()
+            for run in tiles.runs:
+                if const_expr(self.tiling.branch and run.shape.full and (run.shape.left or run.shape.right)):
+                    for i in cutlass.range(run.count, unroll=1):
+                        n = run.first - i
+                        me.step(n, (n < run.full_start) | (n >= run.full_stop), k_slot, v_slot)
+                        k_slot = k_slot.next()
+                        v_slot = v_slot.next()
+                for segment in [] if const_expr(self.tiling.branch and run.shape.full and (run.shape.left or run.shape.right)) else run.segments():
+                    for i in cutlass.range(segment.count, unroll=1):
+                        me.step(segment.first - i, segment.tested, k_slot, v_slot)
+                        k_slot = k_slot.next()
+                        v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             me.last_product(v_slot)
             v_slot = v_slot.next()
-        me.finish(tma_o, tO, lse, work, q_len)
+        me.finish(call, work)
         return q_slot, k_slot, v_slot
+
+
+@dataclasses.dataclass
+class Call(Fixed):
+    """What the kernel was called with."""
+
+    tmas: tuple
+    tensors: tuple
+    lse: cute.Tensor | None
+    order: WorkOrder
+    scale: Float32
+    captured: tuple
+    scalars: tuple
+    q_len: Int32
+    kv_len: Int32
+
+    def leaves(self, work, tile_m: int) -> Leaves:
+        first = work.m * tile_m
+        last = cutlass.min(first + tile_m, self.q_len) - 1
+        return Leaves(
+            work.b, work.h, self.q_len, self.kv_len, self.scale, self.captured, self.scalars, first, last
+        )
 
 
 def _partition(tma, shared, tiles):
@@ -254,16 +271,16 @@ def _partition(tma, shared, tiles):
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
-    def __init__(self, plan, layouts, dtype):
-        self.plan = plan
+    def __init__(self, tiling, layouts, dtype):
+        self.tiling = tiling
         self.q_layout, self.k_layout, self.v_layout, self.o_layout = layouts
         self.dtype = dtype
         wide = dtype.width // 8
-        warps = plan.warpgroups * 4
+        warps = tiling.warpgroups * 4
         edges = (
-            Edge(1, plan.tile_m * plan.d * wide, warps),
-            Edge(plan.stages, plan.tile_n * plan.d * wide, warps),
-            Edge(plan.stages, plan.tile_n * plan.dv * wide, warps),
+            Edge(1, tiling.tile_m * tiling.d * wide, warps),
+            Edge(tiling.stages, tiling.tile_n * tiling.d * wide, warps),
+            Edge(tiling.stages, tiling.tile_n * tiling.dv * wide, warps),
         )
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
@@ -273,37 +290,37 @@ class Block(Fixed):
             barriers = barriers + edge.barriers
         self.q_edge, self.k_edge, self.v_edge = bound
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
-        region = ROWS * (plan.d if plan.separate_o else max(plan.d, plan.dv))
-        start = smem.allocate_array(dtype, plan.warpgroups * region, byte_alignment=1024)
+        region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
+        start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
         self.sQ = self._regions(start, self.q_layout, region)  # (64, D, warpgroup)
-        if plan.separate_o:
-            region = ROWS * plan.dv
-            start = smem.allocate_array(dtype, plan.warpgroups * region, byte_alignment=1024)
+        if tiling.separate_o:
+            region = ROWS * tiling.dv
+            start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
         self.sO = self._regions(start, self.o_layout, region)  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, self.k_layout.outer, 1024, swizzle=self.k_layout.inner)
         self.sV = smem.allocate_tensor(dtype, self.v_layout.outer, 1024, swizzle=self.v_layout.inner)
 
     def _regions(self, start, layout, region: int) -> cute.Tensor:
-        outer = cute.append(layout.outer, cute.make_layout(self.plan.warpgroups, stride=region))
+        outer = cute.append(layout.outer, cute.make_layout(self.tiling.warpgroups, stride=region))
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
 
 class Consumer(Fixed):
     """One warpgroup's registers and products: scores tSrS, probabilities tOrP, output tOrO."""
 
-    def __init__(self, plan, block, thread, scale_log2):
-        self.plan, self.block = plan, block
+    def __init__(self, tiling, block, thread, scale_log2):
+        self.tiling, self.block = tiling, block
         self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
         self.thread = thread % WARPGROUP
         self.lane = cute.arch.lane_idx()
-        self.turns = Turns(plan.warpgroups if plan.pingpong else 1, first_barrier=1)
+        self.turns = Turns(tiling.warpgroups if tiling.pingpong else 1, first_barrier=1)
         dtype = block.dtype
         k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
         self.mma_qk = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, plan.tile_n)
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_n)
         )
         self.mma_pv = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, plan.dv),
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, tiling.dv),
             a_source=warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
@@ -312,21 +329,21 @@ class Consumer(Fixed):
         self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, self.warpgroup]))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
-        self.scores_shape = qk.partition_shape_C((ROWS, plan.tile_n))
-        self.probabilities_shape = pv.partition_shape_A((ROWS, plan.tile_n))
-        self.output_shape = pv.partition_shape_C((ROWS, plan.dv))
-        self.shape = fragment_shape(plan.tile_n)
+        self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
+        self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
+        self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
+        self.shape = fragment_shape(tiling.tile_n)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
         self.row = (self.thread // 32) * 16 + self.lane // 4
         self.column = (self.lane % 4) * 2
 
-    def begin(self, mods, work, scale, captured, scalars, q_len, kv_len):
-        plan = self.plan
+    def begin(self, mods, work, leaves):
+        tiling = self.tiling
         self.work = work
-        self.first_q = work.m * plan.tile_m + self.warpgroup * ROWS + self.row
+        self.first_q = work.m * tiling.tile_m + self.warpgroup * ROWS + self.row
         self.scores = None
-        self.mods = mods.at(self.tile(Int32(0)), scale, captured, scalars, q_len, kv_len)
+        self.mods = mods.at(self.tile(Int32(0)), leaves)
         # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
         # product (its warning C7510)
         self.tOrO = cute.make_rmem_tensor(self.output_shape, Float32)
@@ -340,7 +357,7 @@ class Consumer(Fixed):
 
     def tile(self, n) -> ScoreTile:
         work = self.work
-        first_kv = n * self.plan.tile_n + self.column
+        first_kv = n * self.tiling.tile_n + self.column
         return ScoreTile(self.shape, self.scores, work.b, work.h, self.first_q, first_kv)
 
     # products: issued, not waited for
@@ -357,8 +374,11 @@ class Consumer(Fixed):
         """Scores of kv tile `n` to probabilities, in fp32, in place."""
         tile = self.tile(n)
         self.mods.apply_score(tile)
-        if tested:
-            self.mods.apply_mask(tile)
+        if isinstance(tested, bool):
+            if tested:
+                self.mods.apply_mask(tile)
+        else:
+            _test_if(tested, self.mods, tile)
         self.softmax.step(tile, self.rescale, first)
 
     def store_probabilities(self):
@@ -375,7 +395,7 @@ class Consumer(Fixed):
 
     def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
-        early = self.plan.rescale_early
+        early = self.tiling.rescale_early
         self.block.k_edge.wait(k_slot)
         self.turns.take(self.warpgroup)
         self.issue_scores(k_slot)
@@ -394,7 +414,7 @@ class Consumer(Fixed):
             rescale_rows(self.output, self.rescale)
 
     def last_product(self, v_slot):
-        if self.plan.rescale_early:
+        if self.tiling.rescale_early:
             rescale_rows(self.output, self.rescale)
         self.block.v_edge.wait(v_slot)
         self.issue_output(v_slot)
@@ -403,8 +423,9 @@ class Consumer(Fixed):
 
     # epilogue
 
-    def finish(self, tma_o, tO, lse, work, q_len):
-        plan, block = self.plan, self.block
+    def finish(self, call, work):
+        """O through shared memory to its tensor, rows beyond the end left out by the copy; LSE directly."""
+        tiling, block = self.tiling, self.block
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
@@ -417,22 +438,35 @@ class Consumer(Fixed):
         self.wait_store_read()
         cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
-        gO = cute.local_tile(tO[None, None, work.h, work.b], (ROWS, plan.dv), (None, 0))
-        tOsO, tOgO = _partition(tma_o, sO, gO)
-        _store_tile(tma_o, tOsO, tOgO[None, work.m * plan.warpgroups + self.warpgroup], self.thread // 32)
-        if lse is not None:
+        self.sync_warpgroup()
+        gO = cute.local_tile(call.tensors[3][None, None, work.h, work.b], (ROWS, tiling.dv), (None, 0))
+        tOsO, tOgO = _partition(call.tmas[3], sO, gO)
+        tile = work.m * tiling.warpgroups + self.warpgroup
+        _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
+        if call.lse is not None:
             for r in range(2):
-                _store_lse(lse, work, self.first_q + 8 * r, q_len, row_lse[r], self.lane % 4 == 0)
+                shift = self.mods.row_shift[r]
+                value = row_lse[r] if shift is None else row_lse[r] + shift
+                mine = self.lane % 4 == 0
+                _store_lse(call.lse, work, self.first_q + 8 * r, call.q_len, value, mine)
+
+    def sync_warpgroup(self):
+        cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
 
     def wait_store_read(self):
         """Before O's shared memory is written again: the last tile's store has read it."""
-        if self.plan.persistent:
+        if self.tiling.persistent:
             _wait_store(self.thread // 32)
-            cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
+            self.sync_warpgroup()
 
     def drain_stores(self):
         _wait_store(self.thread // 32)
+
+
+@cute.jit
+def _test_if(tested: Boolean, mods, tile):
+    if tested:
+        mods.apply_mask(tile)
 
 
 @cute.jit
@@ -467,3 +501,57 @@ def _issue(mma, accumulator, a, b, accumulate: bool):
 
 def _permuted(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
+
+
+def fake_arguments(plan: ForwardPlan) -> tuple:
+    """Tensors with dynamic sizes and strides that stand for a call's when compiling.
+
+    Bulk copies need a contiguous head dimension, 16-byte aligned data and strides of whole 16 bytes.
+    """
+    size, stride = cute.sym_int, cute.sym_int64
+    dtype = cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
+    batch, heads, kv_heads, q_len, kv_len = size(), size(), size(), size(), size()
+
+    def tensor(h, s, d):
+        strides = (*(stride(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, (batch, h, s, d), strides, assumed_align=16)
+
+    lse = None
+    if plan.return_lse:
+        lse = make_fake_tensor(Float32, (batch, heads, q_len), (stride(), stride(), 1), assumed_align=4)
+    return (
+        tensor(heads, q_len, plan.head_dim),
+        tensor(kv_heads, kv_len, plan.head_dim),
+        tensor(kv_heads, kv_len, plan.head_dim_v),
+        tensor(heads, q_len, plan.head_dim_v),
+        lse,
+        Float32(1.0),
+        tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
+        tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def _fake_capture(kind: torch.dtype, rank: int):
+    rank = max(rank, 1)  # a 0-d tensor comes as one element
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    strides = tuple(cute.sym_int64() for _ in range(rank))
+    return make_fake_tensor(CAPTURE_TYPES[kind], shape, strides)
+
+
+CAPTURE_TYPES = {
+    torch.float32: Float32,
+    torch.float16: cutlass.Float16,
+    torch.bfloat16: cutlass.BFloat16,
+    torch.int64: Int64,
+    torch.int32: Int32,
+    torch.int16: cutlass.Int16,
+    torch.int8: cutlass.Int8,
+    torch.uint8: cutlass.Uint8,
+    torch.bool: Boolean,
+}
+
+
+def kernel(plan: ForwardPlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    return HopperForward(plan), fake_arguments(plan)

@@ -1,0 +1,65 @@
+"""How the Hopper kernels cut the work: tile sizes by head dimension, and what they refuse."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ...graph.program import Program
+from ...plan import Tiling
+from ...problem import Problem
+from ...target import Target
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16)
+CAPTURE_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+)  # fmt: skip
+
+
+def check(problem: Problem, program: Program) -> None:
+    """Refuses, before compiling, what the kernels can't do."""
+    if problem.dtype not in DTYPES:
+        raise UnsupportedDType(
+            f'backend="hopper" multiplies bfloat16 and float16, got {problem.dtype}; '
+            'cast q, k and v, or use backend="streaming"'
+        )
+    for name, d in (("D", problem.head_dim), ("Dv", problem.head_dim_v)):
+        if d > MAX_HEAD_DIM or d % 8:
+            raise UnsupportedHeadDim(
+                f'backend="hopper" takes {name} in multiples of 8 up to {MAX_HEAD_DIM}, got {d}; '
+                'pad with zeros (F.pad) and pass scale=, or use backend="streaming"'
+            )
+    for capture in program.captures:
+        if capture.tensor.dtype not in CAPTURE_DTYPES:
+            raise UnsupportedCapture(
+                f'backend="hopper" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
+                f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
+            )
+
+
+def padded(d: int) -> int:
+    """Head dimension on chip: what a copy with at least 64-byte swizzle and a 16-deep product take."""
+    return -(-d // 32) * 32
+
+
+def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling:
+    """Tiles of the forward kernel; the numbers were measured on an H200 (benchmarks/LOG.md)."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    warpgroups = 3 if max(d, dv) <= 64 else 2
+    tile_m = 64 * warpgroups
+    room = target.shared_memory - 1024 - tile_m * max(d, dv) * 2
+    fitting = room // (2 * 2 * (d + dv)) // 16 * 16
+    return Tiling(
+        tile_m=tile_m,
+        tile_n=min(128, fitting),
+        d=d,
+        dv=dv,
+        stages=2,
+        warpgroups=warpgroups,
+        consumer_registers=160 if warpgroups == 3 else 240,
+        producer_registers=32 if warpgroups == 3 else 24,
+        pingpong=max(d, dv) <= 128,
+        rescale_early=True,
+    )

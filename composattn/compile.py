@@ -1,0 +1,227 @@
+"""Plan → compiled kernel, cached in memory and on disk by content; and compiling with no GPU, for inspection.
+
+A compiled kernel is a function of torch tensors (through TVM FFI) that launches on torch's current stream. On disk
+it is an object file named by the hash of everything that went into it: the plan (graphs by content, never by
+source text), the target and the versions of the toolchain and of this package's own kernel sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import BackendUnavailable
+from .plan import ForwardPlan
+
+Launchable = Callable[..., Any]
+_SYMBOL = "composattn_kernel"
+_OPTIONS = "--enable-tvm-ffi"
+
+_compiled: dict[str, Launchable] = {}
+_lock = threading.Lock()
+
+
+def compile_plan(plan: ForwardPlan) -> Launchable:
+    """The kernel of `plan`, from memory, else from disk, else compiled now (2 to 4 seconds)."""
+    digest = content_hash(plan)
+    found = _compiled.get(digest)
+    if found is not None:
+        return found
+    with _lock:
+        if digest not in _compiled:
+            _compiled[digest] = _load(digest) or _compile_and_store(plan, digest)
+    return _compiled[digest]
+
+
+def cache_folder() -> Path:
+    """Where object files are kept: COMPOSATTN_CACHE_DIR, by default ~/.cache/composattn."""
+    return Path(os.environ.get("COMPOSATTN_CACHE_DIR") or Path.home() / ".cache" / "composattn")
+
+
+def content_hash(plan: ForwardPlan) -> str:
+    return hashlib.sha256(f"{plan.key}\n{_OPTIONS}\n{_toolchain()}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _toolchain() -> str:
+    """Versions of what turns plans into code: the DSL, TVM FFI, and the text of our own kernel sources."""
+    versions = []
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        try:
+            versions.append(f"{package}=={importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{package} of unknown version")
+    ours = hashlib.sha256()
+    root = Path(__file__).parent
+    for source in sorted([*root.glob("primitives/*.py"), *root.glob("backends/*/*.py")]):
+        ours.update(source.read_bytes())
+    return f"{versions} {ours.hexdigest()}"
+
+
+def _cute(plan: ForwardPlan) -> Any:
+    """The DSL, told which GPU to compile for."""
+    # read when the DSL is imported; a machine without a GPU has no other way to say it
+    os.environ.setdefault("CUTE_DSL_ARCH", plan.target.arch)
+    try:
+        return importlib.import_module("cutlass.cute")
+    except ImportError as missing:
+        raise BackendUnavailable(
+            f'backend="{plan.backend}" generates kernels with nvidia-cutlass-dsl, which is not installed; '
+            'pip install "composattn[gpu]", or use backend="streaming"'
+        ) from missing
+
+
+def _run_compiler(plan: ForwardPlan, options: str) -> Any:
+    cute = _cute(plan)
+    backend = importlib.import_module(f"composattn.backends.{plan.backend}.forward")
+    function, arguments = backend.kernel(plan)
+    return cute.compile(function, *arguments, options=f"{options} --gpu-arch {plan.target.arch}")
+
+
+# --- on disk ------------------------------------------------------------------------------------------------
+
+
+def _load(digest: str) -> Launchable | None:
+    path = cache_folder() / f"{digest}.o"
+    if not path.exists():
+        return None
+    from cutlass.cute.runtime import load_module
+
+    try:
+        return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
+    except Exception as broken:  # an unreadable cache must cost time, not correctness
+        warnings.warn(f"recompiling: {path} can't be loaded ({broken}); delete it", stacklevel=2)
+        return None
+
+
+def _compile_and_store(plan: ForwardPlan, digest: str) -> Launchable:
+    compiled = _run_compiler(plan, _OPTIONS)
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # written aside and renamed: another process sees the whole file or none
+        handle, aside = tempfile.mkstemp(suffix=".o", dir=folder)
+        os.close(handle)
+        try:
+            compiled.export_to_c(aside, _SYMBOL)
+            os.replace(aside, folder / f"{digest}.o")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside)
+    except OSError as unwritable:
+        warnings.warn(
+            f"compiled kernels stay in memory only: {folder} can't be written ({unwritable}); "
+            "set COMPOSATTN_CACHE_DIR to a writable folder",
+            stacklevel=2,
+        )
+    return compiled
+
+
+# --- with no GPU ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """What the compiler made of a plan, kept in a folder of its own, and what it costs.
+
+    `registers` are those at launch (roles then trade them), `stack` and `spills` bytes and instructions of local
+    memory, `shared_memory` bytes a block, `mnemonics` how often each machine instruction occurs (empty where
+    nvdisasm is not installed).
+    """
+
+    plan: ForwardPlan
+    ptx_path: Path
+    cubin_path: Path
+    entry: str
+    threads: int
+    shared_memory: int
+    registers: int | None
+    stack: int | None
+    mnemonics: Counter[str]
+
+    @property
+    def spills(self) -> int:
+        return self.mnemonics["STL"] + self.mnemonics["LDL"]
+
+
+def compile_offline(plan: ForwardPlan, folder: Path | None = None) -> Artifact:
+    """Compiles `plan` with no GPU and keeps PTX and cubin, by default under the cache folder, by content."""
+    folder = (folder or cache_folder() / "offline") / content_hash(plan)
+    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    if not (ptx.exists() and cubin.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            _run_compiler(plan, f"{_OPTIONS} --keep-ptx --keep-cubin --dump-dir={aside}")
+            for made, kept in ((_only(aside, "*.cubin"), cubin), (_only(aside, "*.ptx"), ptx)):
+                os.replace(made, kept)
+    text = ptx.read_text()
+    registers, stack = _resources(cubin)
+    return Artifact(
+        plan,
+        ptx,
+        cubin,
+        entry=_find(r"\.entry\s+([\w$]+)", text, str),
+        threads=_find(r"\.(?:reqntid|maxntid)\s+(\d+)", text, int),
+        shared_memory=plan.shared_memory,
+        registers=registers,
+        stack=stack,
+        mnemonics=_mnemonics(cubin),
+    )
+
+
+def _only(folder: str, pattern: str) -> Path:
+    (path,) = Path(folder).glob(pattern)
+    return path
+
+
+def _find(pattern: str, text: str, kind: Callable[[str], Any]) -> Any:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the PTX has no {pattern}")
+    return kind(found.group(1))
+
+
+@functools.cache
+def _binary_tool(name: str) -> str | None:
+    """cuobjdump or nvdisasm: on the PATH, or from the PyPI packages nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm."""
+    on_path = shutil.which(name)
+    if on_path:
+        return on_path
+    try:
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(f.locate()) for f in files if f.name == name), None)
+
+
+def _resources(cubin: Path) -> tuple[int | None, int | None]:
+    tool = _binary_tool("cuobjdump")
+    if tool is None:
+        return None, None
+    text = subprocess.run([tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True)
+    usage = text.stdout + text.stderr
+    return _find(r"REG:(\d+)", usage, int), _find(r"STACK:(\d+)", usage, int)
+
+
+def _mnemonics(cubin: Path) -> Counter[str]:
+    tool = _binary_tool("nvdisasm")
+    if tool is None:
+        return Counter()
+    text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    instruction = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+    return Counter(instruction.findall(text))

@@ -1,0 +1,150 @@
+"""What will be run for a call, decided on the host: problem + mods + target → one frozen, printable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from .graph.bands import TileInterval
+from .graph.expr import index
+from .graph.program import Program
+from .primitives.interval_shape import IntervalShape
+from .problem import Problem
+from .target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a forward kernel cuts the work; a backend chooses it (`forward_tiling`).
+
+    A block owns `tile_m` query rows and walks over kv in tiles of `tile_n`, K and V each in a ring of `stages`.
+    `d` and `dv` are the head dimensions as stored on chip, padded with zeros. `pingpong`: warpgroups take turns
+    at the matrix unit. `rescale_early`: the output is rescaled while scores are computed, not after it was
+    accumulated. `persistent`: one block a multiprocessor, each walking over many work tiles. `separate_o`: the
+    output has shared memory of its own instead of Q's.
+    """
+
+    tile_m: int
+    tile_n: int
+    d: int
+    dv: int
+    stages: int
+    warpgroups: int
+    consumer_registers: int
+    producer_registers: int
+    pingpong: bool
+    rescale_early: bool
+    persistent: bool = False
+    separate_o: bool = False
+    branch: bool = False
+
+    def shared_memory(self, element_bytes: int) -> int:
+        """Bytes a block takes, barriers and alignment included."""
+        rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
+        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv)) + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """A forward kernel, named by content: plans with equal `key` are served by one compiled kernel.
+
+    Lengths, batch, heads, strides and the scale's value are run-time; what stands here is compiled in.
+    """
+
+    backend: str
+    target: Target
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    tiling: Tiling
+    return_lse: bool
+    positive_scale: bool
+    intervals: tuple[IntervalShape, ...]
+    captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
+    scalars: tuple[type, ...]  # int or float
+    program_key: Hashable
+    program: Program = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Content of the plan as text, the same in every process."""
+        fields = [f for f in dataclasses.fields(self) if f.compare]
+        return repr([(f.name, getattr(self, f.name)) for f in fields])
+
+    @property
+    def shared_memory(self) -> int:
+        return self.tiling.shared_memory(self.dtype.itemsize)
+
+    def __str__(self) -> str:
+        t = self.tiling
+        mods = "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}"
+        return "\n".join(
+            [
+                f"forward on {self.backend} ({self.target.arch}), {self.dtype}, D {self.head_dim}, Dv {self.head_dim_v}",
+                f"  tiles      {t.tile_m} queries x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
+                f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
+                f"registers {t.consumer_registers}/{t.producer_registers}",
+                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, longest first; "
+                f"{'ping-pong' if t.pingpong else 'warpgroups at will'}, "
+                f"rescale {'under the next scores' if t.rescale_early else 'after the product'}",
+                f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
+                f"  mods       {mods}",
+                f"  kv tiles   {' + '.join(map(_interval_words, self.intervals))}",
+            ]
+        )
+
+
+def plan_forward(
+    problem: Problem,
+    program: Program,
+    target: Target,
+    *,
+    return_lse: bool = True,
+    positive_scale: bool = True,
+    tiling: Tiling | None = None,
+) -> ForwardPlan:
+    """The forward kernel for `problem` on `target`; `tiling` overrides the backend's choice.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
+    """
+    backend = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
+    backend.check(problem, program)
+    return ForwardPlan(
+        backend=target.backend,
+        target=target,
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        tiling=tiling or backend.forward_tiling(problem, program, target),
+        return_lse=return_lse,
+        positive_scale=positive_scale,
+        intervals=tuple(interval_shape(i) for i in program.intervals),
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in program.captures),
+        scalars=tuple(type(s.value) for s in program.scalars),
+        program_key=program.key,
+        program=program,
+    )
+
+
+def interval_shape(interval: TileInterval) -> IntervalShape:
+    """Which kinds of tiles the interval can have, from its ends alone."""
+    starts, ends = (interval.begin, interval.full_begin), (interval.end, interval.full_end)
+    from_zero = all(e.is_const and e.attr <= 0 for e in starts)
+    # the tile that reaches beyond kv_len comes first and is tested anyway
+    to_the_end = all(e is index("kv_len") for e in ends)
+    never_full = all(e.is_const for e in (starts[1], ends[1])) and ends[1].attr <= starts[1].attr
+    return IntervalShape(left=not from_zero, full=not never_full, right=not to_the_end)
+
+
+def _interval_words(shape: IntervalShape) -> str:
+    if not shape.full:
+        return "all tested"
+    tested = [side for side, there in (("left", shape.left), ("right", shape.right)) if there]
+    return f"untested inside, tested at the {' and '.join(tested)} end" if tested else "untested"
+
+
+__all__: list[Any] = ["ForwardPlan", "Tiling", "interval_shape", "plan_forward"]
