@@ -159,3 +159,7 @@ class BackendUnavailable(ComposattnError, RuntimeError):
 
 class GradientUnsupported(ComposattnError, RuntimeError):
     """A gradient that the backend does not compute."""
+
+
+class MissingDependency(ComposattnError, ImportError):
+    """An optional package that this feature needs is not installed."""

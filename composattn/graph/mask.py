@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import errors
+from . import picture
 from .evaluate import Env, evaluate
 from .expr import Expr, const, index, substitute, walk
 from .ops import apply
@@ -115,6 +117,35 @@ class Mask:
                 raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
         a, b = Mask.of(left), Mask.of(right)
         return Mask(apply(op, a.expr, b.expr), f"({a.name} {sign} {b.name})")
+
+    def dense(
+        self,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1."""
+        return picture.dense(self.expr, q_len, kv_len, batch, heads, device)
+
+    def picture(
+        self,
+        path: str | os.PathLike[str],
+        q_len: int = 512,
+        kv_len: int | None = None,
+        tile: tuple[int, int] = (32, 32),
+        *,
+        batch: int = 1,
+        heads: int = 1,
+    ) -> None:
+        """Save an image of the mask at b 0, h 0: visible pairs dark, its partial and full tiles shaded.
+
+        Raises: `MissingDependency` without matplotlib.
+        """
+        kv_len = q_len if kv_len is None else kv_len
+        visible = self.dense(q_len, kv_len, batch, heads)
+        picture.draw(path, visible, picture.tiles_of(visible, tile), tile, title=self.name)
 
     def _no_scores(self, other: Any) -> Any:
         raise errors.WrongComposition(
