@@ -268,6 +268,11 @@ _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: to
 
 
 def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
+    with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
+        return _folded(row, dtype, args)
+
+
+def _folded(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
     values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
     if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
         values = [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]

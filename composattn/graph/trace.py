@@ -200,7 +200,11 @@ class Scalar(Symbolic):
     @value.setter
     def value(self, value: float | int) -> None:
         whole = isinstance(value, numbers.Integral)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or (self._expr.dtype.is_integer and not whole):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, numbers.Real)
+            or (self._expr.dtype.is_integer and not whole)
+        ):
             raise errors.UnsupportedCapture(
                 f"a scalar of type {self._expr.dtype.value} got {value!r}; its kernels are made for that type: "
                 "make a new ca.scalar, or begin with a float"
@@ -401,11 +405,9 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Proxy:
     return _where(mask, value, x)
 
 
-def _fmin(name: str) -> Callable[..., Any]:
-    def call(x: Any, y: Any) -> Any:  # the other one where one is NaN
-        return _where(_apply("isnan", x), y, _where(_apply("isnan", y), x, _apply(name, x, y)))
-
-    return call
+def _fmin(compare: str) -> Callable[..., Any]:
+    # the other one where one is NaN; a tie's gradient goes to the first, as in torch
+    return lambda x, y: _where(_apply("isnan", y) | _apply(compare, x, y), x, y)
 
 
 def _round(x: Any, *, decimals: int = 0) -> Any:
@@ -473,7 +475,8 @@ def _elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
 
 
 def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    return _clamp(x, min_val, max_val)
+    # not a clamp: its gradient is 0 at both ends
+    return _where(_apply("le", x, min_val), min_val, _where(_apply("ge", x, max_val), max_val, x))
 
 
 def _hyperbolic(sign: str) -> Callable[..., Any]:
@@ -496,7 +499,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "fix": _pointwise("trunc"), "sgn": _pointwise("sign"),
     "clamp": _clamp, "clip": _clamp, "clamp_min": _pointwise("clamp_min"), "clamp_max": _pointwise("clamp_max"),
     "where": _where, "min": _extremum("minimum", "min"), "max": _extremum("maximum", "max"),
-    "fmin": _fmin("minimum"), "fmax": _fmin("maximum"), "round": _round,
+    "fmin": _fmin("le"), "fmax": _fmin("ge"), "round": _round,
     "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
     "logical_not": _logical("not"),
     "bitwise_and": _pointwise("and"), "bitwise_or": _pointwise("or"), "bitwise_xor": _pointwise("xor"),
@@ -508,7 +511,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "tan": lambda x: _apply("div", _apply("sin", x), _apply("cos", x)),
     "silu": lambda x, inplace=False: _apply("mul", x, _apply("sigmoid", x)),
     "gelu": _gelu, "softplus": _softplus, "logsigmoid": _log_sigmoid, "log_sigmoid": _log_sigmoid, "elu": _elu,
-    "leaky_relu": _leaky_relu, "hardtanh": _hardtanh, "relu6": lambda x, inplace=False: _clamp(x, 0, 6),
+    "leaky_relu": _leaky_relu, "hardtanh": _hardtanh, "relu6": lambda x, inplace=False: _hardtanh(x, 0, 6),
     "sinh": _hyperbolic("sub"), "cosh": _hyperbolic("add"), "lerp": _lerp,
     "erfc": lambda x: _apply("sub", 1.0, _apply("erf", x)),
     "log10": lambda x: _apply("mul", math.log10(2.0), _apply("log2", x)),
