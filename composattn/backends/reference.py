@@ -26,7 +26,7 @@ PAIRS_AT_ONCE = 1 << 24
 
 
 class Rounding(Protocol):
-    """Disturbs what a rounding could disturb; `composattn.testing` measures the conditioning of a case with it."""
+    """Disturbs what a rounding would disturb: `composattn.testing` measures the conditioning of a case with it."""
 
     def score(self, score: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
         """scale·q·kᵀ, before the score mod."""
@@ -34,8 +34,8 @@ class Rounding(Protocol):
     def modified(self, score: torch.Tensor) -> torch.Tensor:
         """The score after the score mod, -inf where hidden."""
 
-    def probability(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """softmax, before the product with v; its backward receives dO·Vᵀ."""
+    def output(self, out: torch.Tensor, p: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        """P·V; its backward may disturb what v and the modified score receive."""
 
 
 def attention(
@@ -130,9 +130,9 @@ class _Dense:
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
         p = weight / total.masked_fill(empty, 1.0)
-        if self.rounding is not None:
-            p = self.rounding.probability(p, v)
         out = p.to(self.precision) @ v
+        if self.rounding is not None:
+            out = self.rounding.output(out, p, v, scores)
         lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
         return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype)
 

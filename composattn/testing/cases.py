@@ -1,0 +1,444 @@
+"""Random attention calls: shapes, dtypes, masks, score mods and their combinations, all from one stream of choices.
+
+The choices come from a `Choices`: a seed (`random_case(seed)`, cheap, repeatable) or hypothesis
+(`composattn.testing.strategies`, which also shrinks what fails).
+
+Masks compare integers only, or captured floats exactly, and score mods have kinks but no jumps: what a mod means is
+then the same in fp32 and fp64, and an error is an error.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from .. import mods
+from ..graph.mask import Mask
+from ..graph.score import Score
+from .tolerance import Case, describe
+
+T = TypeVar("T")
+
+
+class Choices(Protocol):
+    """Where a case's decisions come from."""
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer of [low, high]."""
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of `options`."""
+
+
+class Seeded:
+    """Choices of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self.random.randint(low, high)
+
+    def choice(self, options: Sequence[T]) -> T:
+        return self.random.choice(options)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What cases are drawn from.
+
+    Lengths: 1, primes, powers of two and their neighbours, up to `longest`. `gradients`: whether cases have gradients
+    of out and lse; `learned`: whether captured float tensors may require grad.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    head_dims: tuple[int, ...] = (1, 3, 8, 16)
+    longest: int = 40
+    kv_heads: tuple[int, ...] = (1, 2, 3)
+    groups: tuple[int, ...] = (1, 2, 3)
+    batches: tuple[int, ...] = (1, 2, 3)
+    gradients: bool = True
+    learned: bool = True
+    device: str | torch.device = "cpu"
+
+
+SMALL = Space()
+"""Small calls of every kind, for a CPU."""
+
+FUSED = Space(
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(8, 40, 64, 64, 72, 96, 128, 128, 128, 192, 256),
+    longest=700,
+    groups=(1, 1, 2, 3, 4, 8),
+    device="cuda",
+)
+"""Calls for the fused kernels, of several tiles."""
+
+_LENGTHS = (1, 2, 3, 7, 8, 13, 16, 17, 23, 31, 32, 33, 37, 61, 64, 65, 97, 127, 128, 129, 131, 192, 211, 256, 257, 311)
+_LONG = (384, 509, 512, 641, 700, 1021, 1024, 1025, 2039, 2048, 4093, 4096)
+
+
+def random_case(seed: int, space: Space = SMALL) -> Case:
+    """The case of a seed: the same in every run, on every device."""
+    return draw_case(Seeded(seed), space)
+
+
+def draw_case(choices: Choices, space: Space = SMALL) -> Case:
+    """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1)."""
+    site = draw_site(choices, space)
+    dtype, dim, v_dim = site.dtype, choices.choice(space.head_dims), choices.choice(space.head_dims)
+    if choices.integer(0, 2):
+        v_dim = dim
+    batch, heads, kv_heads = site.batch, site.heads, site.kv_heads
+    q = site.normal(batch, heads, site.q_len, dim, outliers=True).to(dtype)
+    k = site.normal(batch, kv_heads, site.kv_len, dim, outliers=True).to(dtype)
+    v = site.normal(batch, kv_heads, site.kv_len, v_dim, outliers=True).to(dtype)
+    mask = draw_mask(site) if choices.integer(0, 4) else None
+    score = draw_score(site) if choices.integer(0, 3) else None
+    if choices.integer(0, 9) == 0:  # a mask in the old style; last, because what follows must not see the infinity
+        score = HIDING if score is None else score >> HIDING
+    scale = choices.choice((None, None, 0.1, 0.5))
+    flows = choices.choice(("both", "both", "out", "lse")) if space.gradients else "none"
+    dout = site.normal(batch, heads, site.q_len, v_dim).to(dtype) if flows in ("both", "out") else None
+    dlse = site.normal(batch, heads, site.q_len) if flows in ("both", "lse") else None
+    case = Case(q, k, v, score, mask, scale, dout, dlse)
+    parts = [x.name for x in (mask, score) if x is not None] or ["plain"]
+    name = f"{', '.join(parts)}, {describe(case)}"
+    name += "" if flows in ("both", "none") else f", through {flows} only"
+    return Case(q, k, v, score, mask, scale, dout, dlse, name)
+
+
+# --- where mods are drawn for --------------------------------------------------------------------------------
+
+
+@dataclass
+class Site:
+    """The shapes that mods are drawn for, and the sources of choices and numbers."""
+
+    choices: Choices
+    space: Space
+    generator: torch.Generator
+    batch: int
+    kv_heads: int
+    group: int
+    q_len: int
+    kv_len: int
+    dtype: torch.dtype
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def normal(self, *shape: int, outliers: bool = False) -> torch.Tensor:
+        """N(0, 1), with outliers N(0, 10²) at one element of a thousand; fp64, or less where the dtype is less."""
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        if outliers:
+            rare = torch.rand(shape, generator=self.generator) < 1e-3
+            drawn = drawn + torch.where(rare, 10.0 * torch.randn(shape, generator=self.generator), 0.0)
+        return drawn.to(torch.promote_types(self.dtype, torch.float32)).to(self.space.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Integers of [low, high], int32 or int64."""
+        dtype = self.choices.choice((torch.int32, torch.int64))
+        return torch.randint(low, high + 1, shape, generator=self.generator).to(self.space.device, dtype)
+
+    def table(self, *shape: int, size: float = 1.0, positive: bool = False) -> torch.Tensor:
+        """A captured float tensor; it may ask for its gradient, and may be as narrow as q."""
+        drawn = size * self.normal(*shape)
+        drawn = drawn.abs() + 0.5 if positive else drawn
+        if self.choices.integer(0, 3) == 0:
+            drawn = drawn.to(self.dtype)
+        return drawn.requires_grad_(self.space.learned and self.choices.integer(0, 2) > 0)
+
+
+def draw_site(choices: Choices, space: Space = SMALL) -> Site:
+    """Shapes, dtype and a source of numbers."""
+    lengths = [n for n in (*_LENGTHS, *_LONG) if n <= space.longest]
+    q_len = choices.choice(lengths)
+    kv_len = q_len if choices.integer(0, 1) else choices.choice(lengths)
+    return Site(
+        choices,
+        space,
+        torch.Generator().manual_seed(choices.integer(0, 2**31 - 1)),
+        choices.choice(space.batches),
+        choices.choice(space.kv_heads),
+        choices.choice(space.groups),
+        q_len,
+        kv_len,
+        choices.choice(space.dtypes),
+    )
+
+
+# --- masks ---------------------------------------------------------------------------------------------------
+
+
+def draw_mask(site: Site, depth: int = 2) -> Mask:
+    """A random mask: ready ones, plain functions, captured tensors, and `& | ~` of them."""
+    if depth and site.choices.integer(0, 2) == 0:
+        sign = site.choices.choice(("&", "&", "|", "~"))
+        mask = draw_mask(site, depth - 1)
+        if sign == "~":
+            return ~mask
+        return mask & draw_mask(site, depth - 1) if sign == "&" else mask | draw_mask(site, depth - 1)
+    return site.choices.choice(MASKS)(site)
+
+
+def _width(site: Site) -> int:
+    return site.choices.integer(0, max(site.q_len, site.kv_len))
+
+
+def _window(site: Site) -> Mask:
+    left: Any = site.choices.choice((_width(site), (_width(site), _width(site)), (None, _width(site))))
+    return mods.sliding_window(left, align=site.choices.choice(("top_left", "bottom_right")))
+
+
+def _window_by_head(site: Site) -> Mask:
+    return mods.sliding_window(site.integers(0, site.kv_len, site.heads))
+
+
+def _prefix(site: Site) -> Mask:
+    prefix: Any = site.choices.choice((_width(site), site.integers(0, site.kv_len, site.batch)))
+    return mods.prefix_lm(prefix)
+
+
+def _documents(site: Site) -> Mask:
+    by_batch = (site.batch,) if site.choices.integer(0, 1) else ()
+    last = site.choices.integer(0, 4)
+    rows, columns = site.integers(0, last, *by_batch, site.q_len), site.integers(0, last, *by_batch, site.kv_len)
+    if site.choices.integer(0, 2):
+        rows, columns = rows.sort(-1).values, columns.sort(-1).values
+    return mods.document(rows, columns.to(rows.dtype))
+
+
+def _packed(site: Site) -> Mask:
+    if site.q_len != site.kv_len:
+        return _documents(site)
+    cuts = sorted({0, site.q_len, *(site.choices.integer(0, site.q_len) for _ in range(site.choices.integer(0, 4)))})
+    offsets = torch.tensor(cuts, device=site.space.device)
+    return site.choices.choice((mods.shared_prefix(offsets), mods.document(offsets=offsets)))
+
+
+def _global(site: Site) -> Mask:
+    sides = site.choices.choice(("both", "keys", "queries"))
+    return mods.global_tokens(site.choices.integer(0, min(site.q_len, site.kv_len)), sides=sides)
+
+
+def _padding(site: Site) -> Mask:
+    if site.choices.integer(0, 1):
+        return mods.padding(site.integers(0, site.kv_len, site.batch))
+    return mods.padding(site.integers(0, 1, site.batch, site.kv_len).bool())
+
+
+def _neighborhood(site: Site) -> Mask:
+    rows = next(n for n in (8, 7, 4, 3, 2, 1) if site.q_len % n == 0)
+    shape = (rows, site.q_len // rows)
+    if site.q_len != site.kv_len:
+        return _window(site)
+    return mods.neighborhood(shape, [site.choices.integer(1, n) for n in shape])
+
+
+def _table(site: Site) -> Mask:
+    table = site.integers(0, 2, site.q_len, site.kv_len).bool()
+    return Mask.of(lambda b, h, q, kv: table[q, kv], "table")
+
+
+def _table_by_head(site: Site) -> Mask:
+    table = site.integers(0, 2, site.batch, site.heads, site.q_len, site.kv_len).bool()
+    return Mask.of(lambda b, h, q, kv: table[b, h, q, kv], "table by head")
+
+
+def _noise(site: Site) -> Mask:
+    rows, columns = site.normal(site.q_len), site.normal(site.heads, site.kv_len)
+    return Mask.of(lambda b, h, q, kv: rows[q] >= columns[h, kv], "noise")
+
+
+def _plain_mask(site: Site) -> Mask:
+    n, m = site.choices.integer(1, 9), site.choices.integer(1, 9)
+    functions: dict[str, Callable[..., Any]] = {
+        f"(q - kv) % {n} != 0": lambda b, h, q, kv: (q - kv) % n != 0,
+        f"(7 q + 13 kv + h) % {n + 1} != 0": lambda b, h, q, kv: (7 * q + 13 * kv + h) % (n + 1) != 0,
+        f"|q - kv| <= {n}": lambda b, h, q, kv: torch.abs(q - kv) <= n,
+        f"q // {n} >= kv // {m}": lambda b, h, q, kv: q // n >= kv // m,
+        f"(q - kv) // {n} < {m} - h": lambda b, h, q, kv: (q - kv) // n < m - h,
+        f"q < {n} ? kv <= {m} : q >= kv": lambda b, h, q, kv: torch.where(q < n, kv <= m, q >= kv),
+        f"q ^ kv < {n}": lambda b, h, q, kv: (q ^ kv) < n,
+        f"clamp(q - {n}, 0) <= kv": lambda b, h, q, kv: (q - n).clamp(min=0) <= kv,
+        f"max(q, kv) < {4 * n}": lambda b, h, q, kv: torch.maximum(q, kv) < 4 * n,
+        "b + h < kv": lambda b, h, q, kv: b + h < kv,
+        "2 kv > q": lambda b, h, q, kv: 2 * kv > q,
+        "nothing": lambda b, h, q, kv: q < 0,
+    }
+    name = site.choices.choice(list(functions))
+    return Mask.of(functions[name], name)
+
+
+MASKS: tuple[Callable[[Site], Mask], ...] = (
+    lambda site: mods.causal(),
+    lambda site: mods.causal("bottom_right"),
+    _window,
+    _window_by_head,
+    _prefix,
+    _documents,
+    _packed,
+    lambda site: mods.block_diagonal(site.choices.integer(1, 9), site.choices.integer(1, 9)),
+    lambda site: mods.chunked(site.choices.integer(1, 9), site.choices.choice((0, 1, None))),
+    lambda site: mods.dilated_window(_width(site), site.choices.integer(1, 4)),
+    _global,
+    _padding,
+    _neighborhood,
+    _table,
+    _table_by_head,
+    _noise,
+    _plain_mask,
+    _plain_mask,
+    _plain_mask,
+)
+"""One way each to draw a mask."""
+
+
+# --- score mods ----------------------------------------------------------------------------------------------
+
+
+def draw_score(site: Site, depth: int = 2) -> Score:
+    """A random score mod: ready ones, plain functions that read captured tensors, and `>>` and `+` of them."""
+    if depth and site.choices.integer(0, 2) == 0:
+        first, second = draw_score(site, depth - 1), draw_score(site, depth - 1)
+        return first >> second if site.choices.integer(0, 1) else first + second
+    return site.choices.choice(SCORES)(site)
+
+
+def _alibi(site: Site) -> Score:
+    symmetric = bool(site.choices.integer(0, 1))
+    if site.choices.integer(0, 1):
+        return mods.alibi(site.heads, symmetric=symmetric)
+    return mods.alibi(site.table(site.heads, size=0.1), symmetric=symmetric)
+
+
+def _relative(site: Site) -> Score:
+    by_head = (site.heads,) if site.choices.integer(0, 1) else ()
+    if site.choices.integer(0, 1):
+        return mods.relative_bias(site.table(*by_head, 2 * site.choices.integer(0, site.kv_len) + 1))
+    return mods.relative_bias(site.table(*by_head, site.choices.integer(1, site.q_len)), bidirectional=False)
+
+
+def _t5(site: Site) -> Score:
+    buckets = 2 * site.choices.integer(2, 8)
+    table = site.table(buckets, site.heads)
+    return mods.t5_bucket_bias(table, max_distance=buckets + 9, bidirectional=bool(site.choices.integer(0, 1)))
+
+
+def _bias(site: Site) -> Score:
+    full = (site.batch, site.heads, site.q_len, site.kv_len)
+    shared = tuple(1 if site.choices.integer(0, 2) == 0 else n for n in full)
+    return mods.bias(site.table(*shared[site.choices.integer(0, 2) :]))
+
+
+def _plain_score(site: Site) -> Score:
+    """A user's function: one change of the score, by a number that depends on positions and captured tensors."""
+    label, amount = site.choices.choice(AMOUNTS)(site)
+    changes: dict[str, Callable[..., Any]] = {
+        f"score + {label}": lambda score, b, h, q, kv: score + amount(b, h, q, kv),
+        f"score - {label}": lambda score, b, h, q, kv: score - amount(b, h, q, kv),
+        f"score * (1 + {label} / 4)": lambda score, b, h, q, kv: score * (1 + amount(b, h, q, kv) / 4),
+        f"score * sigmoid({label})": lambda score, b, h, q, kv: score * torch.sigmoid(amount(b, h, q, kv)),
+        f"max(score, {label})": lambda score, b, h, q, kv: torch.maximum(score, amount(b, h, q, kv)),
+        f"where(score > {label}, score, half way)": lambda score, b, h, q, kv: torch.where(
+            score > amount(b, h, q, kv), score, (score + amount(b, h, q, kv)) / 2
+        ),
+        f"tanh(score - {label}) * 3": lambda score, b, h, q, kv: torch.tanh(score - amount(b, h, q, kv)) * 3,
+        f"where(h even, score + {label}, score)": lambda score, b, h, q, kv: torch.where(
+            h % 2 == 0, score + amount(b, h, q, kv), score
+        ),
+        "|score|": lambda score, b, h, q, kv: torch.abs(score),
+        "relu(score)": lambda score, b, h, q, kv: torch.relu(score),
+        "score clamped": lambda score, b, h, q, kv: score.clamp(-2.5, 3.5),
+        "score * sigmoid(score)": lambda score, b, h, q, kv: score * torch.sigmoid(score),
+        "log1p(exp(-|score|))": lambda score, b, h, q, kv: torch.log1p(torch.exp(-torch.abs(score))),
+        "erf(score)": lambda score, b, h, q, kv: 4 * torch.erf(score / 2),
+        "sin(score) + score": lambda score, b, h, q, kv: torch.sin(score) + score,
+        "score / sqrt(1 + score²)": lambda score, b, h, q, kv: score * torch.rsqrt(1 + score**2) * 3,
+    }
+    name = site.choices.choice(list(changes))
+    return Score.of(changes[name], name)
+
+
+def _read_once(site: Site) -> tuple[str, Callable[..., Any]]:
+    """A captured tensor of rank 0 to 4 read at its natural positions."""
+    axes = site.choices.choice(("", "h", "q", "kv", "bh", "hq", "hkv", "q kv", "h q kv", "b h q kv", "b kv"))
+    names = axes.split() if " " in axes else {"bh": ["b", "h"], "hq": ["h", "q"], "hkv": ["h", "kv"]}.get(axes, [axes])
+    names = [n for n in names if n]
+    sizes = {"b": site.batch, "h": site.heads, "q": site.q_len, "kv": site.kv_len}
+    table = site.table(*(sizes[n] for n in names))
+
+    def amount(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        at = {"b": b, "h": h, "q": q, "kv": kv}
+        return table[tuple(at[n] for n in names)] if names else table * 1.0
+
+    return f"t[{', '.join(names)}]", amount
+
+
+def _read_by_distance(site: Site) -> tuple[str, Callable[..., Any]]:
+    table = site.table(site.q_len + site.kv_len)
+    if site.choices.integer(0, 1):
+        return "t[q - kv + Skv]", lambda b, h, q, kv: table[q - kv + site.kv_len]
+    return "t[q - kv], from the end where negative", lambda b, h, q, kv: table[q - kv]
+
+
+def _read_twice(site: Site) -> tuple[str, Callable[..., Any]]:
+    n = max(site.q_len, site.kv_len)
+    table = site.table(site.heads, n)
+    return "t[h, q] - t[h, kv]", lambda b, h, q, kv: table[h, q] - table[h, kv]
+
+
+def _gathered(site: Site) -> tuple[str, Callable[..., Any]]:
+    """A read at positions that were themselves read: no pattern at all."""
+    n = site.choices.integer(1, 7)
+    table, kinds = site.table(n), site.integers(0, n - 1, site.q_len)
+    if site.choices.integer(0, 1):
+        return "t[kind[q]]", lambda b, h, q, kv: table[kinds[q]]
+    return f"t[(kind[q] + 3 kv) % {n}]", lambda b, h, q, kv: table[(kinds[q] + 3 * kv) % n]
+
+
+def _of_positions(site: Site) -> tuple[str, Callable[..., Any]]:
+    n = site.choices.integer(2, 9)
+    functions: dict[str, Callable[..., Any]] = {
+        "log1p(|q - kv|)": lambda b, h, q, kv: torch.log1p(torch.abs(q - kv)),
+        f"(q - kv) / {8 * n}": lambda b, h, q, kv: (q - kv) / (8 * n),
+        f"sin(0.4 ((q - kv) % {n}))": lambda b, h, q, kv: torch.sin(((q - kv) % n) * 0.4),
+        f"cos(kv // {n})": lambda b, h, q, kv: torch.cos((kv // n).float() * 0.3),
+        f"exp(-|q - kv| / {n})": lambda b, h, q, kv: torch.exp(-torch.abs(q - kv).float() / n),
+        "rsqrt(1 + q)": lambda b, h, q, kv: torch.rsqrt((q + 1).float()),
+        "h - b": lambda b, h, q, kv: (h - b) * 0.25,
+        f"sqrt(kv % {n})": lambda b, h, q, kv: torch.sqrt((kv % n).float()),
+        "2^-h": lambda b, h, q, kv: torch.exp2(-(h + 1)),
+        f"(kv - q) // {n}": lambda b, h, q, kv: ((kv - q) // n) * 0.125,
+    }
+    name = site.choices.choice(list(functions))
+    return name, functions[name]
+
+
+HIDING = Score.of(
+    lambda score, b, h, q, kv: torch.where(q >= kv, score, -float("inf")), "where(q >= kv, score, -inf)"
+)
+
+AMOUNTS = (_read_once, _read_once, _read_by_distance, _read_twice, _gathered, _of_positions, _of_positions)
+"""One way each to draw a number that a score changes by."""
+
+SCORES: tuple[Callable[[Site], Score], ...] = (
+    _alibi,
+    lambda site: mods.softcap(site.choices.choice((2.0, 7.5, 30.0))),
+    _relative,
+    _t5,
+    _bias,
+    lambda site: mods.scale_by_head(site.table(site.heads, positive=True)),
+    lambda site: mods.temperature(site.table(positive=True)),
+    _plain_score,
+    _plain_score,
+    _plain_score,
+    _plain_score,
+)
+"""One way each to draw a score mod."""

@@ -1,0 +1,314 @@
+"""How close is close enough: the error of a result, held to that of plain PyTorch at the same precision.
+
+Let `exact` be the oracle (`backends.reference` in fp64) and `plain` the same call written with torch's own matrix
+products and softmax in the dtype of q, differentiated by torch's autograd. A result of attention is right when
+
+    |result - exact|  <=  2 * |plain - exact|  +  u * |exact|          u: half the spacing of the result's dtype at 1
+
+in the largest error of each tensor and in its root mean square, for out, lse, dq, dk, dv and every captured gradient;
+rows that see nothing must be exactly 0, -inf and 0.
+
+One plain run can be right by luck (a softmax over one key has no error at all, the error of a single number may be
+any) or just miss the kink of a score mod. So `plain` stands for five runs, and the worst counts: as it is, and with
+what a fused kernel has to round as well disturbed by that rounding, each element up or down at random (two draws, each
+in both directions): by 4 units of the working precision the score before and after its mod (of Σ|q||k| and |score|),
+P recomputed in the backward (of 1 + |score|), dP (of Σ|dO||v|) and the gradient of the modified score; by one rounding
+to the dtype of q the factors P and dS of the products, and rowsum(dO·O) by that of every O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..backends import reference
+from ..graph.mask import ALL, Mask
+from ..graph.program import Program
+from ..graph.score import IDENTITY, Score
+from ..problem import softmax_scale
+from .memory import poisoned
+
+Results = dict[str, torch.Tensor]
+Attention = Callable[..., Any]
+
+FACTOR = 2.0
+"""How much worse than plain PyTorch an error may be."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call of attention with its gradients of the outputs; prints as a sentence.
+
+    `dout` or `dlse` None: nothing flows back through that output; both None: forward only.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    scale: float | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
+    name: str = ""
+
+    @property
+    def program(self) -> Program:
+        score = IDENTITY if self.score_mod is None else Score.of(self.score_mod)
+        mask = ALL if self.mask_mod is None else Mask.of(self.mask_mod)
+        return Program(score.expr, mask.expr)
+
+    @property
+    def learned(self) -> list[torch.Tensor]:
+        """Captured tensors that ask for a gradient."""
+        return [c.tensor for c in self.program.captures if c.tensor.requires_grad]
+
+    def without_gradients(self) -> Case:
+        """The same call, forward only."""
+        return dataclasses.replace(self, dout=None, dlse=None)
+
+    def __repr__(self) -> str:
+        return f"Case({self.name or describe(self)})"
+
+
+def describe(case: Case) -> str:
+    """Shapes and dtype of a case, short: B2 H4/2 S17x33 D16/8 bfloat16."""
+    (batch, heads, q_len, dim), (_, kv_heads, kv_len, v_dim) = case.q.shape, case.v.shape
+    lengths = f"S{q_len}" if q_len == kv_len else f"S{q_len}x{kv_len}"
+    dims = f"D{dim}" if dim == v_dim else f"D{dim}/{v_dim}"
+    group = f"H{heads}" if heads == kv_heads else f"H{heads}/{kv_heads}"
+    return f"B{batch} {group} {lengths} {dims} {str(case.q.dtype).removeprefix('torch.')}"
+
+
+def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
+    """Runs `attention` on `case`, forward and backward, in poisoned memory, and holds it to the tolerance.
+
+    `attention` is called as `composattn.attention` is; `functools.partial(composattn.attention, backend="hopper")`
+    checks a backend. Raises AssertionError with every error and what it may be.
+    """
+    assert_attention_close(
+        run(attention, case),
+        case.q,
+        case.k,
+        case.v,
+        score_mod=case.score_mod,
+        mask_mod=case.mask_mod,
+        scale=case.scale,
+        dout=case.dout,
+        dlse=case.dlse,
+        factor=factor,
+        name=repr(case),
+    )
+
+
+def run(attention: Attention, case: Case) -> Results:
+    """{"out", "lse", and where gradients flow "dq", "dk", "dv", "d captured 0", ...} of `attention` on `case`."""
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    mods = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "scale": case.scale}
+    with poisoned(case.q.device):
+        if case.dout is None and case.dlse is None:
+            with torch.no_grad():
+                out, lse = attention(q, k, v, **mods, return_lse=True)
+            return {"out": out, "lse": lse}
+        out, lse = attention(q, k, v, **mods, return_lse=True)
+        return _with_gradients(out, lse, q, k, v, case.learned, case)
+
+
+def assert_attention_close(
+    actual: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    dout: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    factor: float = FACTOR,
+    name: str = "",
+) -> None:
+    """Holds the results of an attention call to the tolerance of this page.
+
+    actual: what was computed, by name, all or some of "out" (B, Hq, Sq, Dv), "lse" (B, Hq, Sq), "dq", "dk", "dv", and
+    "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
+    read them first.
+    dout, dlse: the gradients of out and lse that the computed ones belong to; None is no gradient through it.
+
+    Raises: AssertionError, with a table of errors and what they may be.
+    """
+    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name)
+    exact = _reference(case, torch.float64)
+    for key in actual:
+        if key not in exact:
+            raise KeyError(f"{key!r} is not a result of this call; there are {', '.join(exact)}")
+    problems = [*_wrong_forms(actual, exact), *_wrong_rows(actual, exact)]
+    errors = {key: _errors(actual[key], exact[key]) for key in actual} if not problems else {}
+    allowed: dict[str, tuple[float, ...]] = {}
+    for disturbed in (None, (0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)):  # only where the plain run does not settle it
+        plain = _reference(case, q.dtype, None if disturbed is None else _Disturbed(case, *disturbed))
+        for key in errors:
+            rounding = tuple(torch.finfo(actual[key].dtype).eps / 2 * size for size in _sizes(exact[key]))
+            now = tuple(factor * e + r for e, r in zip(_errors(plain[key], exact[key]), rounding, strict=True))
+            allowed[key] = tuple(map(max, now, allowed.get(key, now)))
+        if all(e <= a for key in errors for e, a in zip(errors[key], allowed[key], strict=True)):
+            break
+    for key, found in errors.items():
+        if not all(e <= a for e, a in zip(found, allowed[key], strict=True)):
+            problems.append(f"{key} is off")
+    if problems:
+        rows = [
+            f"  {key:14} max {e[0]:.2e} of {allowed[key][0]:.2e} allowed, rms {e[1]:.2e} of {allowed[key][1]:.2e}"
+            for key, e in errors.items()
+        ]
+        raise AssertionError("\n".join([f"{name or describe(case)}: {'; '.join(problems)}", *rows]))
+
+
+def _wrong_forms(actual: Mapping[str, torch.Tensor], exact: Results) -> list[str]:
+    wrong = []
+    for key, value in actual.items():
+        if value.shape != exact[key].shape:
+            wrong.append(f"{key} has shape {tuple(value.shape)}, not {tuple(exact[key].shape)}")
+        elif bool(value.isnan().any()) and not bool(exact[key].isnan().any()):
+            wrong.append(f"{key} has {int(value.isnan().sum())} NaN of {value.numel()}")
+    return wrong
+
+
+def _wrong_rows(actual: Mapping[str, torch.Tensor], exact: Results) -> list[str]:
+    """Rows that see nothing are exact."""
+    wrong = []
+    empty = exact["lse"] == -math.inf
+    for key, value in actual.items():
+        if value.shape != exact[key].shape:
+            continue
+        if key == "lse" and not torch.equal(value == -math.inf, empty):
+            wrong.append(f"lse is -inf in {int((value == -math.inf).sum())} rows, should be in {int(empty.sum())}")
+        if key in ("out", "dq") and bool((value[empty] != 0).any()):
+            wrong.append(f"{key} is not 0 in rows that see nothing")
+    return wrong
+
+
+def _errors(value: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """(largest, root mean square) error; infinities that agree are no error."""
+    difference = torch.where(value.double() == exact, 0.0, value.double() - exact).abs()
+    return _sizes(difference)
+
+
+def _sizes(x: torch.Tensor) -> tuple[float, float]:
+    if x.numel() == 0:
+        return 0.0, 0.0
+    finite = _finite(x) if x.ndim == 3 else x  # lse of rows that see nothing
+    return float(finite.abs().max()), float(finite.square().mean().sqrt())
+
+
+# --- the runs that a result is compared with -----------------------------------------------------------------
+
+
+def _reference(case: Case, precision: torch.dtype, rounding: reference.Rounding | None = None) -> Results:
+    """The results of the reference in `precision`, kept as wide as they were computed only for fp64."""
+    program = case.program
+    wide = precision == torch.float64
+    q, k, v = (x.detach().to(precision).requires_grad_() for x in (case.q, case.k, case.v))
+    tensors = {id(t): (t.detach().double() if wide else t.detach().clone()).requires_grad_() for t in case.learned}
+    scale = softmax_scale(case.scale, q.shape[-1])
+    with torch.set_grad_enabled(case.dout is not None or case.dlse is not None):
+        out, lse = reference.attention(
+            q,
+            k,
+            v,
+            score=program.score,
+            mask=program.mask,
+            scale=scale,
+            precision=precision,
+            tensors=tensors,
+            rounding=rounding,
+        )
+    return _with_gradients(out, lse, q, k, v, list(tensors.values()), case)
+
+
+def _with_gradients(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    learned: Sequence[torch.Tensor],
+    case: Case,
+) -> Results:
+    results = {"out": out.detach(), "lse": lse.detach()}
+    flows = [(o, g.to(o.dtype)) for o, g in ((out, case.dout), (lse, case.dlse)) if g is not None]
+    if flows:
+        inputs = [q, k, v, *learned]
+        outputs, gradients = zip(*flows, strict=True)
+        grads = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        names = ["dq", "dk", "dv", *(f"d captured {i}" for i in range(len(learned)))]
+        for name, x, g in zip(names, inputs, grads, strict=True):
+            results[name] = torch.zeros_like(x) if g is None else g.detach()
+    return results
+
+
+class _Disturbed:
+    """Roundings that every fused kernel has, each with a random sign, all of them turned around by `direction`."""
+
+    def __init__(self, case: Case, draw: int, direction: float) -> None:
+        working = torch.promote_types(case.q.dtype, torch.float32)
+        self.unit = direction * 4 * torch.finfo(working).eps
+        self.stored = direction * torch.finfo(case.q.dtype).eps / 2
+        self.generator = torch.Generator().manual_seed(draw)  # one draw's signs are the same in both directions
+
+    def signs(self, like: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randint(0, 2, like.shape, generator=self.generator, dtype=torch.int8)
+        return (2 * drawn - 1).to(like.device, like.dtype)
+
+    def score(self, score: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        size = (q.detach().abs() @ k.detach().abs().mT).to(score.dtype) * abs(scale)
+        moved = score + self.unit * size * self.signs(score)
+        return _DisturbedGradient.apply(moved, 1 + (self.unit + self.stored) * self.signs(score))
+
+    def modified(self, score: torch.Tensor) -> torch.Tensor:
+        moved = score + self.unit * _finite(score.detach().abs()) * self.signs(score)
+        return _DisturbedGradient.apply(moved, 1 + self.unit * self.signs(score))
+
+    def output(self, out: torch.Tensor, p: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        of_p = (self.stored + self.unit * (1 + _finite(score.detach().abs()))) * self.signs(p)
+        of_dp, of_delta = self.unit * self.signs(p), self.stored * self.signs(p[..., :1])
+        moved = out + ((p * self.stored * self.signs(p)).to(v.dtype) @ v).detach()
+        return _DisturbedOutput.apply(moved, p, v, score, of_p, of_dp, of_delta)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isinf(), 0.0, x)
+
+
+class _DisturbedGradient(torch.autograd.Function):
+    """A score as it is, its gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Any, factor: Any) -> Any:
+        ctx.save_for_backward(factor)
+        return score.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class _DisturbedOutput(torch.autograd.Function):
+    """out as it is; v and the score receive what roundings of P, dP and rowsum(dO·O) in a backward make of them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Any, p: Any, v: Any, score: Any, of_p: Any, of_dp: Any, of_delta: Any) -> Any:
+        ctx.save_for_backward(out, p, v, of_p, of_dp, of_delta)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        out, p, v, of_p, of_dp, of_delta = ctx.saved_tensors
+        wide, out, v = dout.to(p.dtype), out.to(p.dtype), v.to(p.dtype)
+        ds = wide @ v.mT - (wide * out).sum(-1, keepdim=True)
+        noise = of_p * ds + of_dp * (wide.abs() @ v.abs().mT) + of_delta * (wide * out).norm(dim=-1, keepdim=True)
+        return dout, None, ((p * of_p).mT @ wide).to(ctx.saved_tensors[2].dtype), p * noise, None, None, None
