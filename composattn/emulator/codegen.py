@@ -42,7 +42,7 @@ class Writer:
         self._guards = 0
 
     def name(self, prefix: str, value: Any) -> str:
-        key = f"{prefix}{len(self.names)}"
+        key = f"{prefix}_{len(self.names)}"
         self.names[key] = value
         return key
 

@@ -175,6 +175,8 @@ for _t in INTS:
         _w = _WIDE[_t]
         _add(f"mul.wide.{_t}", Alu(_w, (_t, _t), lambda a, b: _widen(a) * _widen(b), "fma"))
         _add(f"mad.wide.{_t}", Alu(_w, (_t, _t, _w), lambda a, b, c: _widen(a) * _widen(b) + c, "fma"))
+_add("min.relu.s32", Alu("s32", ("s32", "s32"), lambda a, b: np.maximum(np.minimum(a, b), 0)))
+_add("max.relu.s32", Alu("s32", ("s32", "s32"), lambda a, b: np.maximum(np.maximum(a, b), 0)))
 for _n, _b in _BITS.items():
     _add(f"and.{_b}", Alu(_b, (_b, _b), np.bitwise_and, out=True))
     _add(f"or.{_b}", Alu(_b, (_b, _b), np.bitwise_or, out=True))

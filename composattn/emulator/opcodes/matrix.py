@@ -163,7 +163,7 @@ def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
     element = ELEMENT[kind]
     parts = 4 // element
     values = decode(kind, raw.view(np.uint8)).reshape(2, 2, 4, 8, 4, parts)
-    return values.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * 2 * parts)
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * parts)
 
 
 # --- meeting of the four warps -----------------------------------------------------------------------------
