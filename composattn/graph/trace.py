@@ -12,8 +12,9 @@ import math
 import numbers
 import os
 import sys
+import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +36,28 @@ def user_line() -> str | None:
     """`file:line: source` of the innermost frame that is neither ours nor torch's."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH)) and not name.startswith("<frozen"):
-            source = linecache.getline(name, frame.f_lineno).strip()
-            return f"{name}:{frame.f_lineno}: {source}"
+        quoted = _quote(frame.f_code.co_filename, frame.f_lineno)
+        if quoted is not None:
+            return quoted
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
+def _quote(name: str, line: int) -> str | None:
+    """The line, unless it is ours or torch's."""
+    if name.startswith((_HERE, _TORCH, "<frozen")):
+        return None
+    return f"{name}:{line}: {linecache.getline(name, line).strip()}"
+
+
+_refusals = threading.local()
+
+
 def refuse(kind: type[errors.TraceError], message: str) -> Any:
-    """Raise `kind` with the user's line."""
-    raise kind(message, user_line())
+    """Raise `kind` with the user's line. A refusal stands, whoever swallows it on the way out of the mod."""
+    error = kind(message, user_line())
+    _refusals.last = error
+    raise error
 
 
 # --- values that stand for numbers while a mod is traced ---------------------------------------------------
@@ -88,7 +100,8 @@ class Symbolic:
             "keep it a tensor expression, and put lists into a captured tensor",
         )
 
-    __int__ = __float__ = __index__ = __complex__ = __len__ = __iter__ = item = tolist = numpy = _no_number
+    __array_ufunc__ = None  # numpy numbers on the left leave the operator to us
+    __array__ = __int__ = __float__ = __index__ = __complex__ = __len__ = __iter__ = item = tolist = numpy = _no_number
 
     def _no_write(self, *_: Any) -> Any:
         return refuse(
@@ -227,6 +240,12 @@ class _Row:
 
     def __getitem__(self, item: Any) -> Any:
         return _read(self.capture, self.indices, item)
+
+    def __len__(self) -> int:
+        return self.capture.tensor.shape[len(self.indices)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
 
     @classmethod
     def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -531,7 +550,8 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 
 _RANDOM = {
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal",
-    "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu",
+    "multinomial", "poisson", "uniform", "exponential", "cauchy", "log_normal", "geometric", "random",
+    "dropout", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu",
 }  # fmt: skip
 _REDUCTIONS = {
     "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "cumsum", "cumprod", "softmax",
@@ -541,10 +561,8 @@ _REDUCTIONS = {
 
 
 _TO_PYTHON = {"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"}
-_IN_PLACE = {
-    f"__i{n}__"
-    for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {f"__i{n}__" for n in _OPERATORS}
 
 
 def _refuse_function(name: str) -> Any:
@@ -576,10 +594,7 @@ def _refuse_function(name: str) -> Any:
     )
 
 
-_REFLECTED = {
-    f"__r{n}__": f"__{n}__"
-    for n in ("add", "sub", "mul", "div", "truediv", "pow", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
-}
+_REFLECTED = {f"__r{n}__": f"__{n}__" for n in _OPERATORS}
 _PLAIN_NAME = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 _ARGUMENT = {"input": "x", "self": "x", "other": "y"}
 
@@ -684,6 +699,8 @@ class _Guard(TorchFunctionMode):
             or (tensors and name.endswith("_") and not name.endswith("__"))
         ):
             return _torch_call(func, args, kwargs)
+        if name == "unbind" and args[1:] in ((), (0,)) and tensors and tensors[0].ndim:  # `low, high = bounds`
+            return tuple(_read(Capture(tensors[0]), (), i) for i in range(len(tensors[0])))
         if not tensors or name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
         if name in _TO_PYTHON or name == "__bool__":
@@ -757,8 +774,44 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
         raise errors.WrongSignature(f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}")
-    with _GUARD:
-        return fn(*arguments)
+    outer = getattr(_refusals, "last", None)
+    _refusals.last = None
+    try:
+        with _GUARD:
+            result = fn(*arguments)
+    except Exception as error:
+        _explain(error)
+        raise
+    else:
+        if _refusals.last is not None:
+            raise _refusals.last  # torch swallowed it: `captured += 1` fell back to `captured + 1`
+        return result
+    finally:
+        _refusals.last = outer
+
+
+def _explain(error: Exception) -> None:
+    """Raise what stands behind an error that left a mod, if it does not say so itself.
+
+    Tensor operators and numpy turn a refusal into an error of their own, and torch's parsers know nothing of the user.
+    """
+    if isinstance(error, errors.TraceError):
+        if error.line is None:
+            raise type(error)(str(error), _line_of(error)) from None
+    elif _refusals.last is not None:
+        raise _refusals.last from None
+    elif isinstance(error, TypeError) and not isinstance(error, errors.ComposattnError):
+        raise errors.UnsupportedOperation(str(error).partition("\n")[0], _line_of(error)) from error
+
+
+def _line_of(error: BaseException) -> str | None:
+    """The user's line that an error came through last."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        found = _quote(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
+        trace = trace.tb_next
+    return found
 
 
 def trace_mask(fn: Callable[..., Any]) -> Expr:

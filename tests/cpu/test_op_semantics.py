@@ -168,7 +168,7 @@ FLOATS: dict[str, Mod] = {
     "isposinf": lambda x, i, j: torch.isposinf(x),
     "isneginf": lambda x, i, j: torch.isneginf(x),
     "comparisons": lambda x, i, j: (x < 1).int() + 2 * (x <= 1) + 4 * (x > 1) + 8 * (x >= 1) + 16 * (x == 1),
-    "not equal": lambda x, i, j: x != x,  # noqa: PLR0124
+    "not equal": lambda x, i, j: x != x,
     "where": lambda x, i, j: torch.where(x > 0, x, -torch.inf),
     "masked_fill": lambda x, i, j: x.masked_fill(i > j, -1e9),
     "logical": lambda x, i, j: torch.logical_and(x > 0, x < 2) | torch.logical_not(x),

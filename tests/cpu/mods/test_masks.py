@@ -99,7 +99,12 @@ def test_document_ids(data: st.DataObject) -> None:
 
     check(masks.document(q_ids, kv_ids), rule, q_len=q_len, kv_len=kv_len)
     again = masks.document(q_ids)
-    check(again, lambda b, h, q, kv: bool(q_ids.expand(2, -1)[b, q] == q_ids.expand(2, -1)[b, kv]), q_len=q_len, kv_len=q_len)
+    check(
+        again,
+        lambda b, h, q, kv: bool(q_ids.expand(2, -1)[b, q] == q_ids.expand(2, -1)[b, kv]),
+        q_len=q_len,
+        kv_len=q_len,
+    )
 
 
 document_lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda n: sum(n) > 0)
