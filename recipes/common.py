@@ -1,0 +1,89 @@
+"""What the recipes share: the best device there is, the error against fp64, and where pictures go."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+OUT = HERE / "out"
+if importlib.util.find_spec("composattn") is None:
+    sys.path.insert(0, str(HERE.parent))  # not installed: from the source tree
+
+import composattn as ca  # noqa: E402
+from composattn.testing import Case, check  # noqa: E402
+
+
+def best_device() -> tuple[torch.device, torch.dtype]:
+    """A GPU with bf16 where there is one, else the CPU with fp32."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.bfloat16
+    return torch.device("cpu"), torch.float32
+
+
+def draw(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """N(0, 1), a leaf that wants a gradient."""
+    return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+
+@functools.cache
+def training_backend(device: torch.device) -> str | None:
+    """None (what ca.attention picks) where that has gradients, else "streaming", and says so."""
+    q = draw(1, 1, 64, 64, device=device, dtype=best_device()[1])
+    try:
+        ca.attention(q, q, q).sum().backward()
+    except ca.errors.GradientUnsupported as refusal:
+        print(f'gradients come from backend="streaming": {refusal}')
+        return "streaming"
+    return None
+
+
+def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """‖got - truth‖ / ‖truth‖, in fp64."""
+    got, truth = got.detach().double(), truth.detach().double()
+    return float((got - truth).norm() / truth.norm())
+
+
+def compare_with_fp64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    captured: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Attention forward and backward; prints how far it is from fp64, and stops if that is too far.
+
+    `captured`: the tensors that the mods read and that want gradients, by name.
+    """
+    captured = captured or {}
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+    backend = training_backend(q.device)
+    attention = functools.partial(ca.attention, backend=backend)
+    with torch.no_grad():
+        fastest = ca.attention(q, k, v, **mods)
+    out = attention(q, k, v, **mods)
+    upstream = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, [q, k, v, *captured.values()], upstream)
+
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    truth = ca.attention(*wide, **mods, backend="reference")
+    true_gradients = torch.autograd.grad(truth, [*wide, *captured.values()], upstream.double())
+
+    errors = {"output": relative_error(fastest, truth)}
+    for name, got, true in zip(("q", "k", "v", *captured), gradients, true_gradients, strict=True):
+        errors[f"d{name}"] = relative_error(got, true)
+    print(f"{str(out.dtype)[6:]} on {out.device.type}, relative error against fp64:")
+    print("  " + "   ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    # Twice the error of plain PyTorch at the same precision is the most that composattn.testing lets pass.
+    case = Case(q, k, v, **mods, dout=upstream)
+    check(attention, case)
+    if backend is not None:
+        check(ca.attention, case.without_gradients())
