@@ -71,6 +71,13 @@ class Score:
             "score mods join with >> (then) and + (both changes); & | ~ join masks. Pass masks as mask_mod="
         )
 
+    def _no_arithmetic(self, *other: Any) -> Any:
+        raise errors.WrongComposition(
+            "score mods join with >> (then) and + (both changes); to multiply or divide the score, put "
+            "mods.scores.temperature(t) or `lambda score, b, h, q, kv: score * x` after >>"
+        )
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _no_arithmetic
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = _no_masks
 
     def __bool__(self) -> bool:
@@ -84,6 +91,8 @@ class Score:
 
 
 def _operand(side: Any, sign: str) -> Score:
+    if isinstance(side, torch.Tensor):
+        return Score.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
     if isinstance(side, (int, float)) or not callable(side):
         raise errors.WrongComposition(
             f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "

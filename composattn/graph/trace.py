@@ -770,6 +770,8 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
         raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
     wanted = len(arguments)
     n = arity(fn)
+    if getattr(fn, "__annotations__", {}).get("return") in ("Mask", "Score") and n != wanted:
+        raise errors.WrongComposition(f"{_name(fn)} makes a mod when it is called: write {_name(fn)}(...)")
     if n is not None and n != wanted:
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
