@@ -9,7 +9,7 @@ import numpy as np
 
 from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse
-from composattn.emulator.gang import Gang, row_views
+from composattn.emulator.gang import Gang
 from composattn.emulator.memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -71,13 +71,8 @@ class Block:
         self.rendezvous: dict[int, dict[int, Gang]] = {}
         self.cluster_tickets: dict[int, int] = {}
         self.registers = [0] * self.warps  # what setmaxnreg last asked for
-        self._views: dict[tuple[int, int], dict[str, Any]] = {}
-        self.banks = self.program.new_banks(self, self.warps * 32)
-
-    def views(self, low: int, high: int) -> dict[str, Any]:
-        if (low, high) not in self._views:
-            self._views[low, high] = row_views(self.banks, low, high)
-        return self._views[low, high]
+        self.file = self.program.take_file(self, self.warps * 32)
+        self.views = self.file.views
 
     def units_of(self, low: int, high: int) -> list[MatrixUnit]:
         return self.units[low // 4 : (high + 3) // 4]

@@ -208,6 +208,7 @@ class Cluster:
             for i, unit in enumerate(block.units):
                 if unit.open or unit.groups:
                     raise AsyncAtExit(f"block {block.index} warps {4 * i}-{4 * i + 3} exit with a wgmma not waited for")
+            self.program.free(block.file)
 
     # --- one gang ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy as np
 from composattn.emulator import flow, ptx
 from composattn.emulator.codegen import Writer, is_arithmetic
 from composattn.emulator.findings import UnknownInstruction
+from composattn.emulator.gang import row_views
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.registers import Rows
 
@@ -46,6 +47,7 @@ class Program:
             self.shared_offset[s.name] = at
             at += s.size
         self._shared_end = at
+        self._files: dict[int, list[RegisterFile]] = {}
         self.runs: list[Callable[..., Any] | None] = [self._compile(n) for n in self.nodes]
 
     def _compile(self, node: flow.Node) -> Callable[..., Any] | None:
@@ -93,23 +95,15 @@ class Program:
 
     # --- the register file of a block ----------------------------------------------------------------------
 
-    def new_banks(self, block: Block, lanes: int) -> dict[str, Array]:
-        """Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows."""
-        count = self.rows.count
-        banks: dict[str, Array] = {
-            "p": np.zeros((count["p"], lanes), np.bool_),
-            "16": np.full((count["16"], lanes), 0x7FFF, np.uint16),
-            "32": np.full((count["32"], lanes), 0x7FBADBAD, np.uint32),
-            "64": np.full((count["64"], lanes), 0x7FF8BADBADBADBAD, np.uint64),
-        }
-        for (bank, value), row in self.rows.literals.items():
-            banks[bank][row] = value
-        for (bank, name, offset), row in self.rows.symbols.items():
-            banks[bank][row] = self.address(name) + offset
-        specials = _specials(block, lanes)
-        for (bank, name), row in self.rows.specials.items():
-            banks[bank][row] = specials[name]
-        return banks
+    def take_file(self, block: Block, lanes: int) -> RegisterFile:
+        """A register file as a block finds it; give it back with `free`."""
+        pool = self._files.setdefault(lanes, [])
+        file = pool.pop() if pool else RegisterFile(self.rows, self.address, lanes)
+        file.reset(_specials(block, lanes))
+        return file
+
+    def free(self, file: RegisterFile) -> None:
+        self._files[file.lanes].append(file)
 
     def address(self, name: str) -> int:
         if name in self.param_offset:
@@ -117,6 +111,39 @@ class Program:
         if name in self.shared_offset:
             return self.shared_offset[name]
         raise UnknownInstruction(f"symbol {name} is neither a parameter nor a shared array")
+
+
+class RegisterFile:
+    """The registers of a block: banks of rows, and views of them for gangs. Making the views is what costs time.
+
+    Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows.
+    """
+
+    def __init__(self, rows: Rows, address: Callable[[str], int], lanes: int) -> None:
+        self.rows, self.lanes = rows, lanes
+        count = rows.count
+        self.banks: dict[str, Array] = {
+            "p": np.zeros((count["p"], lanes), np.bool_),
+            "16": np.zeros((count["16"], lanes), np.uint16),
+            "32": np.zeros((count["32"], lanes), np.uint32),
+            "64": np.zeros((count["64"], lanes), np.uint64),
+        }
+        for (bank, value), row in rows.literals.items():
+            self.banks[bank][row] = value
+        for (bank, name, offset), row in rows.symbols.items():
+            self.banks[bank][row] = address(name) + offset
+        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def reset(self, specials: dict[str, Any]) -> None:
+        for bank, poison in (("p", False), ("16", 0x7FFF), ("32", 0x7FBADBAD), ("64", 0x7FF8BADBADBADBAD)):
+            self.banks[bank][: self.rows.kernel.banks[bank]] = poison
+        for (bank, name), row in self.rows.specials.items():
+            self.banks[bank][row] = specials[name]
+
+    def views(self, low: int, high: int) -> dict[str, Any]:
+        if (low, high) not in self._views:
+            self._views[low, high] = row_views(self.banks, low, high)
+        return self._views[low, high]
 
 
 def _specials(block: Block, lanes: int) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _chain(block: Any, low: int, ops: list[Multiply]) -> None:
     else:
         left = np.concatenate([o.left for o in ops if not isinstance(o.left, Operand)], 1)
     right = gather(shared, [o.right for o in ops])
-    product = left @ right.T
+    product = _product(left, right)
     if ops[0].negate:
         product = -product
     rows = ops[0].rows
@@ -155,6 +155,15 @@ def _chain(block: Any, low: int, ops: list[Multiply]) -> None:
     # Register 4j + 2h + e of lane l of warp w holds row 16w + 8h + l // 4, column 8j + 2(l % 4) + e.
     fragment = product.reshape(4, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
     bank[whole] = bank[whole] + fragment if ops[0].accumulate else fragment
+
+
+def _product(left: Array, right: Array) -> Array:
+    """left @ right.T in slices of K that BLAS does in one thread: its threads cost more than these sizes are worth."""
+    step = max(16, 4096 // right.shape[0] // 16 * 16)
+    out = left[:, :step] @ right[:, :step].T
+    for k in range(step, left.shape[1], step):
+        out += left[:, k : k + step] @ right[:, k : k + step].T
+    return out
 
 
 def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
