@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composattn.errors import ComposattnError
+from composattn.errors import ComposattnError, InvalidArgument
 
 
 class Finding(ComposattnError):
@@ -75,3 +75,7 @@ class UnknownInstruction(ComposattnError, NotImplementedError):
 
 class UnknownLaunch(ComposattnError, NotImplementedError):
     """The host side asked for something that the capture does not know: an argument kind, a tensor-map kind."""
+
+
+class EmulationTooLarge(InvalidArgument):
+    """A call whose emulation would take longer than the limit."""

@@ -1,0 +1,87 @@
+"""How many warp instructions a run executed: by role (producer, consumers, ...) and by pipe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composattn.emulator.launch import Result
+from composattn.emulator.opcodes.fp8 import OPCODES
+from composattn.emulator.ptx import Instr
+
+if TYPE_CHECKING:
+    from composattn.graph.program import Program as Mods
+    from composattn.problem import Problem
+
+# The pipe of an instruction that is not arithmetic, by how its name begins.
+_PIPES = (
+    ("wgmma", "matrix"), ("cp.", "copy"), ("ld", "memory"), ("st", "memory"), ("atom", "memory"), ("red.", "memory"),
+    ("mbarrier", "barrier"), ("bar", "barrier"), ("fence", "barrier"), ("shfl", "lanes"), ("vote", "lanes"),
+    ("elect", "lanes"), ("bra", "branch"), ("ret", "branch"), ("exit", "branch"), ("redux", "lanes"),
+)  # fmt: skip
+
+
+def pipe_of(instr: Instr) -> str:
+    """alu, fma, mufu (exp2, reciprocal, ...), xu (conversions), matrix, copy, memory, barrier, lanes, branch, other."""
+    row = OPCODES.get(instr.op)
+    if row is not None:
+        return row.pipe
+    return next((pipe for head, pipe in _PIPES if instr.op.startswith(head)), "other")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Warp instructions by role and pipe. A role is a run of warpgroups whose warps executed alike."""
+
+    roles: dict[str, Counter[str]]
+    blocks: int
+
+    @property
+    def total(self) -> int:
+        return sum(sum(c.values()) for c in self.roles.values())
+
+    def __str__(self) -> str:
+        pipes = [p for p, _ in sum(self.roles.values(), Counter()).most_common()]
+        width = max(len(r) for r in self.roles)
+        lines = [f"{self.total} warp instructions in {self.blocks} blocks"]
+        for role, counter in self.roles.items():
+            parts = ", ".join(f"{p} {counter[p]}" for p in pipes if counter[p])
+            lines.append(f"{role:<{width}}  {sum(counter.values())}: {parts}")
+        return "\n".join(lines)
+
+
+def count(result: Result) -> Counts:
+    """Counts of a run. Warps of a warpgroup share a role if the matrix unit worked for them, else each stands alone."""
+    by_pipe = [Counter(pipe_of(i) for i in [*n.code, *([n.branch] if n.branch else [])]) for n in result.program.nodes]
+    warps = [_warp(result.visits[w], by_pipe) for w in range(result.visits.shape[0])]
+    roles: dict[str, Counter[str]] = {}
+    w = 0
+    while w < len(warps):
+        group = warps[w : w + 4]
+        multiplies = all(c["matrix"] for c in group)
+        if multiplies and len(group) == 4:
+            roles[f"warps {w}-{w + 3} (wgmma)"] = sum(group, Counter())
+        else:
+            for i, c in enumerate(group):
+                kind = "copies" if c["copy"] else "idle after setup"
+                roles[f"warp {w + i} ({kind})"] = c
+        w += 4
+    return Counts(roles, result.blocks)
+
+
+def _warp(visits: Any, by_pipe: list[Counter[str]]) -> Counter[str]:
+    out: Counter[str] = Counter()
+    for n in np.flatnonzero(visits):
+        for pipe, k in by_pipe[n].items():
+            out[pipe] += k * int(visits[n])
+    return out
+
+
+def instruction_counts(problem: Problem, mods: Mods) -> Counts:
+    """Emulates the Hopper forward of a call of this form on random inputs and counts."""
+    from composattn.backends.hopper_emulated import random_run
+
+    return count(random_run(problem, mods))
