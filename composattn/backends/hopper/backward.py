@@ -1,0 +1,520 @@
+"""The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
+
+import dataclasses
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+import torch
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from ...plan_backward import BackwardPlan, BackwardTiling
+from ...primitives.emit import Leaves
+from ...primitives.emit_backward import BackwardMods
+from ...primitives.pipelines import Edge, Slot
+from ...primitives.q_tiles import QueryRun, query_runs
+from ...primitives.score_tile import FragmentShape, ScoreTile
+from ...primitives.tile_scheduler import WorkOrder
+from ...primitives.values import Fixed, narrow
+from .forward import WARPGROUP, _fake_capture, _issue, _partition, _permuted, row_column_view, tile_layout
+
+ROWS = 64  # keys of one warpgroup's products
+CONSUMERS_BARRIER = 1
+
+
+class HopperBackward:
+    """Roles: warp 0 copies K, V once and Q, dO with their rows' statistics; each further warpgroup owns 64 keys.
+
+    Scores are computed transposed, so that P and dS of a warpgroup's keys are left operands in its registers:
+
+        Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
+
+    Only dQ needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ
+    (`dq_split`) and adds it to fp32 memory straight from its registers, 16 bytes a thread.
+
+    Edges: kv (1 stage, never refilled), q (Q and LSE), do (dO and D). Timeline of a warpgroup for query tile i:
+
+        Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dV issued | dS (while dV runs) | all: dS written | dQ, dK issued |
+        dQ to memory (while dK runs)
+
+    For a head group (GQA) the walk goes over the queries of all its heads, so dK and dV are summed without atomics.
+    """
+
+    def __init__(self, plan: BackwardPlan):
+        self.plan, self.tiling = plan, plan.tiling
+        self.mods = BackwardMods(plan.program, plan.intervals, plan.captured)
+
+    def __repr__(self):
+        return "backward"  # becomes part of the kernel's name
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (B, Hq, Sq, D)
+        k: cute.Tensor,  # (B, Hkv, Skv, D)
+        v: cute.Tensor,  # (B, Hkv, Skv, Dv)
+        dout: cute.Tensor,  # (B, Hq, Sq, Dv)
+        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32: LSE in log2 units, D
+        dq_sum: cute.Tensor | None,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+        dk: cute.Tensor,  # (B, Hkv, Skv, D)
+        dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
+        scale: Float32,
+        captured,  # tuple of tensors that the mods read
+        scalars,  # tuple of run-time numbers that the mods read
+        stream,
+    ):
+        tiling = self.tiling
+        dtype = self.dtype = q.element_type
+        mQ, mK, mV, mdO, mdK, mdV = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, dout, dk, dv)]
+        q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
+        do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d)
+        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
+        ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        first = [0, 1]
+        copies = [
+            cpasync.make_tiled_tma_atom(load, mQ, cute.select(q_layout, first), (tiling.tile_m, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mdO, cute.select(do_layout, first), (tiling.tile_m, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mK, k_layout, (tiling.tile_n, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mV, v_layout, (tiling.tile_n, tiling.dv)),
+            cpasync.make_tiled_tma_atom(store, mdK, k_layout, (tiling.tile_n, tiling.d)),
+            cpasync.make_tiled_tma_atom(store, mdV, v_layout, (tiling.tile_n, tiling.dv)),
+        ]
+        q_len, kv_len = mQ.shape[0], mK.shape[0]
+        group = mQ.shape[2] // mK.shape[2]
+        q_bytes = Int64(q_len) * group * ((tiling.d + tiling.dv) * dtype.width // 8)
+        order = WorkOrder.of(
+            kv_len, tiling.tile_n, mK.shape[3], mK.shape[2], mK.shape[2], q_bytes, self.plan.target.l2
+        )
+        self.kernel(
+            tuple(c[0] for c in copies),
+            tuple(c[1] for c in copies),
+            (q_layout, do_layout, k_layout, v_layout, ds_layout),
+            statistics,
+            dq_sum,
+            order,
+            scale,
+            captured,
+            scalars,
+            q_len,
+            kv_len,
+            group,
+        ).launch(
+            grid=(order.tiles, 1, 1),
+            block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, tmas, tensors, layouts, statistics, dq_sum, order, scale, captured, scalars, q_len, kv_len, group
+    ):
+        tiling = self.tiling
+        call = Call(tmas, tensors, statistics, dq_sum, order, scale, captured, scalars, q_len, kv_len, group)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma in tmas:
+                cpasync.prefetch_descriptor(tma)
+        block = Block(tiling, layouts, self.dtype)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for edge in (block.kv_edge, block.q_edge, block.do_edge):
+                    edge.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(tiling.producer_registers)
+            if warp == 0:
+                self.produce(call, block)
+        else:
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            self.consume(call, block)
+
+    def leaves(self, call, work, head) -> Leaves:
+        first = work.m * self.tiling.tile_n
+        last = cutlass.min(first + self.tiling.tile_n, call.kv_len) - 1
+        return Leaves(work.b, head, call.q_len, call.kv_len, call.scale, call.captured, call.scalars, first, last)
+
+    def query_tiles(self, call, work, head) -> list[QueryRun]:
+        """The query tiles that a tile of keys visits for one head; producer and consumers ask alike."""
+        intervals = self.mods.intervals(self.leaves(call, work, head))
+        # rows beyond the last query are 0 in Q and dO and have P = 0; a score mod may turn their scores to NaN
+        return query_runs(intervals, call.q_len, self.tiling.tile_m, padding_is_harmless=self.mods.score is None)
+
+    # --- producer ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, call, block):
+        tiling = self.tiling
+        work = call.order.tile(cute.arch.block_idx()[0])
+        tma_q, tma_do, tma_k, tma_v = call.tmas[:4]
+        tQ, tdO, tK, tV = call.tensors[:4]
+        gK = cute.local_tile(tK[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.d), (work.m, 0))
+        gV = cute.local_tile(tV[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.dv), (work.m, 0))
+        tKsK, tKgK = _partition(tma_k, block.sK, gK)
+        tVsV, tVgV = _partition(tma_v, block.sV, gV)
+        bar = block.kv_edge.acquire(Slot.first(1))
+        cute.copy(tma_k, tKgK, tKsK, tma_bar_ptr=bar)
+        cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=bar)
+        q_slot, do_slot = Slot.first(tiling.q_stages), Slot.first(tiling.do_stages)
+        row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            gQ = cute.local_tile(tQ[None, None, head, work.b], (tiling.tile_m, tiling.d), (None, 0))
+            gdO = cute.local_tile(tdO[None, None, head, work.b], (tiling.tile_m, tiling.dv), (None, 0))
+            gLse, gDelta = [
+                cute.local_tile(call.statistics[kind, work.b, head, None], (tiling.tile_m,), (None,))
+                for kind in range(2)
+            ]
+            tQsQ, tQgQ = _partition(tma_q, block.sQ, gQ)
+            tdOsdO, tdOgdO = _partition(tma_do, block.sdO, gdO)
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.first + i
+                    bar = block.q_edge.acquire(q_slot)
+                    cute.copy(tma_q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
+                    with cute.arch.elect_one():
+                        cute.copy(row, gLse[None, m], block.sLse[None, q_slot.index], mbar_ptr=bar)
+                    q_slot = q_slot.next()
+                    bar = block.do_edge.acquire(do_slot)
+                    cute.copy(tma_do, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
+                    with cute.arch.elect_one():
+                        cute.copy(row, gDelta[None, m], block.sDelta[None, do_slot.index], mbar_ptr=bar)
+                    do_slot = do_slot.next()
+
+    # --- consumers -----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, call, block):
+        tiling = self.tiling
+        work = call.order.tile(cute.arch.block_idx()[0])
+        me = Consumer(tiling, block, cute.arch.thread_idx()[0] - WARPGROUP, work)
+        q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
+        ragged = (work.m + 1) * tiling.tile_n > call.kv_len
+        block.kv_edge.wait(Slot.first(1))
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            me.begin_head(self.mods, head, self.leaves(call, work, head))
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.first + i
+                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot)
+                    q_slot = q_slot.next()
+                    do_slot = do_slot.next()
+                    ds_slot = ds_slot.next()
+        me.finish(call)
+
+
+@dataclasses.dataclass
+class Call(Fixed):
+    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, dK, dV."""
+
+    tmas: tuple
+    tensors: tuple
+    statistics: cute.Tensor
+    dq_sum: cute.Tensor | None
+    order: WorkOrder
+    scale: Float32
+    captured: tuple
+    scalars: tuple
+    q_len: Int32
+    kv_len: Int32
+    group: Int32
+
+
+class Block(Fixed):
+    """Shared memory of one block, and the edges between the roles."""
+
+    def __init__(self, tiling: BackwardTiling, layouts, dtype):
+        self.dtype = dtype
+        q_layout, do_layout, k_layout, v_layout, ds_layout = layouts
+        wide = dtype.width // 8
+        warps = tiling.warpgroups * 4
+        statistic = 4 * tiling.tile_m
+        edges = (
+            Edge(1, tiling.tile_n * (tiling.d + tiling.dv) * wide, warps),
+            Edge(tiling.q_stages, tiling.tile_m * tiling.d * wide + statistic, warps),
+            Edge(tiling.do_stages, tiling.tile_m * tiling.dv * wide + statistic, warps),
+        )
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
+        bound = []
+        for edge in edges:
+            bound.append(edge.at(barriers))
+            barriers = barriers + edge.barriers
+        self.kv_edge, self.q_edge, self.do_edge = bound
+        self.sLse = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.q_stages)), 128)
+        self.sDelta = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.do_stages)), 128)
+
+        def tiles(layout):
+            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+
+        self.sK, self.sV = tiles(k_layout), tiles(v_layout)
+        self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
+        self.sdS = tiles(ds_layout) if tiling.reduce_dq else None  # (tile_m, tile_n, stage), keys contiguous
+
+
+def dq_product(tiling: BackwardTiling, dtype):
+    """The product dQ = dS K of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
+    k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+    if tiling.dq_split == "transposed":
+        part = (tiling.d // tiling.warpgroups, tiling.tile_m)
+        majors = (mn_major, k_major)
+    else:
+        columns = tiling.dq_split == "columns"
+        rows, width = (1, tiling.warpgroups) if columns else (tiling.warpgroups, 1)
+        part = (tiling.tile_m // rows, tiling.d // width)
+        majors = (k_major, mn_major)
+    return hopper.make_trivial_tiled_mma(dtype, dtype, *majors, Float32, (1, 1, 1), (ROWS, part[1])), part
+
+
+def _dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part) -> cute.Tensor:
+    """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
+    if tiling.dq_split == "transposed":
+        return cute.local_tile(_permuted(whole, (1, 0)), part, (warpgroup_index, 0))
+    place = (0, warpgroup_index) if tiling.dq_split == "columns" else (warpgroup_index, 0)
+    return cute.local_tile(whole, part, place)
+
+
+class Consumer(Fixed):
+    """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
+
+    def __init__(self, tiling: BackwardTiling, block: Block, thread, work):
+        self.tiling, self.block, self.work = tiling, block, work
+        self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        self.thread = thread % WARPGROUP
+        self.lane = cute.arch.lane_idx()
+        dtype = block.dtype
+        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+
+        def product(b_major, columns, **options):
+            return hopper.make_trivial_tiled_mma(
+                dtype, dtype, k_major, b_major, Float32, (1, 1, 1), (ROWS, columns), **options
+            )
+
+        registers = warpgroup.OperandSource.RMEM
+        self.mma_s = product(k_major, tiling.tile_m)
+        self.mma_dv = product(mn_major, tiling.dv, a_source=registers)
+        self.mma_dk = product(mn_major, tiling.d, a_source=registers)
+        # descriptors are the same for all threads of a warpgroup: thread 0's view serves
+        s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
+        mine = (self.warpgroup, 0)
+        sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
+        self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
+        self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(block.sQ)), s.make_fragment_B(s.partition_B(block.sdO))
+        self.tVrdO = dv.make_fragment_B(dv.partition_B(_permuted(block.sdO, (1, 0, 2))))
+        self.tKrQ = dk.make_fragment_B(dk.partition_B(_permuted(block.sQ, (1, 0, 2))))
+        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
+        self.tVrdV = cute.make_rmem_tensor(dv.partition_shape_C((ROWS, tiling.dv)), Float32)
+        self.tKrdK = cute.make_rmem_tensor(dk.partition_shape_C((ROWS, tiling.d)), Float32)
+        self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
+        self.tVrdV.fill(0.0)
+        self.tKrdK.fill(0.0)
+        if tiling.reduce_dq:
+            self._bind_dq(dtype)
+        # rows of the seam are queries (columns of this transposed product), columns are keys
+        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
+        self.shape = FragmentShape(queries, (0, 8), 32)
+        self.first_kv = work.m * tiling.tile_n + self.warpgroup * ROWS + (self.thread // 32) * 16 + self.lane // 4
+        self.row = (self.lane % 4) * 2
+
+    def _bind_dq(self, dtype):
+        tiling, block = self.tiling, self.block
+        self.mma_dq, self.dq_part = dq_product(tiling, dtype)
+        dq = self.mma_dq.get_slice(0)
+        sKt = _permuted(block.sK, (1, 0))  # (d, keys)
+        if tiling.dq_split == "transposed":
+            a = cute.local_tile(sKt, (self.dq_part[0], tiling.tile_n), (self.warpgroup, 0))
+            b = block.sdS
+        elif tiling.dq_split == "columns":
+            a = block.sdS
+            b = cute.local_tile(sKt, (self.dq_part[1], tiling.tile_n), (self.warpgroup, 0))
+        else:
+            a = cute.local_tile(block.sdS, (self.dq_part[0], tiling.tile_n), (self.warpgroup, 0, None))
+            b = sKt
+        self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
+        self.dq_shape = dq.partition_shape_C(self.dq_part)
+        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), dtype)
+        self.store_ds = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
+        sdSt = _permuted(block.sdS, (1, 0, 2))  # (keys, queries, stage)
+        sdSt = cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None))
+        self.tSsdS = self.store_ds.partition_D(sdSt)
+
+    def begin_head(self, mods: BackwardMods, head, leaves):
+        self.head, self.leaves = head, leaves
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        self.one_pass = mods.one_pass
+
+    def tile(self, scores, m) -> ScoreTile:
+        first_q = m * self.tiling.tile_m + self.row
+        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
+
+    def statistics(self, shared: cute.Tensor, stage) -> cute.Tensor:
+        """This thread's rows of a statistic, to registers."""
+        layout = cute.make_layout((2, self.tiling.tile_m // 8), stride=(1, 8))
+        mine = cute.make_tensor(shared[None, stage].iterator + self.row, layout)
+        values = cute.make_rmem_tensor((2, self.tiling.tile_m // 8), Float32)
+        cute.autovec_copy(mine, values)
+        return values
+
+    def step(self, call, m, tested, q_slot, do_slot, ds_slot):
+        """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
+        block, _dtype = self.block, self.block.dtype
+        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        block.q_edge.wait(q_slot)
+        _issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
+        block.do_edge.wait(do_slot)
+        _issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
+        lse = self.statistics(block.sLse, q_slot.index)
+        delta = self.statistics(block.sDelta, do_slot.index)
+        # (row, column) is (query, key) above the seam
+        scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
+        at = self.mods.evaluator(self.tile(scores, m))
+        tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
+        tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
+        tVrdO = self.tVrdO[None, None, None, do_slot.index]
+        if const_expr(self.one_pass):
+            warpgroup.wait_group(0)
+            self.mods.both(at, lse, gradients, delta, tested)
+            narrow(tVrP, tSrS)
+            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+        else:
+            warpgroup.wait_group(1)
+            self.mods.probabilities(at, lse, tested)
+            narrow(tVrP, tSrS)
+            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+            warpgroup.wait_group(1)
+            self.mods.score_gradients(at, gradients, delta)
+        narrow(tKrdS, tSrdP)
+        tKrQ = self.tKrQ[None, None, None, q_slot.index]
+        if const_expr(self.tiling.reduce_dq):
+            stage = ds_slot.index
+            copy = self.store_ds
+            cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
+            cute.arch.fence_view_async_shared()
+            # with two buffers, whoever passes here has read the buffer that will be written next
+            self.sync_consumers()
+            tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
+            _issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
+            _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+            warpgroup.wait_group(1)
+            block.do_edge.release(do_slot, self.lane)
+            self.add_dq(call.dq_sum[self.work.b, self.head, m, None], tQrdQ)
+        else:
+            _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+            warpgroup.wait_group(1)
+            block.do_edge.release(do_slot, self.lane)
+        warpgroup.wait_group(0)
+        block.q_edge.release(q_slot, self.lane)
+
+    def _dq_operands(self, stage):
+        a, b = self.tQra, self.tQrb
+        if self.tiling.dq_split == "transposed":
+            return a, b[None, None, None, stage]
+        return a[None, None, None, stage], b
+
+    def add_dq(self, target: cute.Tensor, tQrdQ: cute.Tensor):
+        """Registers added to fp32 memory: chunk j of thread t lies at 4 * (j * threads + t) of the warpgroup's part."""
+        count = cute.size(tQrdQ)
+        start = target.iterator + (self.warpgroup * (count * WARPGROUP) + self.thread * 4)
+        for j in range(count // 4):
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[start + j * 4 * WARPGROUP, *(tQrdQ[4 * j + e] for e in range(4))],
+            )
+
+    def sync_consumers(self):
+        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.tiling.warpgroups * WARPGROUP)
+
+    def finish(self, call):
+        """dK and dV through the shared memory of K and V to their tensors, rows beyond the end left out by the copy."""
+        block, tiling = self.block, self.tiling
+        for i in range(cute.size(self.tKrdK)):
+            self.tKrdK[i] = self.tKrdK[i] * call.scale
+        self.sync_consumers()  # K has been read by all products
+        mine = (self.warpgroup, 0)
+        for mma, registers, shared, columns in (
+            (self.mma_dk, self.tKrdK, block.sK, tiling.d),
+            (self.mma_dv, self.tVrdV, block.sV, tiling.dv),
+        ):
+            rounded = cute.make_rmem_tensor_like(registers, block.dtype)
+            narrow(rounded, registers)
+            to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
+            copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(self.thread)
+            cute.copy(copy, copy.retile(rounded), copy.partition_D(cute.local_tile(shared, (ROWS, columns), mine)))
+        cute.arch.fence_view_async_shared()
+        self.sync_consumers()
+        work = self.work
+        is_first = (self.warpgroup == 0) & (self.thread // 32 == 0)
+        for tma, tensor, shared, columns in (
+            (call.tmas[4], call.tensors[4], block.sK, tiling.d),
+            (call.tmas[5], call.tensors[5], block.sV, tiling.dv),
+        ):
+            tile = cute.local_tile(tensor[None, None, work.kv_head, work.b], (tiling.tile_n, columns), (work.m, 0))
+            source, target = _partition(tma, shared, tile)
+            store_if(is_first, tma, source, target)
+        wait_if(is_first)
+
+
+def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:
+    """The registers of a transposed score product as (query, key)."""
+    return _permuted(row_column_view(accumulator), (1, 0))
+
+
+@cute.jit
+def store_if(condition: Boolean, tma, source, target):
+    if condition:
+        cute.copy(tma, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def wait_if(condition: Boolean):
+    if condition:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):
+    """A tensor with dynamic strides of whole 16 bytes and a contiguous last dimension, to compile with."""
+    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1]), 1)
+    return make_fake_tensor(dtype, shape, strides, assumed_align=align)
+
+
+def element_type(plan: BackwardPlan):
+    return cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
+
+
+def fake_arguments(plan: BackwardPlan) -> tuple:
+    """Tensors with dynamic sizes and strides that stand for a call's when compiling."""
+    size = cute.sym_int
+    dtype, tiling = element_type(plan), plan.tiling
+    batch, heads, kv_heads, q_len, kv_len, tiles = size(), size(), size(), size(), size(), size()
+    rows = cute.sym_int(divisibility=tiling.tile_m)
+    d, dv = plan.head_dim, plan.head_dim_v
+    return (
+        fake_tensor(dtype, (batch, heads, q_len, d)),
+        fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
+        fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
+        fake_tensor(dtype, (batch, heads, q_len, dv)),
+        fake_tensor(Float32, (2, batch, heads, rows), divisibility=4),
+        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4)
+        if tiling.reduce_dq
+        else None,
+        fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
+        fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
+        Float32(1.0),
+        tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
+        tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def kernel(plan: BackwardPlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    return HopperBackward(plan), fake_arguments(plan)

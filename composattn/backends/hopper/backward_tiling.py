@@ -1,0 +1,43 @@
+"""How the Hopper backward kernels cut the work: tile sizes by head dimension."""
+
+from __future__ import annotations
+
+from ...errors import UnsupportedHeadDim
+from ...graph.program import Program
+from ...plan_backward import BackwardTiling
+from ...problem import Problem
+from ...target import Target
+
+
+def padded(d: int) -> int:
+    """Head dimension on chip: what the swizzles of K, Q and dO take both as rows and as columns."""
+    return 32 if d <= 32 else -(-d // 64) * 64
+
+
+def backward_tiling(problem: Problem, program: Program, target: Target) -> BackwardTiling:
+    """Tiles of the backward kernel.
+
+    dK and dV of 64 keys take (d + dv) / 2 registers a thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
+    Raises `UnsupportedHeadDim`.
+    """
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if max(d, dv) > 128:
+        raise UnsupportedHeadDim(
+            f'the gradient on backend="hopper" takes D and Dv up to 128, got {problem.head_dim} and '
+            f'{problem.head_dim_v}; use backend="streaming" for training'
+        )
+    small = d <= 64 and dv <= 64
+    d = d if small else 128  # two warpgroups share the columns of dQ in whole swizzles of 64
+    return BackwardTiling(
+        tile_m=128 if small else 64,
+        tile_n=128,
+        d=d,
+        dv=dv,
+        q_stages=2,
+        do_stages=2,
+        ds_stages=2,
+        warpgroups=2,
+        dq_split="rows" if small else "columns",
+        consumer_registers=240,
+        producer_registers=24,
+    )

@@ -1,0 +1,80 @@
+"""Tensors → launches of the backward kernels on torch's current stream: statistics, dK and dV and the sum of dQ, dQ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .compile import compile_plan
+from .launch import _at_least_1d, _empty_like_queries
+from .plan_backward import BackwardPlan, BackwardPlans
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Kernel = Callable[..., Any]
+
+
+class BackwardLauncher:
+    """Compiled kernels of the backward with what a launch needs; make it once, call it often.
+
+    `kernel_of` turns a plan into what is called with its tensors; by default it compiles for the GPU.
+    """
+
+    def __init__(self, plans: BackwardPlans, kernel_of: Callable[[BackwardPlan], Kernel] = compile_plan) -> None:  # type: ignore[assignment]
+        self.plans, self.tiling = plans, plans.main.tiling
+        self.prepare, self.main, self.finish = (kernel_of(p) for p in (plans.prepare, plans.main, plans.finish))
+        self.has_dlse = plans.prepare.has_dlse
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        captured: Sequence[torch.Tensor] = (),
+        scalars: Sequence[float | int] = (),
+    ) -> Gradients:
+        """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
+
+        q, k, v, out, lse as the forward had and gave them; dout (B, Hq, Sq, Dv); dlse (B, Hq, Sq) fp32 where the
+        plan has it. Extra memory: 4 bytes * Sq * (padded D + 2) a query head.
+        """
+        dq, dk, dv = (_empty_like_queries(t, t.shape[3]) for t in (q, k, v))
+        batch, heads, q_len, _ = q.shape
+        if not q_len:
+            return dq, dk.zero_(), dv.zero_()
+        if not k.shape[2]:
+            return dq.zero_(), dk, dv
+        tile_m, d = self.tiling.tile_m, self.tiling.d
+        tiles = -(-q_len // tile_m)
+        statistics = q.new_empty((2, batch, heads, tiles * tile_m), dtype=torch.float32)
+        dq_sum = q.new_empty((batch, heads, tiles, tile_m * d), dtype=torch.float32)
+        q, k, v, out, dout = (copyable(t) for t in (q, k, v, out, dout))
+        reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
+        with _device_of(q):
+            self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum)
+            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, scale, reads, numbers)
+            self.finish(dq_sum, dq, scale)
+        return dq, dk, dv
+
+
+def copyable(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a copy where bulk copies can't read it: head dimension not contiguous, strides not in whole 16 bytes.
+
+    Gradients arrive in any form (`out.sum().backward()` expands one number), so here the copy is the way out.
+    """
+    unit = 16 // t.element_size()
+    strides = [8 if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    whole = all(s % unit == 0 and s > 0 for s in strides) and t.data_ptr() % 16 == 0
+    if not whole or (t.shape[-1] != 1 and t.stride(-1) != 1):
+        return t.contiguous() if not t.is_contiguous() else t.clone()
+    return t.as_strided(t.shape, (*strides, 1))
+
+
+def _device_of(t: torch.Tensor) -> Any:
+    return torch.cuda.device(t.device) if t.is_cuda else torch.autograd.profiler.record_function("composattn")

@@ -1,0 +1,185 @@
+"""What will be run for a gradient, decided on the host: problem + mods + target → one frozen, printable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import torch
+
+from .graph import bands
+from .graph.bands import TileInterval
+from .graph.expr import Capture, const, content_key, index
+from .graph.expr import captures as captures_of
+from .graph.program import PLAIN, Program
+from .problem import Problem
+from .target import Target
+
+Split = Literal["columns", "rows", "transposed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """How a backward kernel cuts the work; a backend chooses it (`backward_tiling`).
+
+    A block owns `tile_n` keys, a warpgroup 64 of them with their dK and dV in registers, and walks over queries in
+    tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `d` and `dv`
+    are the head dimensions as stored on chip. `dq_split` says how the warpgroups share dQ of a tile: by its columns,
+    by its rows, or transposed (rows of dQᵀ). `reduce_dq`: dQ is summed in memory here, not by a kernel of its own.
+    """
+
+    tile_m: int
+    tile_n: int
+    d: int
+    dv: int
+    q_stages: int
+    do_stages: int
+    ds_stages: int
+    warpgroups: int
+    dq_split: Split
+    consumer_registers: int
+    producer_registers: int
+    reduce_dq: bool = True
+
+    def shared_memory(self, element_bytes: int) -> int:
+        """Bytes a block takes, barriers and alignment included."""
+        stationary = self.tile_n * (self.d + self.dv)
+        moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
+        scores = self.ds_stages * self.tile_m * self.tile_n if self.reduce_dq else 0
+        statistics = 4 * self.tile_m * (self.q_stages + self.do_stages)
+        return element_bytes * (stationary + moving + scores) + statistics + 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """One kernel of a gradient, named by content: plans with equal `key` are served by one compiled kernel.
+
+    `module` is the step: `backward_prepare` (row statistics, an empty dQ), `backward` (dK, dV, dQ summed in fp32),
+    `backward_finish` (dQ scaled and rounded).
+    """
+
+    backend: str
+    module: str
+    target: Target
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    tiling: BackwardTiling
+    has_dlse: bool
+    captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
+    scalars: tuple[type, ...]  # int or float
+    program_key: Hashable
+    program: Program = dataclasses.field(compare=False, repr=False)
+    intervals: tuple[TileInterval, ...] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Content of the plan as text, the same in every process."""
+        fields = [f for f in dataclasses.fields(self) if f.compare]
+        return repr([(f.name, getattr(self, f.name)) for f in fields])
+
+    @property
+    def shared_memory(self) -> int:
+        return self.tiling.shared_memory(self.dtype.itemsize)
+
+    @property
+    def captured(self) -> tuple[Capture, ...]:
+        """What the mods and the loop bounds read, in the order in which the kernel receives it."""
+        return _captured(self.program, self.intervals)
+
+    def __str__(self) -> str:
+        t = self.tiling
+        dq = f"summed in fp32 in memory, shared by {t.dq_split}" if t.reduce_dq else "by a kernel of its own"
+        return "\n".join(
+            [
+                f"{self.module} on {self.backend} ({self.target.arch}), {self.dtype}, "
+                f"D {self.head_dim}, Dv {self.head_dim_v}",
+                f"  tiles      {t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}, "
+                f"stages Q {t.q_stages}, dO {t.do_stages}, dS {t.ds_stages}",
+                f"  roles      1 copying warp, {t.warpgroups} warpgroups of 64 keys; "
+                f"registers {t.consumer_registers}/{t.producer_registers}",
+                f"  dQ         {dq}",
+                f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlans:
+    """The kernels of one gradient, in the order in which they run."""
+
+    prepare: BackwardPlan
+    main: BackwardPlan
+    finish: BackwardPlan
+
+    def __str__(self) -> str:
+        return str(self.main)
+
+
+def plan_backward(
+    problem: Problem,
+    program: Program,
+    target: Target,
+    *,
+    has_dlse: bool = False,
+    tiling: BackwardTiling | None = None,
+    intervals: tuple[TileInterval, ...] | None = None,
+) -> BackwardPlans:
+    """The backward kernels for `problem` on `target`; `tiling` overrides the backend's choice.
+
+    `intervals`: which queries a tile of keys visits, by default derived from the mask.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
+    """
+    cutting = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
+    cutting.check(problem, program)
+    chosen = tiling or importlib.import_module(
+        f"composattn.backends.{target.backend}.backward_tiling"
+    ).backward_tiling(problem, program, target)
+    visited = query_intervals(program) if intervals is None else intervals
+    ends = [e for i in visited for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    common: dict[str, Any] = {
+        "backend": target.backend, "target": target, "dtype": problem.dtype, "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v, "tiling": chosen,
+    }  # fmt: skip
+    bare: dict[str, Any] = {"captures": (), "scalars": (), "program_key": PLAIN.key, "program": PLAIN, "intervals": ()}
+    main = BackwardPlan(
+        module="backward",
+        has_dlse=False,
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, visited)),
+        scalars=tuple(type(s.value) for s in program.scalars),
+        program_key=content_key(program.score, program.mask, *program.roots, *ends),
+        program=program,
+        intervals=visited,
+        **common,
+    )
+    return BackwardPlans(
+        prepare=BackwardPlan(module="backward_prepare", has_dlse=has_dlse, **bare, **common),
+        main=main,
+        finish=BackwardPlan(module="backward_finish", has_dlse=False, **bare, **common),
+    )
+
+
+EVERY_QUERY = (TileInterval(const(0), index("q_len"), const(0), index("q_len")),)
+"""No mask: every query, without a test."""
+
+UNKNOWN_QUERIES = (TileInterval(const(0), index("q_len"), const(0), const(0)),)
+"""Nothing is known of the mask: every query, with the test."""
+
+
+def query_intervals(program: Program) -> tuple[TileInterval, ...]:
+    """Which queries a tile of keys visits (`first` and `last` are keys there), from the mask."""
+    if program.mask is None:
+        return EVERY_QUERY
+    derive = getattr(bands, "tile_intervals_transposed", None)
+    return UNKNOWN_QUERIES if derive is None else derive(program.mask)
+
+
+def _captured(program: Program, intervals: tuple[TileInterval, ...]) -> tuple[Capture, ...]:
+    ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    return tuple(dict.fromkeys((*program.captures, *captures_of(*ends))))
+
+
+__all__ = ["BackwardPlan", "BackwardPlans", "BackwardTiling", "plan_backward", "query_intervals"]

@@ -1,0 +1,48 @@
+"""Which query tiles a tile of keys visits, in which order, and which of them need a test.
+
+The transposed twin of `kv_tiles`: runs of queries (`TileInterval`, evaluated for the kv tile at hand) become tiles, in
+ascending order, each at most once. Takes Python ints as well as kernel values, so the rule is checked with no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .values import Fixed, choose, larger, smaller
+
+
+@dataclasses.dataclass
+class QueryRun(Fixed):
+    """`count` tiles from `first` upwards; those in [full_start, full_stop) need no test."""
+
+    first: Any
+    count: Any
+    full_start: Any
+    full_stop: Any
+
+    def tested(self, tile: Any) -> Any:
+        return (tile < self.full_start) | (tile >= self.full_stop)
+
+
+def query_runs(
+    intervals: list[tuple[Any, Any, Any, Any]], q_len: Any, tile_m: int, padding_is_harmless: bool
+) -> list[QueryRun]:
+    """Tiles for `intervals` (begin, end, full_begin, full_end), ascending.
+
+    `padding_is_harmless`: rows of a tile beyond the last query need no test.
+    """
+    tiles = (q_len + (tile_m - 1)) // tile_m
+    seen: Any = 0  # tiles below it have been visited
+    runs = []
+    for begin, end, full_begin, full_end in intervals:
+        start = larger(larger(begin, 0) // tile_m, seen)
+        stop = smaller((larger(end, 0) + (tile_m - 1)) // tile_m, tiles)
+        count = larger(stop - start, 0)
+        seen = choose(count > 0, stop, seen)
+        full_start = (larger(full_begin, 0) + (tile_m - 1)) // tile_m
+        full_stop = larger(smaller(full_end, q_len), 0) // tile_m
+        if padding_is_harmless:
+            full_stop = choose(full_end >= q_len, tiles, full_stop)
+        runs.append(QueryRun(start, count, full_start, full_stop))
+    return runs
