@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,28 @@ def explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def compile_kernel(options: argparse.Namespace) -> int:
+    """Compile the Hopper kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
+    from composattn.compile import compile_offline
+    from composattn.plan import plan_forward
+    from composattn.problem import Problem
+    from composattn.target import HOPPER
+
+    options.device = options.device or "cpu"
+    problem = Problem.of(*empty_inputs(options))
+    plan = plan_forward(problem, attention_from(options).program, HOPPER)
+    start = time.perf_counter()
+    made = compile_offline(plan, options.out)
+    print(plan)
+    print(f"  compiled   {time.perf_counter() - start:.1f} s (0 when kept from before)")
+    print(f"  resources  {made.threads} threads, {made.registers} registers, {made.stack} bytes stack")
+    units = [(name, made.mnemonics[name]) for name in ("HGMMA", "UTMALDG")]  # matrix products, bulk tensor copies
+    frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
+    print(f"  machine    {sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}")
+    print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
+    return 0
+
+
 def serves(backend: str) -> str:
     """What a tiny call on this backend says: its error against fp64, or why it refuses."""
     generator = torch.Generator().manual_seed(0)
@@ -118,11 +141,15 @@ def parser() -> argparse.ArgumentParser:
     call = argparse.ArgumentParser(add_help=False)
     call.add_argument("--mask", help="'causal() & sliding_window(1024)', or package.module:name")
     call.add_argument("--score", help="'alibi(8) >> softcap(30.0)', or package.module:name")
-    call.add_argument("--shape", type=shape_from, default=shape_from("1,8,8,4096,4096,128"), help="B,Hq,Hkv,Sq,Skv,D[,Dv]")
+    usual = shape_from("1,8,8,4096,4096,128")
+    call.add_argument("--shape", type=shape_from, default=usual, help="B,Hq,Hkv,Sq,Skv,D[,Dv]")
     call.add_argument("--dtype", choices=DTYPES, default="bf16")
     call.add_argument("--device", help="default: the GPU where there is one")
     call.add_argument("--backend", choices=BACKENDS, help="default: what ca.attention picks for the device")
     commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
+    kernel = commands.add_parser("compile", parents=[call], help=compile_kernel.__doc__)
+    kernel.add_argument("--out", type=Path, help="folder to keep PTX and machine code in; default: the cache")
+    kernel.set_defaults(run=compile_kernel)
     commands.add_parser("doctor", help=doctor.__doc__).set_defaults(run=doctor)
     commands.add_parser("bench", help=bench.__doc__, add_help=False)
     return made

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from composattn.__main__ import main
+from tests.support import has_kernel_toolchain
 
 
 def test_doctor_says_what_serves_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +39,13 @@ def test_a_shape_of_the_wrong_length_is_refused(capsys: pytest.CaptureFixture[st
 def test_bench_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--set", "core", "--list"]) == 0
     assert "forward D128 S16384 causal" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not has_kernel_toolchain(), reason="nvidia-cutlass-dsl is not installed (extra: gpu)")
+def test_compile_prints_plan_and_resources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["compile", "--mask", "causal()", "--shape", "1,2,2,256,256,64", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "HGMMA" in said
+    assert "0 of them spills" in said
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1
