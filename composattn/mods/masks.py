@@ -51,7 +51,7 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
     `left` counts the keys before the query, as FlashAttention does: a window of W tokens that counts the query
     itself (Mistral, transformers) is `sliding_window(W - 1)`. `align` is that of `causal`.
 
-    Source: Child et al. 2019, "Generating Long Sequences with Sparse Transformers", section 4.2; Beltagy et al.
+    Source: Child et al. 2019, "Generating Long Sequences with Sparse Transformers", section 4.3; Beltagy et al.
     2020, "Longformer", section 3.1.
 
     Raises: `InvalidModArgument` for a negative or non-integer width, or another `align`.
@@ -80,7 +80,7 @@ def prefix_lm(prefix: Number) -> Mask:
     `prefix` is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (B,) with one prefix a batch entry.
 
     Source: Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-    Transformer", section 3.2.1 and figure 4.
+    Transformer", section 3.2.1 and figure 3.
 
     Raises: `InvalidModArgument` for a negative or non-integer prefix.
     """
@@ -161,7 +161,7 @@ def chunked(size: int, left: int | None = 0) -> Mask:
     `chunked(size, left=None)` is block-causal attention.
 
     Source: Zhang et al. 2020, "Unified Streaming and Non-streaming Two-pass End-to-end Model for Speech
-    Recognition", section 2.2.
+    Recognition" (chunk-based attention).
 
     Raises: `InvalidModArgument` for a size below 1 or a negative `left`.
     """
@@ -335,7 +335,7 @@ def shared_prefix(offsets: torch.Tensor, prefix_of: torch.Tensor | None = None) 
     document that precedes each one; a document that names itself has no prefix. Left out, document 0 is the prefix
     of all others.
 
-    Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", section 3.1.
+    Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", section 3.
 
     Raises: `InvalidModArgument` for offsets as in `document`, and for `prefix_of` that names no document.
     """

@@ -162,8 +162,8 @@ def bias(values: torch.Tensor) -> Score:
 def scale_by_head(factors: torch.Tensor) -> Score:
     """A factor for each head: `score * factors[h]`; `factors` is a float tensor (H,), learned or not.
 
-    Source: Henry et al. 2020, "Query-Key Normalization for Transformers", section 3.1 (a learned scale in place of
-    1/sqrt(D)), one for each head.
+    Source: Henry et al. 2020, "Query-Key Normalization for Transformers" (a learned scale in place of 1/sqrt(D)),
+    here one for each head.
 
     Raises: `InvalidModArgument` for another type or rank.
     """
