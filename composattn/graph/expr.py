@@ -127,6 +127,10 @@ class Expr:
         inside = ", ".join(map(repr, self.args))
         return f"{self.op}({inside})" if self.attr is None else f"{self.op}[{self.attr}]({inside})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are interned again; a deep copy of a module maps captured parameters to their copies."""
+        return make, (self.op, self.args, self.dtype, self.attr, self._deps)
+
     @property
     def deps(self) -> Dep:
         """What this value changes with."""

@@ -228,6 +228,9 @@ class Scalar(Symbolic):
     def expr(self) -> Expr:
         return self._expr
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scalar, (self._number,)
+
     def __repr__(self) -> str:
         return f"ca.scalar({self.value!r})"
 

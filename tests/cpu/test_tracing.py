@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import math
+import pickle
 import random
 import threading
 import time
@@ -296,6 +298,30 @@ def test_nodes_and_tensors_are_freed_with_the_mod() -> None:
     del table, scalar, held, mod
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_mods_pickle() -> None:
+    mod = Score.of(lambda s, b, h, q, kv: torch.where(q >= kv, s, -1e4) * SLOPES[h] + h * 0.5)
+    again = pickle.loads(pickle.dumps(mod))
+    assert content_key(again.expr) == content_key(mod.expr)
+    assert torch.equal(captures(again.expr)[0].tensor, SLOPES)
+    mask = Mask.of(causal)
+    assert pickle.loads(pickle.dumps(mask)).expr is mask.expr
+
+
+def test_a_deep_copy_of_a_module_reads_its_own_parameters_and_scalars() -> None:
+    class Bias(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.zeros(4))
+            self.width = Scalar(3)
+            self.mod = Score.of(lambda s, b, h, q, kv: s + self.table[h] * self.width)
+
+    first = Bias()
+    second = copy.deepcopy(first)
+    assert captures(second.mod.expr) == (Capture(second.table),)
+    assert scalars(second.mod.expr) == (second.width,)
+    assert captures(first.mod.expr) == (Capture(first.table),)
 
 
 def test_dead_entries_are_swept() -> None:
