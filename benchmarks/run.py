@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import gc
 import json
 import sys
@@ -20,7 +21,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
 from benchmarks.cases import SETS, Case, select  # noqa: E402
-from benchmarks.check import Checker, WrongResult  # noqa: E402
+from benchmarks.check import Checker  # noqa: E402
 from benchmarks.implementations import (  # noqa: E402
     GEMM,
     OURS,
@@ -66,12 +67,7 @@ def checked_call(case: Case, job: Job, checker: Checker) -> Call:
     if case.direction == "forward":
         with torch.no_grad():
             checker.check_output(job.to_common(job.forward(*job.leaves)))
-
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return job.forward(*job.leaves)
-
-        return forward
+        return functools.partial(job.forward, *job.leaves)
 
     out = job.forward(*job.leaves)
     checker.check_output(job.to_common(out))
@@ -148,15 +144,19 @@ def run_case(
     yardstick: tuple[Call, int] | None,
     options: argparse.Namespace,
 ) -> list[Row]:
+    if case.measure == "memory" and device.type != "cuda":
+        raise NotServed("peak memory is read from the allocator of a GPU")
     calls, rows, visible = make_ready(case, implementations, device, options.limit)
     if not calls:
         return rows
     if case.measure == "memory":
-        return memory_rows(case, calls) + rows
+        with torch.no_grad():
+            return memory_rows(case, calls) + rows
     if yardstick is not None and case.measure == "tflops":
         calls[GEMM] = yardstick[0]
     stopwatch = host_stopwatch if case.measure == "host" else Stopwatch(device)
-    timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
+    with torch.set_grad_enabled(case.direction == "backward"):
+        timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
     for name, timing in timings.items():
         row = result_row(case, name, timing, visible)
         if name == GEMM and yardstick is not None:
@@ -196,9 +196,9 @@ def run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
             result["rows"] += rows
             print(f"    device lost, stopping: {error}", flush=True)
             break
-        except (RuntimeError, ValueError, TimeoutError, WrongResult) as error:
+        except Exception as error:  # the truth did not fit into memory, say: the other cases still run
             rows = [error_row(case, "harness", error)]
-            print(f"    {rows[0]['error']}", flush=True)
+            print(f"    {rows[0].get('error') or rows[0].get('not served')}", flush=True)
         finally:
             faulthandler.cancel_dump_traceback_later()
             save(result, options.out)
