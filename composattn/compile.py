@@ -88,7 +88,7 @@ def _cute(plan: ForwardPlan) -> Any:
 
 def _run_compiler(plan: ForwardPlan, options: str) -> Any:
     cute = _cute(plan)
-    backend = importlib.import_module(f"composattn.backends.{plan.backend}.forward")
+    backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
     function, arguments = backend.kernel(plan)
     return cute.compile(function, *arguments, options=f"{options} --gpu-arch {plan.target.arch}")
 
@@ -139,9 +139,8 @@ def _compile_and_store(plan: ForwardPlan, digest: str) -> Launchable:
 class Artifact:
     """What the compiler made of a plan, kept in a folder of its own, and what it costs.
 
-    `registers` are those at launch (roles then trade them), `stack` and `spills` bytes and instructions of local
-    memory, `shared_memory` bytes a block, `mnemonics` how often each machine instruction occurs (empty where
-    nvdisasm is not installed).
+    `registers` are those at launch (roles then trade them), `stack` bytes of local memory, `shared_memory` bytes a
+    block, `instructions` the machine code in order (empty where nvdisasm is not installed).
     """
 
     plan: ForwardPlan
@@ -152,11 +151,43 @@ class Artifact:
     shared_memory: int
     registers: int | None
     stack: int | None
-    mnemonics: Counter[str]
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def mnemonics(self) -> Counter[str]:
+        """How often each machine instruction occurs."""
+        return Counter(i.name for i in self.instructions)
 
     @property
     def spills(self) -> int:
+        """Instructions that move registers to local memory and back."""
         return self.mnemonics["STL"] + self.mnemonics["LDL"]
+
+    def inner_loops(self, count: int) -> list[Counter[str]]:
+        """Mnemonics of the `count` shortest loops that multiply matrices, in program order.
+
+        A loop ends before the last product of all, which stands after it; code that waits out of line, at the very
+        end, jumps back too.
+        """
+        found: list[tuple[int, int]] = []
+        multiply = [n for n, i in enumerate(self.instructions) if i.name in ("HGMMA", "UTCHMMA")]
+        last = multiply[-1] if multiply else 0
+        spans = [
+            (i.target, n) for n, i in enumerate(self.instructions) if i.target is not None and i.target <= n < last
+        ]
+        for start, stop in sorted(spans, key=lambda span: span[1] - span[0]):
+            apart = all(stop < a or start > b for a, b in found)
+            if len(found) < count and apart and any(start <= n <= stop for n in multiply):
+                found.append((start, stop))
+        return [Counter(i.name for i in self.instructions[a : b + 1]) for a, b in sorted(found)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A machine instruction: its name without suffixes, and for a branch the number of the one it jumps to."""
+
+    name: str
+    target: int | None
 
 
 def compile_offline(plan: ForwardPlan, folder: Path | None = None) -> Artifact:
@@ -180,7 +211,7 @@ def compile_offline(plan: ForwardPlan, folder: Path | None = None) -> Artifact:
         shared_memory=plan.shared_memory,
         registers=registers,
         stack=stack,
-        mnemonics=_mnemonics(cubin),
+        instructions=_instructions(cubin),
     )
 
 
@@ -218,10 +249,23 @@ def _resources(cubin: Path) -> tuple[int | None, int | None]:
     return _find(r"REG:(\d+)", usage, int), _find(r"STACK:(\d+)", usage, int)
 
 
-def _mnemonics(cubin: Path) -> Counter[str]:
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_JUMP = re.compile(r"\((\.L_x_\d+)\)")
+
+
+def _instructions(cubin: Path) -> tuple[Instruction, ...]:
     tool = _binary_tool("nvdisasm")
     if tool is None:
-        return Counter()
+        return ()
     text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    instruction = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
-    return Counter(instruction.findall(text))
+    rows: list[tuple[str, str | None]] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        label, found = _LABEL.match(line), _INSTRUCTION.match(line)
+        if label:
+            labels[label.group(1)] = len(rows)
+        elif found:
+            jump = _JUMP.search(found.group(2)) if found.group(1) == "BRA" else None
+            rows.append((found.group(1), jump.group(1) if jump else None))
+    return tuple(Instruction(name, labels.get(jump) if jump else None) for name, jump in rows)

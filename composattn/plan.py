@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,8 +24,9 @@ class Tiling:
     A block owns `tile_m` query rows and walks over kv in tiles of `tile_n`, K and V each in a ring of `stages`.
     `d` and `dv` are the head dimensions as stored on chip, padded with zeros. `pingpong`: warpgroups take turns
     at the matrix unit. `rescale_early`: the output is rescaled while scores are computed, not after it was
-    accumulated. `persistent`: one block a multiprocessor, each walking over many work tiles. `separate_o`: the
-    output has shared memory of its own instead of Q's.
+    accumulated. `slack`: by how much, in log2 units, a row's maximum may rise before the output is rescaled.
+    `l2`: bytes of K and V of the heads that are worked on together. `persistent`: one block a multiprocessor,
+    each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
     """
 
     tile_m: int
@@ -38,9 +39,10 @@ class Tiling:
     producer_registers: int
     pingpong: bool
     rescale_early: bool
+    slack: float
+    l2: int
     persistent: bool = False
     separate_o: bool = False
-    branch: bool = False
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""
@@ -54,6 +56,8 @@ class ForwardPlan:
 
     Lengths, batch, heads, strides and the scale's value are run-time; what stands here is compiled in.
     """
+
+    module: ClassVar[str] = "forward"  # of the backend's folder
 
     backend: str
     target: Target
@@ -84,13 +88,15 @@ class ForwardPlan:
         mods = "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}"
         return "\n".join(
             [
-                f"forward on {self.backend} ({self.target.arch}), {self.dtype}, D {self.head_dim}, Dv {self.head_dim_v}",
+                f"forward on {self.backend} ({self.target.arch}), {self.dtype}, "
+                f"D {self.head_dim}, Dv {self.head_dim_v}",
                 f"  tiles      {t.tile_m} queries x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
                 f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, longest first; "
                 f"{'ping-pong' if t.pingpong else 'warpgroups at will'}, "
-                f"rescale {'under the next scores' if t.rescale_early else 'after the product'}",
+                f"rescale {'under the next scores' if t.rescale_early else 'after the product'} "
+                f"when a maximum rose by 2^{t.slack:g}",
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
                 f"  mods       {mods}",
                 f"  kv tiles   {' + '.join(map(_interval_words, self.intervals))}",

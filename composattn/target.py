@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Target:
     """Facts of one GPU that planning and code generation need.
 
-    `backend` names the folder of its kernels. `shared_memory` is what one block can get, in bytes; `registers` what one multiprocessor has; `l2` the
-    bytes of second-level cache that K and V of the heads in flight should fit in.
+    `backend` names the folder of its kernels. `shared_memory` is what one block can get, in bytes; `registers` what
+    one multiprocessor has; `l2` the bytes of second-level cache.
     """
 
     backend: str

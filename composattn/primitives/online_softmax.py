@@ -7,6 +7,7 @@ for softmax", 2018; FlashAttention-2, section 3.1).
 
 import math
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -60,21 +61,27 @@ class OnlineSoftmax(Fixed):
         self.maximum.fill(-Float32.inf)
         self.total.fill(0.0)
 
-    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False) -> None:
+    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, slack: float = 0.0) -> None:
         """Scores to probabilities, in place; `rescale[r]` gets the factor for what was summed before.
 
-        `first`: nothing was summed before, so `rescale` is left alone.
+        `first`: nothing was summed before, so `rescale` is left alone. `slack`: a maximum that rose by no more
+        than this, in log2 units, is not taken up, and the factor is exactly 1; probabilities then reach
+        2^slack, which costs no accuracy in a floating-point format (FlashAttention-4, conditional rescaling).
         """
         for r in range(self.rows):
             scores = [tile.values[r, c] for c in range(tile.columns)]
             chains = [_fold(cute.arch.fmax, scores[i::CHAINS]) for i in range(min(CHAINS, len(scores)))]
+            before = self.maximum[r]
             if not first:
-                chains.append(self.maximum[r])
+                chains.append(before)
             maximum = _across_lanes(cute.arch.fmax, _tree(cute.arch.fmax, chains), self.lanes)
+            if slack and not first:
+                # false for the NaN of -inf - -inf, and for a first visible score after -inf
+                maximum = choose((maximum - before) * self.scale <= slack, before, maximum)
             # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
             shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
             if not first:
-                rescale[r] = _exp2((self.maximum[r] - shift) * self.scale)
+                rescale[r] = _exp2((before - shift) * self.scale)
             self.maximum[r] = maximum
             scaled_shift = shift * self.scale
             terms = [_exp2(s * self.scale - scaled_shift) for s in scores]
@@ -103,3 +110,13 @@ def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
     for r in range(cute.size(accumulator, mode=[0])):
         for c in range(cute.size(accumulator, mode=[1])):
             accumulator[r, c] = accumulator[r, c] * factors[r]
+
+
+@cute.jit
+def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor):
+    """`rescale_rows`, left out by warps of which no row needs it."""
+    needed = factors[0] != 1.0
+    for r in cutlass.range_constexpr(1, cute.size(factors)):
+        needed = needed | (factors[r] != 1.0)
+    if cute.arch.vote_any_sync(needed):
+        rescale_rows(accumulator, factors)

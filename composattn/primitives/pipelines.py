@@ -110,9 +110,7 @@ class Turns(Fixed):
     def start(self, warpgroup) -> None:
         """The last warpgroup lets the first one begin."""
         if self.warpgroups > 1:
-            _arrive_named_if(
-                warpgroup == self.warpgroups - 1, self.first_barrier, 256
-            )
+            _arrive_named_if(warpgroup == self.warpgroups - 1, self.first_barrier, 256)
 
     def take(self, warpgroup) -> None:
         if self.warpgroups > 1:

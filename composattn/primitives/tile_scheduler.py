@@ -34,10 +34,12 @@ class WorkOrder(Bundle):
         order = WorkOrder()
         order.blocks = Int32(cute.ceil_div(q_len, tile_m))
         total = Int32(heads * batch)
-        # three quarters of L2: Q, O and the neighbours' next section want some of it too
-        fitting = Int32(smaller(Int64(l2 * 3 // 4) // larger(Int64(kv_bytes), Int64(1)), Int64(1 << 16)))
+        fitting = Int32(smaller(Int64(l2) // larger(Int64(kv_bytes), Int64(1)), Int64(1 << 16)))
         group = heads // kv_heads
-        section = smaller(larger(fitting, Int32(1)) * group, total)
+        most = smaller(larger(fitting, Int32(1)) * group, total)
+        # of even size: a short last section would start its longest tiles when nothing is left beside them
+        sections = Int32(cute.ceil_div(total, most))
+        section = smaller(Int32(cute.ceil_div(cute.ceil_div(total, sections), group)) * group, most)
         order.sections = Int32(cute.ceil_div(total, section))
         order.tiles = order.blocks * total
         order.tiles_in_section = divisor(order.blocks * section)

@@ -1,27 +1,93 @@
-"""Kernels for Hopper GPUs; importing this imports no kernel language."""
+"""Attention on Hopper GPUs by generated kernels; importing this imports no kernel language.
+
+The forward is one fused kernel (`forward.py`). Gradients are computed from its output and LSE tile by tile in PyTorch
+(`composattn.backends.streaming`) on the same GPU: O(S) memory, deterministic, not fused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
+from ...autograd import Grads, attend
+from ...graph.program import Program
 from ...launch import ForwardLauncher
-from ...plan import ForwardPlan
+from ...plan import plan_forward
+from ...problem import Problem
+from ...target import Target
+from ..streaming import Mods, Streaming
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def forward(
-    plan: ForwardPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    captured: Sequence[torch.Tensor] = (),
-    scalars: Sequence[float | int] = (),
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None) of the planned forward; `captured` and `scalars` in the order of the plan's program.
+def prepare(
+    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> HopperCall:
+    """A call of this backend, planned; see `composattn.backends.Prepare`.
 
-    A caller that repeats keeps a `ForwardLauncher(plan)` instead and calls that.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `BackendUnavailable`; `UnsupportedLayout`
+    when called.
     """
-    return ForwardLauncher(plan)(q, k, v, scale, captured, scalars)
+    return HopperCall(problem, program, scale)
+
+
+class HopperCall:
+    """One form of inputs: its kernels, with and without LSE, compiled when first needed. Also a `Differentiable`."""
+
+    def __init__(self, problem: Problem, program: Program, scale: float) -> None:
+        self.problem, self.program, self.scale = problem, program, scale
+        self.target = Target.of(problem.device)
+        self.captures = [c.tensor for c in program.captures]
+        self.without_lse  # noqa: B018  refuses what it can't do now, not at the first call
+
+    @cached_property
+    def with_lse(self) -> ForwardLauncher:
+        return self._launcher(return_lse=True)
+
+    @cached_property
+    def without_lse(self) -> ForwardLauncher:
+        return self._launcher(return_lse=False)
+
+    def _launcher(self, return_lse: bool) -> ForwardLauncher:
+        plan = plan_forward(
+            self.problem, self.program, self.target, return_lse=return_lse, positive_scale=self.scale > 0
+        )
+        return ForwardLauncher(plan)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
+            return attend(self, q, k, v)
+        return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())
+
+    def scalars(self) -> list[float | int]:
+        """The values of now of the mods' run-time numbers."""
+        return [s.value for s in self.program.scalars]
+
+    # --- Differentiable -----------------------------------------------------------------------------------
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self.with_lse(q, k, v, self.scale, captured, self.scalars())
+        assert lse is not None
+        return out, lse
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Grads:
+        streaming = Streaming(Mods(self.program, self.scale))
+        # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
+        out, _ = streaming.forward(q, k, v, captured)
+        dout = None if dout is None else dout.to(out.dtype)
+        return streaming.backward(q, k, v, captured, out, lse, dout, dlse, wanted)

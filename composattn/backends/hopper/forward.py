@@ -10,12 +10,12 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from ...plan import ForwardPlan
 from ...primitives.emit import Leaves, Mods
 from ...primitives.kv_tiles import TileSequence, visit
-from ...primitives.online_softmax import OnlineSoftmax, rescale_rows
+from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.tile_scheduler import WorkOrder
@@ -85,18 +85,12 @@ class HopperForward:
         o_layout = tile_layout(dtype, ROWS, tiling.dv)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (ROWS, tiling.d))
-        tma_k, tK = cpasync.make_tiled_tma_atom(
-            load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d)
-        )
-        tma_v, tV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv)
-        )
+        tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d))
+        tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
         q_len, kv_len = mQ.shape[0], mK.shape[0]
         kv_bytes = Int64(kv_len) * ((tiling.d + tiling.dv) * dtype.width // 8)
-        order = WorkOrder.of(
-            q_len, tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, self.plan.target.l2
-        )
+        order = WorkOrder.of(q_len, tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
         blocks = order.tiles
         if const_expr(tiling.persistent):
             blocks = cutlass.min(order.tiles, self.plan.target.sms)
@@ -220,13 +214,7 @@ class HopperForward:
             me.first_scores(tiles.first, k_slot)
             k_slot = k_slot.next()
             for run in tiles.runs:
-                if const_expr(self.tiling.branch and run.shape.full and (run.shape.left or run.shape.right)):
-                    for i in cutlass.range(run.count, unroll=1):
-                        n = run.first - i
-                        me.step(n, (n < run.full_start) | (n >= run.full_stop), k_slot, v_slot)
-                        k_slot = k_slot.next()
-                        v_slot = v_slot.next()
-                for segment in [] if const_expr(self.tiling.branch and run.shape.full and (run.shape.left or run.shape.right)) else run.segments():
+                for segment in run.segments():
                     for i in cutlass.range(segment.count, unroll=1):
                         me.step(segment.first - i, segment.tested, k_slot, v_slot)
                         k_slot = k_slot.next()
@@ -256,9 +244,7 @@ class Call(Fixed):
     def leaves(self, work, tile_m: int) -> Leaves:
         first = work.m * tile_m
         last = cutlass.min(first + tile_m, self.q_len) - 1
-        return Leaves(
-            work.b, work.h, self.q_len, self.kv_len, self.scale, self.captured, self.scalars, first, last
-        )
+        return Leaves(work.b, work.h, self.q_len, self.kv_len, self.scale, self.captured, self.scalars, first, last)
 
 
 def _partition(tma, shared, tiles):
@@ -374,16 +360,19 @@ class Consumer(Fixed):
         """Scores of kv tile `n` to probabilities, in fp32, in place."""
         tile = self.tile(n)
         self.mods.apply_score(tile)
-        if isinstance(tested, bool):
-            if tested:
-                self.mods.apply_mask(tile)
-        else:
-            _test_if(tested, self.mods, tile)
-        self.softmax.step(tile, self.rescale, first)
+        if tested:
+            self.mods.apply_mask(tile)
+        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
 
     def store_probabilities(self):
         """The accumulator's register order is that of the next product's left operand, pair for pair."""
         narrow(self.tOrP, self.tSrS)
+
+    def rescale_output(self):
+        if self.tiling.slack:
+            rescale_rows_if_needed(self.output, self.rescale)
+        else:
+            rescale_rows(self.output, self.rescale)
 
     def first_scores(self, n, k_slot):
         self.block.k_edge.wait(k_slot)
@@ -400,7 +389,7 @@ class Consumer(Fixed):
         self.turns.take(self.warpgroup)
         self.issue_scores(k_slot)
         if early:
-            rescale_rows(self.output, self.rescale)
+            self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.issue_output(v_slot)
         self.turns.give(self.warpgroup)
@@ -411,11 +400,11 @@ class Consumer(Fixed):
         self.block.v_edge.release(v_slot, self.lane)
         self.store_probabilities()
         if not early:
-            rescale_rows(self.output, self.rescale)
+            self.rescale_output()
 
     def last_product(self, v_slot):
         if self.tiling.rescale_early:
-            rescale_rows(self.output, self.rescale)
+            self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.issue_output(v_slot)
         warpgroup.wait_group(0)
@@ -461,12 +450,6 @@ class Consumer(Fixed):
 
     def drain_stores(self):
         _wait_store(self.thread // 32)
-
-
-@cute.jit
-def _test_if(tested: Boolean, mods, tile):
-    if tested:
-        mods.apply_mask(tile)
 
 
 @cute.jit

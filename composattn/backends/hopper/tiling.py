@@ -45,21 +45,36 @@ def padded(d: int) -> int:
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling:
-    """Tiles of the forward kernel; the numbers were measured on an H200 (benchmarks/LOG.md)."""
+    """Tiles of the forward kernel; the choices were measured on an H200 (benchmarks/LOG.md)."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    warpgroups = 3 if max(d, dv) <= 64 else 2
+    widest = max(d, dv)
+    warpgroups = 3 if widest <= 96 else 2
     tile_m = 64 * warpgroups
-    room = target.shared_memory - 1024 - tile_m * max(d, dv) * 2
-    fitting = room // (2 * 2 * (d + dv)) // 16 * 16
     return Tiling(
         tile_m=tile_m,
-        tile_n=min(128, fitting),
+        tile_n=min(_by_registers(warpgroups, dv, program), _by_memory(target, tile_m, d, dv), 128),
         d=d,
         dv=dv,
         stages=2,
         warpgroups=warpgroups,
         consumer_registers=160 if warpgroups == 3 else 240,
         producer_registers=32 if warpgroups == 3 else 24,
-        pingpong=max(d, dv) <= 128,
-        rescale_early=True,
+        pingpong=widest <= 128,
+        # three warpgroups fill each other's gaps; two gain from a shorter turn
+        rescale_early=warpgroups == 3 or dv > 128,
+        slack=8.0,
+        l2=16 << 20,
     )
+
+
+def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
+    """Columns that fit a thread: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
+    other = 30 if program.score is None else 36  # a score mod has values on their way
+    free = (160 if warpgroups == 3 else 240) - other - dv // 2
+    return free * 4 // 3 // 16 * 16
+
+
+def _by_memory(target: Target, tile_m: int, d: int, dv: int) -> int:
+    """Columns for which Q (later O) and two stages of K and V fit in a block's shared memory."""
+    free = target.shared_memory - 1024 - tile_m * max(d, dv) * 2
+    return free // (2 * 2 * (d + dv)) // 16 * 16

@@ -1,0 +1,126 @@
+"""The forward kernels, compiled with no GPU: they fit, spill nothing, and use the instructions that make them fast."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+from composattn.backends.hopper.tiling import forward_tiling
+from composattn.compile import Artifact, compile_offline, content_hash
+from composattn.graph.mask import Mask
+from composattn.graph.program import Program
+from composattn.graph.score import Score
+from composattn.plan import ForwardPlan, plan_forward
+from composattn.problem import Problem
+from composattn.target import HOPPER
+
+WINDOW = 512
+SLOPES = torch.rand(4)
+BIAS = torch.rand(4, 8, 8)
+
+MASKS = {
+    "full": None,
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW),
+    "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
+}
+SCORES = {
+    "plain": None,
+    "alibi": lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q),
+    "softcap": lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0),
+    "bias": lambda score, b, h, q, kv: score + BIAS[h, q, kv],
+}
+
+
+def program(score: str = "plain", mask: str = "full") -> Program:
+    score_mod, mask_mod = SCORES[score], MASKS[mask]
+    return Program(
+        None if score_mod is None else Score.of(score_mod).expr, None if mask_mod is None else Mask.of(mask_mod).expr
+    )
+
+
+def plan(
+    score: str = "plain", mask: str = "full", d: int = 128, dv: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> ForwardPlan:
+    problem = Problem(1, 4, 4, 8, 8, d, d if dv is None else dv, dtype, torch.device("cuda"))
+    return plan_forward(problem, program(score, mask), HOPPER)
+
+
+PLANS = {
+    **{f"plain-full-d{d}": plan(d=d) for d in (8, 64, 96, 128, 192, 256)},
+    "plain-causal-d64": plan(mask="causal", d=64),
+    "plain-causal-d128-fp16": plan(mask="causal", dtype=torch.float16),
+    "plain-window-d128": plan(mask="window"),
+    "plain-checkerboard-d128": plan(mask="checkerboard"),
+    "plain-causal-d192-dv128": plan(mask="causal", d=192, dv=128),
+    "plain-causal-d64-dv256": plan(mask="causal", d=64, dv=256),
+    "plain-causal-d256": plan(mask="causal", d=256),
+    "alibi-causal-d128": plan("alibi", "causal"),
+    "softcap-causal-d64": plan("softcap", "causal", d=64),
+    "bias-full-d128": plan("bias"),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_compiles_lean(name: str, folder: Path) -> None:
+    artifact = compile_offline(PLANS[name], folder)
+    if artifact.registers is None or not artifact.instructions:
+        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
+    inner = artifact.inner_loops(loops(artifact))
+    assert len(inner) == loops(artifact)
+    assert [loop["LDL"] + loop["STL"] for loop in inner] == [0] * len(inner)
+    # loads of a bias are started as early as registers allow; two values wait for the epilogue in local memory
+    assert artifact.spills <= (4 if name.startswith("bias") else 0)
+    assert artifact.shared_memory <= HOPPER.shared_memory
+    assert artifact.registers * artifact.threads <= HOPPER.registers
+    assert artifact.mnemonics["HGMMA"] > 0, "no warpgroup products"
+    assert artifact.mnemonics["UTMALDG"] > 0, "no bulk tensor loads"
+    assert artifact.mnemonics["UTMASTG"] > 0, "no bulk tensor store"
+    assert not products_are_serialised(artifact)
+
+
+def products_are_serialised(artifact: Artifact) -> bool:
+    """Whether the compiler waits for every product by itself (its warning C7510), which costs half the speed."""
+    # an arrival and a wait at each of two products in every loop, before the first one and after the last one
+    return artifact.mnemonics["WARPGROUP"] > 4 * (loops(artifact) + 1)
+
+
+def loops(artifact: Artifact) -> int:
+    """Loops over kv tiles that the plan asks for."""
+    return sum(1 if not shape.full else 1 + shape.left + shape.right for shape in artifact.plan.intervals)
+
+
+def test_roles_keep_within_the_register_file() -> None:
+    for d in range(8, 257, 8):
+        for dv in range(8, 257, 8):
+            problem = Problem(1, 1, 1, 1, 1, d, dv, torch.bfloat16, torch.device("cuda"))
+            t = forward_tiling(problem, Program(), HOPPER)
+            assert 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= HOPPER.registers
+            assert t.shared_memory(2) <= HOPPER.shared_memory
+            assert t.tile_n % 16 == 0
+            assert t.tile_n >= 64
+
+
+def test_a_plan_is_named_by_its_content() -> None:
+    assert content_hash(plan(mask="causal")) == content_hash(plan(mask="causal"))
+    assert content_hash(plan("bias")) == content_hash(plan("bias"))
+    others = [plan(), plan(mask="causal"), plan("alibi"), plan(dtype=torch.float16), plan(dv=64)]
+    others.append(dataclasses.replace(plan(), return_lse=False))
+    assert len({content_hash(p) for p in others}) == len(others)
+
+
+def test_a_plan_prints_what_it_does() -> None:
+    text = str(plan("alibi", "causal"))
+    for word in ("forward on hopper", "128 queries", "warpgroups", "bytes shared"):
+        assert word in text
