@@ -120,12 +120,7 @@ class Expr:
     _deps: int
 
     def __repr__(self) -> str:
-        if self.op == "const":
-            return repr(self.attr)
-        if not self.args:
-            return f"{self.attr}" if self.op == "index" else self.op if self.attr is None else f"{self.op}({self.attr})"
-        inside = ", ".join(map(repr, self.args))
-        return f"{self.op}({inside})" if self.attr is None else f"{self.op}[{self.attr}]({inside})"
+        return "".join(_words(self, [_REPR_WORDS]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are interned again; a deep copy of a module maps captured parameters to their copies."""
@@ -156,6 +151,26 @@ _DEPS = tuple(Dep(bits) for bits in range(64))
 
 # Nodes by what they are. Keys hold no object alive: attributes are keyed by content or by identity, and an identity
 # can be taken over by another object only after the node itself is gone, when its entry is dead.
+_REPR_WORDS = 400  # a shared part is written out at every use, so a large graph's text would grow without bound
+
+
+def _words(node: Expr, left: list[int]) -> Iterator[str]:
+    """The pieces of a node's text; `left` counts down the nodes that may still be written."""
+    left[0] -= 1
+    if left[0] < 0:
+        yield "…"
+    elif node.op == "const":
+        yield repr(node.attr)
+    elif not node.args:
+        yield f"{node.attr}" if node.op == "index" else node.op if node.attr is None else f"{node.op}({node.attr})"
+    else:
+        yield node.op if node.attr is None else f"{node.op}[{node.attr}]"
+        for i, argument in enumerate(node.args):
+            yield ", " if i else "("
+            yield from _words(argument, left)
+        yield ")"
+
+
 _interned: dict[Hashable, weakref.ref[Expr]] = {}
 _lock = threading.RLock()
 _sweep_at = 4096
