@@ -28,6 +28,7 @@ class BackwardTiling:
     tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `d` and `dv`
     are the head dimensions as stored on chip. `dq_split` says how the warpgroups share dQ of a tile: by its columns,
     by its rows, or transposed (rows of dQᵀ). `reduce_dq`: dQ is summed in memory here, not by a kernel of its own.
+    `early_dv`: the product for dV starts before dS is computed, at the price of registers.
     """
 
     tile_m: int
@@ -41,6 +42,7 @@ class BackwardTiling:
     dq_split: Split
     consumer_registers: int
     producer_registers: int
+    early_dv: bool
     reduce_dq: bool = True
 
     def shared_memory(self, element_bytes: int) -> int:

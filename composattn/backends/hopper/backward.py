@@ -354,13 +354,9 @@ class Consumer(Fixed):
         first_q = m * self.tiling.tile_m + self.row
         return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
 
-    def statistics(self, shared: cute.Tensor, stage) -> cute.Tensor:
-        """This thread's rows of a statistic, to registers."""
-        layout = cute.make_layout((2, self.tiling.tile_m // 8), stride=(1, 8))
-        mine = cute.make_tensor(shared[None, stage].iterator + self.row, layout)
-        values = cute.make_rmem_tensor((2, self.tiling.tile_m // 8), Float32)
-        cute.autovec_copy(mine, values)
-        return values
+    def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":
+        """This thread's rows of a statistic."""
+        return RowStatistic(shared[None, stage].iterator + self.row)
 
     def step(self, call, m, tested, q_slot, do_slot, ds_slot):
         """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
@@ -373,6 +369,7 @@ class Consumer(Fixed):
         _issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         delta = self.statistics(block.sDelta, do_slot.index)
+        early = self.tiling.early_dv
         # (row, column) is (query, key) above the seam
         scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
         at = self.mods.evaluator(self.tile(scores, m))
@@ -382,15 +379,20 @@ class Consumer(Fixed):
         if const_expr(self.one_pass):
             warpgroup.wait_group(0)
             self.mods.both(at, lse, gradients, delta, tested)
-            narrow(tVrP, tSrS)
-            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+            early = False
         else:
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
+            if const_expr(early):
+                narrow(tVrP, tSrS)
+                _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
+            self.mods.score_gradients(at, gradients, delta)
+        if const_expr(not early):
             narrow(tVrP, tSrS)
             _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
-            warpgroup.wait_group(1)
-            self.mods.score_gradients(at, gradients, delta)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
         if const_expr(self.tiling.reduce_dq):
@@ -460,6 +462,22 @@ class Consumer(Fixed):
             source, target = _partition(tma, shared, tile)
             store_if(is_first, tma, source, target)
         wait_if(is_first)
+
+
+class RowStatistic(Fixed):
+    """A number a query row, two rows an access of shared memory when first asked for: registers are scarce."""
+
+    def __init__(self, start: cute.Pointer):
+        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)
+        self.pairs: dict = {}
+
+    def __getitem__(self, r: int) -> Float32:
+        pair = r // 2
+        if pair not in self.pairs:
+            values = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(cute.make_tensor(self.start + 8 * pair, cute.make_layout(2)), values)
+            self.pairs[pair] = values
+        return self.pairs[pair][r % 2]
 
 
 def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:

@@ -40,4 +40,5 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         dq_split="rows" if small else "columns",
         consumer_registers=240,
         producer_registers=24,
+        early_dv=not small,
     )
