@@ -110,7 +110,7 @@ class Mask:
     def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
         for side in (left, right):
             if isinstance(side, torch.Tensor):
-                Mask.of(side)  # says what to do with a tensor
+                Mask.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
             if isinstance(side, bool) or not callable(side):
                 raise errors.WrongComposition(
                     f"{sign} joins masks, got {type(side).__name__}; a mask is a Mask or a callable (b, h, q, kv)"
