@@ -94,7 +94,7 @@ class NamedBarrier:
     def __str__(self) -> str:
         return f"barrier {self.name}: {self.arrived} of {self.expected} threads ({', '.join(self.who)})"
 
-    def arrive(self, threads: int, expected: int, knowledges: list[Knowledge], who: str) -> bool:
+    def arrive(self, threads: int, expected: int, knowledge: Knowledge, who: str) -> bool:
         """True if this completes the phase."""
         if self.arrived and expected != self.expected:
             raise CollectiveMismatch(f"{self}; {who} uses it with {expected} threads")
@@ -103,8 +103,7 @@ class NamedBarrier:
         self.who.append(who)
         if self.arrived > expected:
             raise BarrierOverArrival(f"{self}: more threads than it is used with")
-        for k in knowledges:
-            self.gathering.join(k)
+        self.gathering.join(knowledge)
         if self.arrived < expected:
             return False
         self.phase += 1

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from composattn.emulator.program import Program
 
 MAX_BARRIERS = 192  # mbarriers a cluster may initialise
-SPIN = 20_000  # nodes a gang may run without blocking before the others get a turn
+SPIN = 1_000  # nodes a gang may run without blocking before the others get a turn
+IDLE = 10_000  # nodes a cluster may run with no barrier, copy or global store before other clusters get a turn
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,10 @@ class Cluster:
 
     def complete(self, op: Pending) -> None:
         self.progress += 1
-        op.run()
+        try:
+            op.run()
+        except Finding as e:
+            raise type(e)(str(e), op.what) from None
 
     def _complete_one(self) -> None:
         if self.mode.seed is not None:
@@ -143,7 +147,7 @@ class Cluster:
 
     def run(self) -> bool:
         """Runs until all gangs are done (True) or all that can run only spin (False: other blocks may have to go on)."""
-        spinning = 0
+        idle = 0
         gave_up_at = -1
         while self.gangs:
             ready = [g for g in self.gangs if g.wait is None or g.wait.ready()]
@@ -161,14 +165,13 @@ class Cluster:
             if self.mode.seed is not None:
                 ready = [self.random.choice(ready)]
             before = self.progress
-            spun = False
             for gang in ready:
                 gang.wait = None
-                spun |= self._advance(gang, self._budget())
-            if self.mode.seed is None:
-                spinning = spinning + 1 if spun and self.progress == before else 0
-                if spinning > 4:
-                    return False
+                idle += self._advance(gang, self._budget())
+            if self.progress != before:
+                idle = 0
+            if idle > IDLE:
+                return False
         self._at_exit()
         return True
 
@@ -198,12 +201,13 @@ class Cluster:
             self._complete_one()
         for block in self.blocks:
             for w, bulk in enumerate(block.bulk):
-                for op in [o for group in bulk.groups for o in group] + bulk.open:
-                    if not op.was_read:
-                        raise AsyncAtExit(
-                            f"block {block.index} warp {w} exits and never waited until a bulk store had read its "
-                            f"shared memory (cp.async.bulk.commit_group, wait_group.read)", op.where
-                        )  # fmt: skip
+                left = [o for group in bulk.groups for o in group] + bulk.open
+                if bulk.open or bulk.read < bulk.committed:
+                    raise AsyncAtExit(
+                        f"block {block.index} warp {w} exits and never waited until its bulk stores had read their shared "
+                        f"memory (cp.async.bulk.commit_group, wait_group.read)", left[-1].where
+                    )  # fmt: skip
+                for op in left:
                     op.write()
             for i, unit in enumerate(block.units):
                 if unit.open or unit.groups:
@@ -212,8 +216,9 @@ class Cluster:
 
     # --- one gang ------------------------------------------------------------------------------------------
 
-    def _advance(self, g: Gang, budget: int) -> bool:
-        """Runs a gang until it blocks, splits or ends. True if it used up its budget."""
+    def _advance(self, g: Gang, budget: int) -> int:
+        """Runs a gang until it blocks, splits or ends. Returns its budget if it used that up, else 0."""
+        whole = budget
         nodes = self.program.nodes
         runs = self.program.runs
         visits = g.visits
@@ -225,7 +230,7 @@ class Cluster:
                     self.gangs.remove(g)
                     self.finished.append(g)
                     self.progress += 1
-                    return False
+                    return 0
                 path = g.stack[-1]
                 n = path.node
                 if n == path.meet:
@@ -239,16 +244,16 @@ class Cluster:
                 if node.sync:
                     if mask is not True and len(g.warps) > 1:
                         self._split(g, [(w, w + 1) for w in g.warps])
-                        return False
+                        return 0
                     wait = runs[n](g, mask)
                     if wait is not None:
                         g.wait = wait
-                        return False
+                        return 0
                     visits[n] += 1
                     path.node = node.fall
                     if len(g.warps) > self.mode.warps_together:
                         self._split(g, [(w, w + 1) for w in g.warps])
-                        return False
+                        return 0
                     continue
                 else:
                     visits[n] += 1
@@ -258,8 +263,8 @@ class Cluster:
                 if node.branch is None:
                     path.node = node.fall
                 elif self._branch(g, node, path):
-                    return False
-            return True
+                    return 0
+            return whole
         except _Unordered as e:
             raise type(e).__mro__[1](
                 f"{e.count} words from shared address {e.address:#x}, last {e.what} by {self.agent_name(e.agent)}, which "

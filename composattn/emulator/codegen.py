@@ -104,7 +104,7 @@ class Writer:
             return
         dest, convert = self.target(row.result, target)
         if row.out and not convert:
-            self.lines.append(f"{fn}({', '.join(sources)}, {dest}, where={mask})")
+            self.lines.append(f"{fn}({', '.join(sources)}, out={dest}, where={mask})")
         else:
             self.lines.append(f"copyto({dest}, {fn}({', '.join(sources)}){convert}, where={mask})")
 

@@ -94,7 +94,7 @@ def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | No
                         visits[g.low : g.high] += np.array(g.visits)
             if len(turn) > 1 or not origins:
                 rounds = rounds + 1 if sum(c.progress for c in waiting) == before else 0
-                if rounds > 20 and waiting:
+                if rounds > 4 and waiting:
                     at = [f"{g} at {program.place(g.stack[-1].node, g)}" for c in waiting for g in c.gangs]
                     raise Livelock("all blocks spin and nothing changes:\n    " + "\n    ".join(at[:20]))
     return Result(program, visits, gx * gy * gz, time.perf_counter() - started)

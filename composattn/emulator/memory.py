@@ -10,6 +10,7 @@ import numpy as np
 from composattn.emulator.findings import Misaligned, OutOfBounds, SharedRace, UninitialisedShared
 
 Array = np.ndarray[Any, Any]
+SHARED_START = 1024  # the hardware keeps the first KiB for itself; an address below is a bug
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -118,7 +119,7 @@ class SharedMemory:
         self._agents = agents
 
     def check(self, low: int, high: int) -> None:
-        if low < 0 or high > self.size:
+        if low < SHARED_START or high > self.size:
             raise OutOfBounds(f"shared address {low:#x}..{high:#x} of a block with {self.size} bytes")
 
     def order_read(self, words: Any, knows: Array) -> None:
@@ -174,4 +175,4 @@ def covering(start: int, size: int) -> slice:
     return slice(start // 4, (start + size + 3) // 4)
 
 
-__all__ = ["Allocation", "GlobalMemory", "SharedMemory", "UINT", "covering"]
+__all__ = ["SHARED_START", "UINT", "Allocation", "GlobalMemory", "SharedMemory", "covering"]

@@ -12,6 +12,7 @@ from composattn.emulator import flow, ptx
 from composattn.emulator.codegen import Writer, is_arithmetic
 from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.gang import row_views
+from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.registers import Rows
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from composattn.emulator.gang import Gang
 
 Array = np.ndarray[Any, Any]
-SHARED_START = 1024
 PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
 _PROGRAMS: dict[str, Program] = {}

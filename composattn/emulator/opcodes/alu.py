@@ -81,14 +81,16 @@ def _bfe(a: Array, pos: Array, length: Array) -> Array:
     n = np.minimum((length & np.uint32(255)).astype(np.int64), bits)
     raw = a.astype(np.int64) if bits < 64 else a.view(np.uint64).astype(object)
     raw = raw & ((1 << bits) - 1)
+    if bits == 64:  # Python numbers: the masks below need 65 bits
+        p, n = p.astype(object), n.astype(object)
     field = (raw >> p) & ((np.ones_like(raw) << n) - 1)
     if a.dtype.kind == "i":
-        top = np.minimum(p + n - 1, bits - 1)
+        top = np.maximum(np.minimum(p + n - 1, bits - 1), 0)
         sign = np.where(n == 0, 0, (raw >> top) & 1)
         kept = np.maximum(np.minimum(n, bits - p), 0)
         field = np.where(sign == 1, field | (((1 << bits) - 1) ^ ((np.ones_like(raw) << kept) - 1)), field)
     unsigned = np.uint32 if bits == 32 else np.uint64
-    return field.astype(unsigned).view(a.dtype)
+    return np.array(field & ((1 << bits) - 1), unsigned).view(a.dtype)
 
 
 def _bfi(a: Array, b: Array, pos: Array, length: Array) -> Array:
@@ -262,7 +264,8 @@ for _base, (_f, _pipe) in _F32_UNARY.items():
     for _name in _spell(_base, _FTZ, ("f32",)):
         _add(_name, Alu("f32", ("f32",), _f, _pipe, out=True))
 for _base, _f in _APPROX.items():
-    for _name in _spell(_base, ("approx", "rn"), _FTZ, ("f32",)):
+    _kinds = ("approx", "rn") if _base in ("rcp", "sqrt") else ("approx",)
+    for _name in _spell(_base, _kinds, _FTZ, ("f32",)):
         _add(_name, Alu("f32", ("f32",), _f, "mufu", out=isinstance(_f, np.ufunc)))
 _add("mov.f32", Alu("b32", ("b32",), np.positive, out=True))
 _add("selp.f32", Alu("b32", ("b32", "b32", "p"), lambda a, b, p: np.where(p, a, b)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.barriers import MBarrier
+from composattn.emulator.barriers import MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse, CollectiveMismatch, Misaligned, UnknownInstruction
 from composattn.emulator.gang import Wait
 from composattn.emulator.opcodes.access import resolve_block
@@ -181,17 +181,18 @@ def _uniform(row: Array, m: Any, what: str) -> int:
     return int(values[0])
 
 
-def _join_barrier(g: Any, m: Any, number: int, expected: int) -> bool:
+def _join_barrier(g: Any, bar: NamedBarrier, warps: list[int], expected: int) -> int:
+    """Each warp arrives by itself. The last phase that one of them belongs to: they may go on when it is over."""
     block = g.block
-    warps = g.active_warps(m)
     if expected % 32 or expected <= 0:
-        raise CollectiveMismatch(f"barrier {number} with {expected} threads, no multiple of a warp")
-    names = ", ".join(f"warp {w}" for w in warps)
-    done = block.barrier(number).arrive(32 * len(warps), expected, [block.knowledge(w) for w in warps], names)
+        raise CollectiveMismatch(f"{bar} with {expected} threads, no multiple of a warp")
+    phase = bar.phase
     for w in warps:
+        phase = bar.phase
+        bar.arrive(32, expected, block.knowledge(w), f"warp {w}")
         block.tick(w)
     block.cluster.progress += 1
-    return bool(done)
+    return phase
 
 
 @effect("bar.arrive", "barrier.arrive", "barrier.cta.arrive")
@@ -200,7 +201,8 @@ def arrive_numbered(instr: Instr, program: Any) -> Handler:
     number, threads = _barrier_operands(instr, program)
 
     def run(g: Any, m: Any) -> None:
-        _join_barrier(g, m, _uniform(number(g), m, "the barrier"), _uniform(threads(g), m, "the number of threads"))
+        bar = g.block.barrier(_uniform(number(g), m, "the barrier"))
+        _join_barrier(g, bar, g.active_warps(m), _uniform(threads(g), m, "the number of threads"))
 
     return run
 
@@ -211,15 +213,13 @@ def sync_numbered(instr: Instr, program: Any) -> Handler:
     number, threads = _barrier_operands(instr, program)
 
     def run(g: Any, m: Any) -> Wait | None:
-        n = _uniform(number(g), m, "the barrier")
-        bar = g.block.barrier(n)
+        bar = g.block.barrier(_uniform(number(g), m, "the barrier"))
         if g.ticket is None:
             expected = _uniform(threads(g), m, "the number of threads") if threads else g.block.warps * 32
-            g.ticket = bar.phase
-            _join_barrier(g, m, n, expected)
-        if bar.phase == g.ticket:
-            ticket = g.ticket
-            return Wait(lambda: bar.phase != ticket, lambda: str(bar))
+            g.ticket = _join_barrier(g, bar, g.active_warps(m), expected)
+        ticket = g.ticket
+        if bar.phase <= ticket:
+            return Wait(lambda: bar.phase > ticket, lambda: str(bar))
         g.ticket = None
         for w in g.active_warps(m):
             g.block.knowledge(w).join(bar.released)
@@ -236,12 +236,10 @@ def arrive_cluster(instr: Instr, program: Any) -> Handler:
         block = g.block
         warps = g.active_warps(m)
         total = block.cluster.warps_per_block * 32 * len(block.cluster.ranks)
-        g.cluster_ticket = block.cluster.barrier.phase
-        names = ", ".join(f"warp {w}" for w in warps)
-        block.cluster.barrier.arrive(32 * len(warps), total, [block.knowledge(w) for w in warps], names)
         for w in warps:
+            block.cluster_tickets[w] = block.cluster.barrier.phase
+            block.cluster.barrier.arrive(32, total, block.knowledge(w), f"warp {w} of block {block.index}")
             block.tick(w)
-            block.cluster_tickets[w] = g.cluster_ticket
         block.cluster.progress += 1
 
     return run
@@ -257,8 +255,9 @@ def wait_cluster(instr: Instr, program: Any) -> Handler:
         tickets = [block.cluster_tickets.get(w) for w in g.active_warps(m)]
         if None in tickets:
             raise BarrierMisuse("barrier.cluster.wait by a warp that has not arrived")
-        if any(bar.phase == t for t in tickets):
-            return Wait(lambda: all(bar.phase != t for t in tickets), lambda: str(bar))
+        last = max(t for t in tickets if t is not None)
+        if bar.phase <= last:
+            return Wait(lambda: bar.phase > last, lambda: str(bar))
         for w in g.active_warps(m):
             block.knowledge(w).join(bar.released)
         return None

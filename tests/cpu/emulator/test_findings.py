@@ -1,0 +1,189 @@
+"""Every kind of bug, planted in a few lines of PTX, is found under its name; the same lines without it run clean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composattn.emulator import findings
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from tests.cpu.emulator.harness import execute, module
+
+MODES = [EAGER, LATE, random_mode(1), random_mode(2)]
+
+ROLE = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; and.b32 %r2, %r0, 31;
+setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r0, 0; setp.eq.u32 %p3, %r2, 0;
+shl.b32 %r3, %r0, 2; mov.u32 %r4, smem; add.u32 %r5, %r4, %r3;
+"""
+"""%p1: warp 0; %p2: thread 0; %p3: first lane; %r5: a word of shared memory for each thread."""
+
+INIT = "@%p2 mbarrier.init.shared.b64 [smem+4096], {count}; bar.sync 0;"
+WAIT = """
+{{ .reg .pred P; W: mbarrier.try_wait.parity.shared.b64 P, [smem+4096], {parity}; @P bra D; bra W; D: }}
+"""
+LOAD = """
+ld.param.u64 %d1, [p0];
+@%p2 mbarrier.arrive.expect_tx.shared.b64 %d9, [smem+4096], {expect};
+@%p2 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [smem], [%d1], {bytes}, [smem+4096];
+"""
+STORE = """
+ld.param.u64 %d2, [p1];
+@%p2 cp.async.bulk.global.shared::cta.bulk_group [%d2], [smem], 256;
+@%p2 cp.async.bulk.commit_group;
+"""
+
+READ = "ld.shared.b32 %r6, [%r5];"
+WRITE = "st.shared.b32 [%r5], %r0;"
+
+# What runs, what it must be found to be (None: clean), in words.
+# A read that races with a write is one of never written memory where the schedule puts it first.
+UNORDERED = (findings.SharedRace, findings.UninitialisedShared)
+CASES: dict[str, tuple[str, Any]] = {
+    "a read of memory never written": (READ, findings.UninitialisedShared),
+    "a write and a read of one's own": (WRITE + READ, None),
+    "a write by one warp read by another after a barrier": (
+        f"@%p1 {WRITE} bar.sync 0; xor.b32 %r5, %r5, 0; ld.shared.b32 %r6, [smem];", None),
+    "a write by one warp read by another with no barrier": (
+        f"@%p1 {WRITE} @!%p1 ld.shared.b32 %r6, [smem];", UNORDERED),
+    "a write over what another warp reads": (
+        f"@%p1 {WRITE} bar.sync 0; @!%p1 ld.shared.b32 %r6, [smem]; @%p1 {WRITE}", findings.SharedRace),
+    "two warps writing one word": ("st.shared.b32 [smem], %r0;", findings.SharedRace),
+    "a shared address behind the end": ("@%p2 st.shared.b32 [smem+1048576], %r0;", findings.OutOfBounds),
+    "a shared address before the start": ("@%p2 st.shared.b32 [4], %r0;", findings.OutOfBounds),
+    "a misaligned shared address": ("@%p2 st.shared.b32 [smem+2], %r0;", findings.Misaligned),
+    "a misaligned global address": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+2];", findings.Misaligned),
+    "a global address behind a tensor": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+1048576];", findings.OutOfBounds),
+    "a global address before a tensor": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+-8192];", findings.OutOfBounds),
+    "a copy that is waited for": (
+        INIT.format(count=1) + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ, None),
+    "a copy that is read while in flight": (
+        INIT.format(count=1) + LOAD.format(expect=256, bytes=256) + READ, UNORDERED),
+    "a copy over what is still read": (
+        WRITE + INIT.format(count=1) + READ + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0),
+        findings.SharedRace),
+    "more bytes than were expected": (
+        INIT.format(count=1) + LOAD.format(expect=128, bytes=256) + WAIT.format(parity=0), findings.NegativeTransactions),
+    "fewer bytes than were expected": (
+        INIT.format(count=1) + LOAD.format(expect=512, bytes=256) + WAIT.format(parity=0), findings.Deadlock),
+    "an arrival too many": (
+        INIT.format(count=1) + "mbarrier.arrive.shared.b64 %d9, [smem+4096];", findings.BarrierOverArrival),
+    "an arrival too few": (
+        INIT.format(count=2) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0),
+        findings.Deadlock),
+    "the wrong parity": (
+        INIT.format(count=1) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0) + "bar.sync 0;"
+        + WAIT.format(parity=0), None),
+    "a phase too far": (
+        INIT.format(count=1) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0)
+        + WAIT.format(parity=1), findings.Deadlock),
+    "a barrier that was never initialised": (WAIT.format(parity=0), findings.BarrierMisuse),
+    "a barrier used before its init is known": (
+        "@%p2 mbarrier.init.shared.b64 [smem+4096], 1; @%p1 bra S; bar.warp.sync -1;" + WAIT.format(parity=1) + "S:",
+        findings.BarrierMisuse),
+    "a barrier initialised again while in use": (
+        INIT.format(count=2) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096]; "
+        "@%p2 mbarrier.init.shared.b64 [smem+4096], 2;", findings.BarrierMisuse),
+    "a misaligned barrier": ("@%p2 mbarrier.init.shared.b64 [smem+4092], 1;", findings.Misaligned),
+    "a bulk store of fenced plain stores": (
+        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0;", None),
+    "a bulk store of plain stores with no fence": (
+        WRITE + "bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0;", findings.MissingProxyFence),
+    "a bulk store whose fence comes before the stores": (
+        "fence.proxy.async.shared::cta;" + WRITE + "bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0;",
+        findings.MissingProxyFence),
+    "a fence by the thread that starts the store": (
+        WRITE + "bar.sync 0; fence.proxy.async.shared::cta;" + STORE + "cp.async.bulk.wait_group.read 0;", None),
+    "a bulk store with no barrier": (
+        WRITE + "fence.proxy.async.shared::cta;" + STORE + "cp.async.bulk.wait_group.read 0;", UNORDERED),
+    "a write over what a bulk store reads": (
+        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + WRITE + "cp.async.bulk.wait_group.read 0;",
+        findings.SharedRace),
+    "a write after a bulk store was waited for": (
+        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0; bar.sync 0;" + WRITE,
+        None),
+    "an exit with a bulk store in flight": (
+        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE, findings.AsyncAtExit),
+    "a misaligned bulk copy": (
+        INIT.format(count=1) + LOAD.format(expect=256, bytes=248), findings.Misaligned),
+    "a copy behind the end of its tensor": (
+        INIT.format(count=1) + LOAD.format(expect=2048, bytes=2048), findings.OutOfBounds),
+    "a shuffle of lanes that are not there": (
+        "@%p3 bra S; shfl.sync.idx.b32 %r6, %r0, 0, 31, -1; S:", findings.CollectiveMismatch),
+    "a shuffle among the lanes that are there": (
+        "@%p3 bra S; shfl.sync.idx.b32 %r6, %r0, 1, 31, -2; S:", None),
+    "an elect under divergence": ("@%p3 bra S; elect.sync %r6|%p9, -1; S:", findings.CollectiveMismatch),
+    "a vote under divergence": ("@%p3 bra S; vote.sync.any.pred %p9, %p3, -1; S:", findings.CollectiveMismatch),
+    "a barrier with two thread counts": (
+        "@%p1 bra S; bar.sync 1, 64; bra E; S: bar.sync 1, 32; E:", findings.Finding),
+    "a barrier that one warp skips": ("@%p1 bra E; bar.sync 1, 64; E:", findings.Deadlock),
+    "a thread count that is no multiple of a warp": ("bar.sync 1, 40;", findings.CollectiveMismatch),
+    "two barriers taken in opposite order": (
+        "@%p1 bra S; bar.sync 1, 64; bar.sync 2, 64; bra E; S: bar.sync 2, 64; bar.sync 1, 64; E:", findings.Deadlock),
+    "a flag that nobody sets": (
+        "ld.param.u64 %d1, [p0]; W: ld.acquire.gpu.global.b32 %r6, [%d1]; setp.ne.u32 %p9, %r6, 12345; @%p9 bra W;",
+        findings.Livelock),
+    "registers asked for in no multiple of 8": ("setmaxnreg.dec.sync.aligned.u32 41;", None),
+}  # fmt: skip
+BAD_FORMS = ["registers asked for in no multiple of 8"]
+
+
+def launch(body: str, mode: Mode) -> None:
+    source = np.arange(256, dtype=np.uint32)
+    out = np.zeros(64, np.uint32)
+    execute(module(ROLE + body, 2, threads=64, shared=8192), [source, out], threads=64, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in BAD_FORMS])
+def test_finding(name: str, mode: Mode) -> None:
+    body, kind = CASES[name]
+    if kind is None:
+        launch(body, mode)
+        return
+    with pytest.raises(kind) as found:
+        launch(body, mode)
+    assert "PTX line" in str(found.value)
+
+
+def test_a_deadlock_names_what_every_warp_waits_for() -> None:
+    with pytest.raises(findings.Deadlock) as found:
+        launch("@%p1 bra S; bar.sync 1, 64; bra E; S: bar.sync 2, 64; E:", EAGER)
+    text = str(found.value)
+    assert "warp 0 waits for barrier 2: 32 of 64 threads" in text
+    assert "warp 1 waits for barrier 1: 32 of 64 threads" in text
+
+
+def test_a_race_names_both_sides() -> None:
+    with pytest.raises(findings.SharedRace) as found:
+        launch(INIT.format(count=1) + LOAD.format(expect=256, bytes=256) + READ, EAGER)
+    assert "a copy that completes on mbarrier" in str(found.value)
+    assert "ld.shared.b32" in str(found.value)
+
+
+def test_an_unknown_instruction_is_refused_with_its_line() -> None:
+    for body in ("tex.1d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [p0, {%r5}];", "add.s128 %r1, %r2, %r3;", "ld.const.b32 %r1, [p0];"):
+        with pytest.raises(findings.UnknownInstruction) as found:
+            launch(body, EAGER)
+        assert "PTX line" in str(found.value)
+
+
+def test_register_counts_outside_the_rule_are_refused() -> None:
+    with pytest.raises(findings.UnknownInstruction):
+        launch(CASES[BAD_FORMS[0]][0], EAGER)
+
+
+def test_blocks_that_wait_for_each_other_run_together() -> None:
+    """A block spins until the next one, in launch order, has set a flag."""
+    body = """
+    mov.u32 %r0, %ctaid.x; mov.u32 %r1, %nctaid.x; add.u32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, %r1;
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d1, %d2; mul.wide.u32 %d3, %r0, 4; add.u64 %d3, %d1, %d3;
+    @%p1 bra S;
+    W: ld.acquire.gpu.global.b32 %r6, [%d2]; setp.eq.u32 %p9, %r6, 0; @%p9 bra W;
+    S: st.release.gpu.global.b32 [%d3], 1;
+    """
+    flags: Any = np.zeros(5, np.uint32)
+    execute(module(body, 1), [flags], grid=5)
+    assert flags.all()
