@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from ...autograd import Grads, attend
+from ...graph.derived import Derived, refresh
 from ...graph.program import Program
 from ...launch import ForwardLauncher
 from ...plan import plan_forward
@@ -40,6 +41,7 @@ class HopperCall:
         self.problem, self.program, self.scale = problem, program, scale
         self.target = Target.of(problem.device)
         self.captures = [c.tensor for c in program.captures]
+        self.derived = [c for c in program.captures if isinstance(c, Derived)]
         self.without_lse  # noqa: B018  refuses what it can't do now, not at the first call
 
     @cached_property
@@ -57,6 +59,8 @@ class HopperCall:
         return ForwardLauncher(plan)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
+        if self.derived:
+            refresh(self.derived)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
             return attend(self, q, k, v)
         return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())

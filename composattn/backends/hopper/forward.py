@@ -37,9 +37,9 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(accumulator.iterator, layout)
 
 
-def tile_layout(dtype, rows: int, columns: int, stages: int | None = None):
-    """Shared-memory layout of row-major tiles with the widest swizzle that the columns take."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice_columns: int | None = None):
+    """Shared-memory layout of row-major tiles with the widest swizzle that the columns (or slices of them) take."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, slice_columns or columns)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
@@ -88,7 +88,7 @@ class HopperForward:
         tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d))
         tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
-        q_len, kv_len = mQ.shape[0], mK.shape[0]
+        q_len, kv_len = Int32(mQ.shape[0]), Int32(mK.shape[0])
         kv_bytes = Int64(kv_len) * ((tiling.d + tiling.dv) * dtype.width // 8)
         order = WorkOrder.of(q_len, tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
         blocks = order.tiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ...graph.expr import walk
 from ...graph.program import Program
 from ...plan import Tiling
 from ...problem import Problem
@@ -69,7 +70,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
 
 def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
     """Columns that fit a thread: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
-    other = 30 if program.score is None else 36  # a score mod has values on their way
+    reads = program.mask is not None and any(n.op == "read" for n in walk(program.mask))
+    other = 30 if program.score is None and not reads else 36  # values on their way
     free = (160 if warpgroups == 3 else 240) - other - dv // 2
     return free * 4 // 3 // 16 * 16
 
