@@ -1,0 +1,128 @@
+"""A warp-specialised GEMM compiled by the DSL, as it is and with bugs planted in its PTX."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from composattn.emulator import findings
+from composattn.emulator.capture import Captured
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.launch import run
+from composattn.emulator.program import load
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+
+MODES = [EAGER, LATE, random_mode(1), random_mode(2)]
+SHARED = 110_000
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@functools.cache
+def captured(dtype: str = "bf16", consumers: int = 2, n: int = 64, k: int = 64, stages: int = 2) -> Captured:
+    import os
+
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from tests.cpu.emulator.gemm_kernel import Gemm
+
+    kinds = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
+
+    def tensor(kind: Any) -> Any:
+        shape, unit = (cute.sym_int(), cute.sym_int()), 128 // kind.width
+        return make_fake_tensor(kind, shape, stride=(cute.sym_int64(divisibility=unit), 1), assumed_align=16)
+
+    arguments = (tensor(kinds[dtype]), tensor(kinds[dtype]), tensor(cutlass.BFloat16), make_fake_stream())
+    return Captured(Gemm(kinds[dtype], consumers, n, k, stages), arguments)
+
+
+def inputs(dtype: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, k, generator=make).to(DTYPES[dtype]) for rows in (m, n))
+    return a, b, torch.full((m, n), float("nan"), dtype=torch.bfloat16)
+
+
+def multiply(kernel: Captured, dtype: str, m: int, n: int, k: int, mode: Mode, text: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the kernel left, what it should have left)."""
+    a, b, c = inputs(dtype, m, n, k)
+    launch = kernel.launch(a, b, c, dynamic_shared=SHARED)
+    run(kernel.program if text is None else load(text), launch, mode)
+    return c, a.double() @ b.double().T
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 64), (200, 72, 328), (1, 8, 1000), (300, 200, 144)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm(dtype: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    k = k // 16 * 16
+    results = []
+    for mode in MODES:
+        got, want = multiply(captured(dtype), dtype, m, n, k, mode)
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-5 * k)
+        results.append(got)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("form", [(1, 128, 64, 3), (2, 128, 32, 4), (3, 64, 16, 2), (2, 32, 128, 2)], ids=str)
+def test_gemm_of_other_tiles(form: tuple[int, int, int, int]) -> None:
+    """Narrow tiles of K take the 64- and 32-byte swizzles, wide ones several boxes a tile."""
+    consumers, n, k, stages = form
+    got, want = multiply(captured("bf16", consumers, n, k, stages), "bf16", 200, 136, 200, LATE)
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-2)
+
+
+# --- bugs planted in the PTX: (what, pattern, replacement, which occurrence, found as) -----------------------
+
+WAIT = r"// begin inline asm\s*\{\s*\.reg \.pred\s+P1;.*?\}\s*// end inline asm"
+RACES = (findings.SharedRace, findings.UninitialisedShared)
+PLANTED: dict[str, tuple[str, str, int, Any]] = {
+    "no wait for a full stage": (WAIT, "", -1, RACES),
+    "no wait for an empty stage": (WAIT, "", 2, findings.SharedRace),
+    "no wait for the products": (r"wgmma\.wait_group\.sync\.aligned\s+0;", "", 0, (findings.RegisterInFlight, findings.SharedRace)),
+    "a weaker wait for the products": (
+        r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;", 0,
+        (findings.RegisterInFlight, findings.SharedRace)),
+    "products never committed": (r"wgmma\.commit_group\.sync\.aligned;", "", 0, findings.Finding),
+    "no release of a stage": (r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[%r\d+\+16\], %r\d+;", "", 0, findings.Deadlock),
+    "no expected bytes": (r"mbarrier\.arrive\.expect_tx[^;]*;", "", 0, (findings.Deadlock, findings.NegativeTransactions)),
+    "half the expected bytes": (r"mov\.b32 \t%r\d+, 24576;", "12288", 0, findings.NegativeTransactions),
+    "one copy too few": (r"cp\.async\.bulk\.tensor\.2d\.shared::cta[^;]*;", "", 0, findings.Deadlock),
+    "no barrier after the init": (r"bar\.sync \t0;", "", 0, findings.BarrierMisuse),
+    "no proxy fence before the store": (r"fence\.proxy\.async[^;]*;", "", 0, findings.MissingProxyFence),
+    "no barrier before the store": (r"bar\.sync \t1, 256;", "", 0, (*RACES, findings.MissingProxyFence)),
+    "no wait for the store": (r"cp\.async\.bulk\.wait_group\.read[^;]*;", "", 0, findings.AsyncAtExit),
+    "no commit of the store": (r"cp\.async\.bulk\.commit_group;", "", 0, findings.AsyncAtExit),
+    "a barrier for half of the arrivals": (r"mov\.b32 \t%r\d+, 8;", "4", 0, (findings.SharedRace, findings.Deadlock)),
+}  # fmt: skip
+
+
+def plant(text: str, name: str) -> str:
+    pattern, replacement, which, _ = PLANTED[name]
+    found = list(re.finditer(pattern, text, re.S))
+    assert found, f"{pattern} is not in the PTX"
+    at = found[which]
+    old = at.group()
+    new = re.sub(r"\d+;$", replacement + ";", old) if replacement.isdigit() else replacement
+    return text[: at.start()] + new + text[at.end() :]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug(name: str) -> None:
+    kernel = captured()
+    text = plant(kernel.text, name)
+    with pytest.raises(PLANTED[name][3]):
+        for mode in (EAGER, LATE, random_mode(1)):
+            multiply(kernel, "bf16", 128, 64, 512, mode, text)
+
+
+def test_two_kernels_of_equal_argument_types_keep_their_own_text() -> None:
+    a, b = captured("bf16", 2, 64, 64, 2), captured("bf16", 2, 64, 64, 3)
+    assert a.text != b.text
