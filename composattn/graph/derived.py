@@ -1,0 +1,171 @@
+"""Tensors that the analysis derives from captured tensors: range minima of per-row values, runs of equal ids.
+
+A `Derived` is a capture like any other to whoever reads it, computed by a few torch operations on the captured
+tensor's device, with no host synchronisation and O(S log S) work. It is computed when it is made, and again, into the
+same storage, by `refresh` when a tensor it comes from was written to (torch's version counter says so). Whoever runs a
+kernel calls `refresh` on its captures before: a few attribute reads where nothing changed. A tensor made in inference
+mode has no counter and is recomputed at every call. Inside a captured CUDA graph nothing is recomputed at replay unless
+the tensor was written to between the last call and the capture: capture a call that follows the write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from .expr import Capture, Expr, const, read
+from .linear import FAR, larger, smaller
+from .ops import apply
+
+Recipe = Callable[..., torch.Tensor]
+
+
+class Derived(Capture):
+    """A tensor computed from captured ones; `tensor` stays the same object for as long as this lives."""
+
+    __slots__ = ("__weakref__", "_seen", "recipe", "sources", "version")
+
+    def __init__(self, recipe: Recipe, sources: tuple[Capture, ...]) -> None:
+        self.recipe, self.sources, self.version = recipe, sources, 0
+        self._seen = self._stamp()
+        super().__init__(self._compute())
+
+    def _stamp(self) -> tuple[Hashable, ...]:
+        return tuple(_version(s) for s in self.sources)
+
+    def _compute(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.recipe(*(s.tensor for s in self.sources)).contiguous()
+
+    def refresh(self) -> None:
+        """Bring the tensor up to date with what it comes from; costs nothing where that has not changed."""
+        for source in self.sources:
+            if isinstance(source, Derived):
+                source.refresh()
+        stamp = self._stamp()
+        if stamp != self._seen or None in stamp:
+            self.tensor.copy_(self._compute())
+            self._seen, self.version = stamp, self.version + 1
+
+    def __repr__(self) -> str:
+        return f"Derived({getattr(self.recipe, '__name__', 'recipe')}, {list(self.tensor.shape)})"
+
+
+def refresh(captures: Iterable[Capture]) -> None:
+    """Bring every derived tensor among `captures` up to date; to be called before each launch."""
+    for capture in captures:
+        if isinstance(capture, Derived):
+            capture.refresh()
+
+
+def _version(source: Capture) -> int | None:
+    if isinstance(source, Derived):
+        return source.version
+    tensor = source.tensor
+    return None if tensor.is_inference() else tensor._version
+
+
+_made: weakref.WeakValueDictionary[Any, Derived] = weakref.WeakValueDictionary()
+
+
+def derive(name: Hashable, recipe: Recipe, *sources: Capture) -> Derived:
+    """The one `Derived` of this name and these sources."""
+    key = (name, *(id(s.tensor) for s in sources))
+    found = _made.get(key)  # it keeps its sources alive, so an id in the key can't have been taken over
+    if found is None:
+        found = _made[key] = Derived(recipe, sources)
+    return found
+
+
+# --- minimum and maximum of a captured tensor over a range of one index ------------------------------------
+
+LEVELS = 9  # windows of 1, 2, 4, ... 256 rows: exact for ranges up to 512 rows; the last level is the whole
+
+
+def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Expr, high: Expr, largest: bool) -> Expr:
+    """The smallest (largest) of `capture` over positions low..high of `dim`, the other indices given.
+
+    `low` must be provably at least 0; positions beyond the end read the last element, as reads do.
+    Two overlapping windows of 2^k rows cover a range exactly (Bender and Farach-Colton 2000, section 3).
+    """
+    size = capture.tensor.shape[dim]
+    table = derive(("range", dim, largest), _range_table(dim, largest), capture)
+    low, high = smaller(low, const(size - 1)), smaller(high, const(size - 1))
+    if low is high:
+        return read(capture, (*others[:dim], low, *others[dim:]))
+    count = apply("add", apply("sub", high, low), const(1))
+    level: Expr = const(0)
+    for k in range(1, LEVELS):
+        level = apply("add", level, apply("cast_int32", apply("ge", count, const(1 << k))))
+    level = apply("add", level, apply("cast_int32", apply("gt", count, const(1 << LEVELS))))
+    start = apply("sub", apply("add", high, const(1)), apply("lshift", const(1), level))
+    ends = (low, larger(start, const(0)))
+    values = [read(table, (level, *others[:dim], at, *others[dim:])) for at in ends]
+    return apply("maximum" if largest else "minimum", *values)
+
+
+def _range_table(dim: int, largest: bool) -> Recipe:
+    def range_extremes(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()
+        x = x.to(torch.int32) if x.dtype is torch.bool else x
+        pick = torch.maximum if largest else torch.minimum
+        levels = [x]
+        for k in range(LEVELS - 1):
+            last, width = levels[-1], 1 << k
+            if width < x.shape[dim]:
+                beyond = last.narrow(dim, width, x.shape[dim] - width)
+                last = torch.cat([pick(last.narrow(dim, 0, x.shape[dim] - width), beyond), last.narrow(dim, x.shape[dim] - width, width)], dim)
+            levels.append(last)
+        whole = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+        return torch.stack([*levels, whole.expand_as(x)])
+
+    return range_extremes
+
+
+# --- runs of equal ids ----------------------------------------------------------------------------------------
+
+START, END, FULL_START, FULL_END = range(4)
+
+
+def runs(rows: Capture, columns: Capture, rows_order: tuple[int, ...], columns_order: tuple[int, ...]) -> Derived:
+    """int32 (4, B|1, H|1, Sq): for each row where the columns with its id begin and end, and where they do without gap.
+
+    `*_order` are the dimensions of the tensors that stand for (b, h, position); -1 where there is none. A row
+    whose id no column has gets an empty range. The columns beyond the end of `columns` repeat its last one, as
+    reads do, hence a run that reaches the end has none.
+    """
+
+    def runs_of_equal_ids(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        r, c = _arranged(r, rows_order), _arranged(c, columns_order)
+        kind = torch.promote_types(torch.promote_types(r.dtype, c.dtype), torch.int32)
+        lead = torch.broadcast_shapes(r.shape[:2], c.shape[:2])
+        r = r.to(kind).expand(*lead, -1).contiguous()
+        n = c.shape[-1]
+        ordered, where = c.to(kind).expand(*lead, -1).sort(dim=-1, stable=True)
+        ordered = ordered.contiguous()
+        left, right = torch.searchsorted(ordered, r), torch.searchsorted(ordered, r, right=True)
+        some = right > left
+        start = where.gather(-1, left.clamp(max=n - 1))
+        end = where.gather(-1, (right - 1).clamp(min=0)) + 1
+        whole = some & (end - start == right - left)
+        end = torch.where(end == n, FAR, end)
+        return torch.stack(
+            [
+                torch.where(some, start, FAR), torch.where(some, end, 0),
+                torch.where(whole, start, FAR), torch.where(whole, end, 0),
+            ]
+        ).to(torch.int32)  # fmt: skip
+
+    return derive(("runs", rows_order, columns_order), runs_of_equal_ids, rows, columns)
+
+
+def _arranged(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """`x` as (b, h, position)."""
+    x = x.detach().permute([d for d in order if d >= 0])
+    for position, d in enumerate(order):
+        if d < 0:
+            x = x.unsqueeze(position)
+    return x

@@ -1,0 +1,257 @@
+"""Integer expressions as sums `c + Σ cᵢ·tᵢ`, and what can be proven of their size; the ground of the band analysis.
+
+A mask's own integer arithmetic is taken not to overflow (a kernel's int32 and the reference's int64 would disagree on
+such a mask whatever the analysis does). What the analysis derives must not overflow where the mask does not: sums that
+could leave 32 bits are built in int64, and `finish` brings the end of an interval back to int32 by clamping it to
+±2^30, beyond every position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .expr import DType, Expr, const
+from .ops import apply
+
+POSITIONS = 2**29  # lengths are below this
+FAR = 2**30  # beyond every position, and far from where int32 ends
+_INT32 = 2**31 - 1
+
+# lower and upper bound of the index leaves
+_LEAF = {
+    "b": (0, 2**20), "h": (0, 2**20), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
+    "kv_len": (0, POSITIONS), "first": (0, POSITIONS), "last": (0, POSITIONS),
+}  # fmt: skip
+
+
+@dataclass
+class Linear:
+    """constant + Σ coefficient · term; terms are int expressions that are no sums themselves."""
+
+    constant: int
+    terms: dict[Expr, int]
+
+    def plus(self, other: Linear, factor: int = 1) -> Linear:
+        terms = dict(self.terms)
+        for t, c in other.terms.items():
+            terms[t] = terms.get(t, 0) + factor * c
+        return _tidy(Linear(self.constant + factor * other.constant, {t: c for t, c in terms.items() if c}))
+
+    def shifted(self, by: int) -> Linear:
+        return Linear(self.constant + by, self.terms)
+
+    def times(self, factor: int) -> Linear:
+        return Linear(self.constant * factor, {t: c * factor for t, c in self.terms.items()} if factor else {})
+
+    def without(self, term: Expr) -> Linear:
+        return Linear(self.constant, {t: c for t, c in self.terms.items() if t is not term})
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms
+
+
+# One analysis asks the same of shared parts again and again. Plain dictionaries, emptied by `forget` when it is done:
+# kept, they would hold captured tensors alive.
+_linear: dict[Expr, Linear] = {}
+_bounds: dict[Expr, tuple[float, float]] = {}
+_at_most: dict[tuple[Expr, Expr], bool] = {}
+
+
+def forget() -> None:
+    """End of an analysis: let go of its expressions."""
+    _linear.clear()
+    _bounds.clear()
+    _at_most.clear()
+
+
+def linear(expr: Expr) -> Linear:
+    """`expr`, an int (or bool as 0 and 1), as a sum."""
+    found = _linear.get(expr)
+    if found is None:
+        found = _linear[expr] = _sum(expr)
+    return found
+
+
+def _sum(expr: Expr) -> Linear:
+    op, args = expr.op, expr.args
+    if op == "const":
+        return Linear(int(expr.attr), {})
+    if op in ("add", "sub") and expr.dtype.is_integer:
+        return linear(args[0]).plus(linear(args[1]), 1 if op == "add" else -1)
+    if op == "neg":
+        return linear(args[0]).times(-1)
+    if op == "mul" and expr.dtype.is_integer:
+        for factor, other in ((args[0], args[1]), (args[1], args[0])):
+            if factor.is_const:
+                return linear(other).times(int(factor.attr))
+    if op == "lshift" and args[1].is_const:
+        return linear(args[0]).times(1 << int(args[1].attr))
+    if op == "rshift" and args[1].is_const and args[0].dtype.is_integer:
+        return Linear(0, {apply("floordiv", args[0], const(1 << int(args[1].attr))): 1})
+    if op == "truncdiv" and args[1].is_const and args[1].attr > 0 and bounds(args[0])[0] >= 0:
+        return linear(apply("floordiv", args[0], args[1]))
+    if op == "fmod" and args[1].is_const and args[1].attr > 0 and bounds(args[0])[0] >= 0:
+        return linear(apply("mod", args[0], args[1]))
+    if op == "cast_int64" and args[0].dtype is not DType.FLOAT:
+        return linear(args[0])
+    if op == "cast_int32" and args[0].dtype in (DType.INT32, DType.BOOL):
+        return linear(args[0])
+    return Linear(0, {expr: 1})
+
+
+def _tidy(lin: Linear) -> Linear:
+    """x - x % c is c · (x // c): of the two, only the latter moves one way with x."""
+    for t, c in lin.terms.items():
+        if t.op == "mod" and lin.terms.get(t.args[0]) == -c and t.args[1].is_const and t.args[1].attr > 0:
+            x, n = t.args
+            rest = {u: k for u, k in lin.terms.items() if u is not t and u is not x}
+            whole = apply("floordiv", x, n)
+            return Linear(lin.constant, rest).plus(Linear(0, {whole: -c * int(n.attr)}))
+    return lin
+
+
+def build(lin: Linear) -> Expr:
+    """The expression of a sum: int32 where it provably fits, else int64."""
+    terms = sorted(lin.terms.items(), key=lambda tc: tc[1] < 0)  # positive ones first, else in order
+    if len(terms) == 1 and terms[0][1] == 1 and lin.constant == 0:
+        term = terms[0][0]
+        return apply("cast_int32", term) if term.dtype is DType.BOOL else term
+    wide = _needs_int64(lin)
+    out: Expr | None = None
+    for t, c in terms:
+        part = apply("cast_int64", t) if wide else apply("cast_int32", t) if t.dtype is DType.BOOL else t
+        if abs(c) != 1:
+            part = apply("mul", const(abs(c)), part)
+        if out is None:
+            out = part if c > 0 else apply("neg", part)
+        else:
+            out = apply("add" if c > 0 else "sub", out, part)
+    if out is None:
+        return const(lin.constant)
+    if lin.constant:
+        out = apply("add" if lin.constant > 0 else "sub", out, const(abs(lin.constant)))
+    return out
+
+
+def _needs_int64(lin: Linear) -> bool:
+    if any(t.dtype is DType.INT64 for t in lin.terms):
+        return True
+    size = abs(lin.constant) + sum(abs(c) * max(map(abs, bounds(t))) for t, c in lin.terms.items())
+    return size > _INT32
+
+
+def finish(expr: Expr) -> Expr:
+    """`expr` as the end of an interval: tidied, int32; positions keep their side of it."""
+    expr = build(linear(expr))
+    if expr.dtype is DType.INT64:
+        if expr.is_const:
+            return const(max(-FAR, min(FAR, expr.attr)))
+        expr = apply("cast_int32", apply("clamp_max", apply("clamp_min", expr, const(-FAR)), const(FAR)))
+    return expr
+
+
+_UNKNOWN = (-float("inf"), float("inf"))
+
+
+def bounds(expr: Expr) -> tuple[float, float]:
+    """Numbers that `expr` (int or bool) never leaves; infinite where nothing is known."""
+    found = _bounds.get(expr)
+    if found is None:
+        found = _bounds[expr] = _range(expr)
+    return found
+
+
+def _range(expr: Expr) -> tuple[float, float]:
+    op, args = expr.op, expr.args
+    if op == "const":
+        return expr.attr, expr.attr
+    if op == "index":
+        return _LEAF[expr.attr]
+    if expr.dtype is DType.BOOL:
+        return 0, 1
+    if op in ("cast_int32", "cast_int64") and args[0].dtype is not DType.FLOAT:
+        return bounds(args[0])
+    if op in ("floordiv", "mod") and args[1].is_const and args[1].attr > 0:
+        n = args[1].attr
+        low, high = bounds(args[0])
+        if op == "mod":
+            return (0, min(high, n - 1)) if low >= 0 else (0, n - 1)
+        return tuple(v // n if abs(v) < _UNKNOWN[1] else v for v in (low, high))  # type: ignore[return-value]
+    if op in ("maximum", "clamp_min", "minimum", "clamp_max"):
+        pick = max if op in ("maximum", "clamp_min") else min
+        (a, b), (c, d) = bounds(args[0]), bounds(args[1])
+        return pick(a, c), pick(b, d)
+    if op == "abs":
+        low, high = bounds(args[0])
+        return max(0, low, -high), max(abs(low), abs(high))
+    if op == "where":
+        (a, b), (c, d) = bounds(args[1]), bounds(args[2])
+        return min(a, c), max(b, d)
+    if op in ("add", "sub", "neg", "mul", "lshift", "rshift"):
+        return _bounds_of_sum(linear(expr), expr)
+    return _UNKNOWN
+
+
+def _bounds_of_sum(lin: Linear, whole: Expr) -> tuple[float, float]:
+    low: float = lin.constant
+    high: float = lin.constant
+    for t, c in lin.terms.items():
+        if t is whole:
+            return _UNKNOWN
+        a, b = bounds(t)
+        low, high = low + min(a * c, b * c), high + max(a * c, b * c)
+    return low, high
+
+
+def at_most(x: Expr, y: Expr) -> bool:
+    """Whether x <= y is proven, from the structure alone, for every position, tile and length."""
+    if x is y:
+        return True
+    found = _at_most.get((x, y))
+    if found is None:
+        found = _at_most[x, y] = _proven(x, y)
+    return found
+
+
+def _proven(x: Expr, y: Expr) -> bool:
+    if x.op in ("maximum", "clamp_min"):
+        return all(at_most(a, y) for a in x.args)
+    if y.op in ("minimum", "clamp_max"):
+        return all(at_most(x, a) for a in y.args)
+    if x.op in ("minimum", "clamp_max") and any(at_most(a, y) for a in x.args):
+        return True
+    if y.op in ("maximum", "clamp_min") and any(at_most(x, a) for a in y.args):
+        return True
+    return _smallest(linear(y).plus(linear(x), -1)) >= 0
+
+
+def _smallest(lin: Linear) -> float:
+    """A lower bound of a sum that knows first <= last < q_len."""
+    terms = {t.attr if t.op == "index" else t: c for t, c in lin.terms.items()}
+    low: float = lin.constant
+    first, last, length = (terms.pop(name, 0) for name in ("first", "last", "q_len"))
+    # last = first + d and q_len = last + 1 + e, with d, e >= 0
+    low += length
+    for c, top in ((length, POSITIONS), (length + last, POSITIONS), (length + last + first, POSITIONS)):
+        low += min(0, c * top)
+    for t, c in terms.items():
+        a, b = _LEAF[t] if isinstance(t, str) else bounds(t)
+        low += min(a * c, b * c) if c else 0
+    return low
+
+
+def larger(x: Expr, y: Expr) -> Expr:
+    """max(x, y), one of them where it is proven."""
+    return y if at_most(x, y) else x if at_most(y, x) else apply("maximum", x, y)
+
+
+def smaller(x: Expr, y: Expr) -> Expr:
+    """min(x, y), one of them where it is proven."""
+    return x if at_most(x, y) else y if at_most(y, x) else apply("minimum", x, y)
+
+
+def difference(x: Expr, y: Expr) -> int | None:
+    """x - y where it is a constant."""
+    lin = linear(x).plus(linear(y), -1)
+    return lin.constant if lin.is_const else None
