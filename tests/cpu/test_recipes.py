@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ def run(name: str, *arguments: str) -> str:
     # One thread: the workers of the test run share the cores.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, f"recipes/{name}", *arguments],
+        [sys.executable, str(ROOT / "recipes" / name), *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -46,3 +47,11 @@ def test_training_agrees_with_the_reference() -> None:
 @pytest.mark.slow
 def test_training_learns() -> None:
     run("train_byte_lm.py")
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    example = tmp_path / "example.py"
+    example.write_text(found.group(1))
+    assert "score" in run(str(example))
