@@ -226,11 +226,11 @@ def _backward_tile(
     if call.score is not None:
         # Nothing is seen where P is 0: the derivative there, which may be infinite or NaN, has no say.
         unseen = p == 0
-        for (read, _), factor in zip(slopes, by_read, strict=True):
-            values = (ds * factor).masked_fill(unseen, 0.0)
-            accumulate(totals[id(read.attr.tensor)], values, step.evaluate(list(read.args), tile))
+        for (read, _), by in zip(slopes, by_read, strict=True):
+            indices = step.evaluate(list(read.args), tile)
+            accumulate(totals[id(read.attr.tensor)], ds * torch.where(unseen, 0.0, by), indices)
         if call.mods.slope is not const(1.0):
-            ds = (ds * slope).masked_fill(unseen, 0.0)
+            ds = ds * torch.where(unseen, 0.0, slope)
     return step.stack(p), step.stack(ds)
 
 

@@ -1,0 +1,86 @@
+"""Hypothesis strategies for attention calls, masks and score mods; hypothesis shrinks what fails to a small case.
+
+    from hypothesis import given
+    from composattn.testing import check, strategies
+
+    @given(strategies.cases())
+    def test_attention(case):
+        check(composattn.attention, case)
+
+    @given(strategies.sites().flatmap(strategies.masks))
+    def test_masks(mask): ...
+
+Numbers in tensors come from a seed that hypothesis draws; what it shrinks are shapes, dtypes and the mods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from ..graph.mask import Mask
+from ..graph.score import Score
+from .cases import SMALL, Site, Space, draw_case, draw_mask, draw_score, draw_site
+from .tolerance import Case
+
+T = TypeVar("T")
+
+
+class _Drawn:
+    """`Choices` that hypothesis makes."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high))
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[self.draw(st.integers(0, len(options) - 1))]
+
+
+def cases(space: Space = SMALL) -> st.SearchStrategy[Case]:
+    """Whole calls: shapes, dtype, tensors, mask, score mod, scale, gradients of the outputs."""
+    return _cases(space)
+
+
+def sites(space: Space = SMALL) -> st.SearchStrategy[Site]:
+    """Shapes and dtypes that mods can be drawn for."""
+    return _sites(space)
+
+
+def masks(site: Site) -> st.SearchStrategy[Mask]:
+    """Masks for the shapes of `site`."""
+    return _masks(site)
+
+
+def score_mods(site: Site) -> st.SearchStrategy[Score]:
+    """Score mods for the shapes of `site`."""
+    return _scores(site)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, space: Space) -> Case:
+    return draw_case(_Drawn(draw), space)
+
+
+@st.composite
+def _sites(draw: st.DrawFn, space: Space) -> Site:
+    return draw_site(_Drawn(draw), space)
+
+
+def _here(site: Site, draw: st.DrawFn) -> Site:
+    return dataclasses.replace(site, choices=_Drawn(draw))
+
+
+@st.composite
+def _masks(draw: st.DrawFn, site: Site) -> Mask:
+    return draw_mask(_here(site, draw))
+
+
+@st.composite
+def _scores(draw: st.DrawFn, site: Site) -> Score:
+    return draw_score(_here(site, draw))
