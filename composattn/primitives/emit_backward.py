@@ -15,6 +15,7 @@ derivative that is infinite or NaN where P is 0 has no say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -74,75 +75,69 @@ class BoundBackwardMods(Fixed):
         at.head, at.column = dict(self.work.head), dict(self.work.column)
         return at
 
-    # --- P, where the derivative does not look at the score ----------------------------------------------------
-
-    def probabilities(self, at: Evaluator, lse: cute.Tensor, tested: Boolean) -> None:
+    def probabilities(self, at: Evaluator, lse: Any, tested: Boolean) -> None:
         """Raw q·k to P, in place; `lse[r]` in log2 units, inf for a row with nothing to attend."""
-        if self.backward.score is None:
-            factor = self.leaves.scale * LOG2_E
-            _each(at.tile, lambda r, c, raw: _exp2(cm.fma(raw, factor, -lse[r])))
-        elif self.mods.additive is not None:
-            self._additive(at, self.mods.additive, lse)
-        else:
-            score = self.backward.score
-            _each(at.tile, lambda r, c, raw: _exp2(self._log2(at, score, r, c, lse)))
+        exponent = self._exponent(at, lse)
+        for r, c in _places(at.tile):
+            at.tile.values[r, c] = _exp2(exponent(r, c))
+            at.forget_element()
         self._hide(at, tested, at.tile.values)
 
-    def _additive(self, at: Evaluator, shape: AdditiveScore, lse: cute.Tensor) -> None:
+    def score_gradients(self, at: Evaluator, d_probabilities: cute.Tensor, delta: Any) -> None:
+        """dP to dS, in place, with P in the tile; `delta[r]` is D. Only where the derivative does not see the score."""
+        for r, c in _places(at.tile):
+            d_probabilities[r, c] = self._gradient(at, r, c, at.tile.values[r, c], d_probabilities[r, c] - delta[r])
+            at.forget_element()
+
+    def both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, tested: Boolean) -> None:
+        """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
+        exponent = self._exponent(at, lse)
+        for r, c in _places(at.tile):
+            p = _exp2(exponent(r, c))
+            d_probabilities[r, c] = self._gradient(at, r, c, p, d_probabilities[r, c] - delta[r])
+            at.tile.values[r, c] = p
+            at.forget_element()
+        self._hide(at, tested, at.tile.values, d_probabilities)
+
+    def _gradient(self, at: Evaluator, r: int, c: int, p: Any, difference: Any) -> Any:
+        slope = self.backward.slope
+        if slope is None:
+            return p * difference
+        ds = p * difference * convert(at.value(slope, r, c), DType.FLOAT)
+        return choose(p == 0.0, Float32(0.0), ds) if slope.rate is Rate.ELEMENT else ds
+
+    def _exponent(self, at: Evaluator, lse: Any) -> Callable[[int, int], Any]:
+        """(r, c) → log2(P), before the mask."""
+        values, score = at.tile.values, self.backward.score
+        if score is None:
+            factor = self.leaves.scale * LOG2_E
+            return lambda r, c: cm.fma(values[r, c], factor, -lse[r])
+        if self.mods.additive is not None:
+            return self._additive_exponent(at, self.mods.additive, lse)
+        return lambda r, c: cm.fma(Float32(at.value(score, r, c)), Float32(LOG2_E), -lse[r])
+
+    def _additive_exponent(self, at: Evaluator, shape: AdditiveScore, lse: Any) -> Callable[[int, int], Any]:
+        tile = at.tile
         factor = self.leaves.scale * LOG2_E
         if shape.factor is not None:
             factor = convert(at.value(shape.factor), DType.FLOAT) * factor
-        tile = at.tile
-        along = []
-        for c in range(tile.columns):
-            parts = [term.column(at, c) for term in shape.linear_terms]
-            along.append(_sum(parts) * LOG2_E if parts else None)
-        for r in range(tile.rows):
-            shifts = [term.row(at, r) for term in shape.linear_terms if term.form.q]
-            base = lse[r] - _sum(shifts) * LOG2_E if shifts else lse[r]
-            for c in range(tile.columns):
-                added = -base if along[c] is None else along[c] - base
-                for sign, term in shape.others:
-                    added = added + convert(at.value(term, r, c), DType.FLOAT) * (sign * LOG2_E)
-                tile.values[r, c] = _exp2(cm.fma(tile.values[r, c], factor, Float32(added)))
-                at.forget_element()
+        along = [_sum([term.column(at, c) for term in shape.linear_terms]) for c in range(tile.columns)]
+        along = [None if a is None else a * LOG2_E for a in along]
+        bases: dict[int, Any] = {}
 
-    def _log2(self, at: Evaluator, score: Expr, r: int, c: int, lse: cute.Tensor) -> Any:
-        return cm.fma(Float32(at.value(score, r, c)), Float32(LOG2_E), -lse[r])
+        def base(r: int) -> Any:
+            if r not in bases:
+                shift = _sum([term.row(at, r) for term in shape.linear_terms if term.form.q])
+                bases[r] = lse[r] if shift is None else lse[r] - shift * LOG2_E
+            return bases[r]
 
-    def score_gradients(self, at: Evaluator, d_probabilities: cute.Tensor, delta: cute.Tensor) -> None:
-        """dP to dS, in place, with P in the tile; `delta[r]` is D."""
-        slope = self.backward.slope
+        def exponent(r: int, c: int) -> Any:
+            added = -base(r) if along[c] is None else along[c] - base(r)
+            for sign, term in shape.others:
+                added = added + convert(at.value(term, r, c), DType.FLOAT) * (sign * LOG2_E)
+            return cm.fma(tile.values[r, c], factor, Float32(added))
 
-        def gradient(r: int, c: int, p: Any) -> None:
-            ds = p * (d_probabilities[r, c] - delta[r])
-            if slope is not None:
-                factor = convert(at.value(slope, r, c), DType.FLOAT)
-                ds = choose(p == 0.0, Float32(0.0), ds * factor) if slope.rate is Rate.ELEMENT else ds * factor
-            d_probabilities[r, c] = ds
-
-        for r in range(at.tile.rows):
-            for c in range(at.tile.columns):
-                gradient(r, c, at.tile.values[r, c])
-                at.forget_element()
-
-    # --- P and dS together ------------------------------------------------------------------------------------
-
-    def both(
-        self, at: Evaluator, lse: cute.Tensor, d_probabilities: cute.Tensor, delta: cute.Tensor, tested: Boolean
-    ) -> None:
-        """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
-        score, slope = self.backward.score, self.backward.slope
-        tile = at.tile
-        for r in range(tile.rows):
-            for c in range(tile.columns):
-                p = _exp2(self._log2(at, score, r, c, lse))
-                factor = convert(at.value(slope, r, c), DType.FLOAT)
-                ds = p * (d_probabilities[r, c] - delta[r]) * factor
-                tile.values[r, c] = p
-                d_probabilities[r, c] = choose(p == 0.0, Float32(0.0), ds)
-                at.forget_element()
-        self._hide(at, tested, tile.values, d_probabilities)
+        return exponent
 
     def _hide(self, at: Evaluator, tested: Boolean, *targets: cute.Tensor) -> None:
         """0 where the mask is false or the position lies outside the sequences."""
@@ -172,10 +167,8 @@ def _hide_if(tested: Boolean, mods: cutlass.Constexpr, at: cutlass.Constexpr, ta
         mods.hide(mods.evaluator(at.tile), targets)
 
 
-def _each(tile: ScoreTile, function: Any) -> None:
-    for r in range(tile.rows):
-        for c in range(tile.columns):
-            tile.values[r, c] = function(r, c, tile.values[r, c])
+def _places(tile: ScoreTile) -> list[tuple[int, int]]:
+    return [(r, c) for r in range(tile.rows) for c in range(tile.columns)]
 
 
 def _exp2(x: Any) -> Float32:
@@ -183,9 +176,9 @@ def _exp2(x: Any) -> Float32:
 
 
 def _sum(parts: list[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    total = None
+    for part in parts:
+        total = part if total is None else total + part
     return total
 
 

@@ -71,7 +71,9 @@ class HopperBackward:
         mQ, mK, mV, mdO, mdK, mdV = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, dout, dk, dv)]
         q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
         do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
-        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d)
+        # a warpgroup that computes some columns of dQ reads as many of K as a right operand: whole swizzles of them
+        part = tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=part)
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
         ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -369,28 +371,22 @@ class Consumer(Fixed):
         _issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         delta = self.statistics(block.sDelta, do_slot.index)
-        early = self.tiling.early_dv
         # (row, column) is (query, key) above the seam
         scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
         at = self.mods.evaluator(self.tile(scores, m))
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
-        if const_expr(self.one_pass):
-            warpgroup.wait_group(0)
-            self.mods.both(at, lse, gradients, delta, tested)
-            early = False
-        else:
+        if const_expr(self.tiling.early_dv and not self.one_pass):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
-            if const_expr(early):
-                narrow(tVrP, tSrS)
-                _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
+            narrow(tVrP, tSrS)
+            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+            warpgroup.wait_group(1)
             self.mods.score_gradients(at, gradients, delta)
-        if const_expr(not early):
+        else:
+            warpgroup.wait_group(0)
+            self.mods.both(at, lse, gradients, delta, tested)
             narrow(tVrP, tSrS)
             _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         narrow(tKrdS, tSrdP)

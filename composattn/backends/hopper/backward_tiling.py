@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import UnsupportedHeadDim
+from ...graph.expr import Rate, walk
 from ...graph.program import Program
 from ...plan_backward import BackwardTiling
 from ...problem import Problem
@@ -26,10 +27,10 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
             f'the gradient on backend="hopper" takes D and Dv up to 128, got {problem.head_dim} and '
             f'{problem.head_dim_v}; use backend="streaming" for training'
         )
-    small = d <= 64 and dv <= 64
-    d = d if small else 128  # two warpgroups share the columns of dQ in whole swizzles of 64
+    # the taller tile halves the reads of K and V a score, and has no registers left for addresses of captured tensors
+    tall = d <= 64 and dv <= 64 and not _reads_an_element(program)
     return BackwardTiling(
-        tile_m=128 if small else 64,
+        tile_m=128 if tall else 64,
         tile_n=128,
         d=d,
         dv=dv,
@@ -37,8 +38,14 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         do_stages=2,
         ds_stages=2,
         warpgroups=2,
-        dq_split="rows" if small else "columns",
+        dq_split="rows" if tall else "columns",
         consumer_registers=240,
         producer_registers=24,
-        early_dv=not small,
+        early_dv=not tall,
     )
+
+
+def _reads_an_element(program: Program) -> bool:
+    """Whether a mod reads a captured tensor at positions that change from pair to pair."""
+    graphs = [g for g in (program.score, program.mask) if g is not None]
+    return any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(*graphs))

@@ -1,0 +1,87 @@
+"""The backward kernels, compiled with no GPU: they fit, spill nothing, and their products stay asynchronous."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+from composattn.compile import Artifact, compile_offline
+from composattn.graph.mask import Mask
+from composattn.graph.program import Program
+from composattn.graph.score import Score
+from composattn.plan_backward import BackwardPlans, plan_backward
+from composattn.primitives.q_tiles import query_runs
+from composattn.problem import Problem
+from composattn.target import HOPPER
+
+SLOPES = torch.rand(4)
+BIAS = torch.rand(4, 64)
+
+MODS = {
+    "plain-full": (None, None),
+    "plain-causal": (None, lambda b, h, q, kv: q >= kv),
+    "alibi-causal": (lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q), lambda b, h, q, kv: q >= kv),
+    "softcap-causal": (lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0), lambda b, h, q, kv: q >= kv),
+    "relative-full": (lambda score, b, h, q, kv: score + BIAS[h, (q - kv).clamp(0, 63)], None),
+}
+
+
+def plans(mods: str, d: int, dtype: torch.dtype = torch.bfloat16) -> BackwardPlans:
+    score, mask = MODS[mods]
+    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    return plan_backward(Problem(1, 4, 2, 8, 8, d, d, dtype, torch.device("cuda")), program, HOPPER)
+
+
+CASES = [(m, d) for m in MODS for d in (64, 128)] + [("plain-causal", 32), ("plain-causal", 96)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("backward")
+
+
+@pytest.mark.parametrize(("mods", "d"), CASES, ids=[f"{m}-d{d}" for m, d in CASES])
+def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
+    plan = plans(mods, d).main
+    made: Artifact = compile_offline(plan, folder)
+    assert made.shared_memory <= HOPPER.shared_memory
+    if made.stack is not None:
+        assert made.stack == 0
+    if made.mnemonics:
+        t = plan.tiling
+        assert made.mnemonics["HGMMA"] == t.d // 16 + t.dv // 16 + 2 * (t.tile_m // 16) + t.tile_n // 16
+        assert made.spills == 0
+        # an arrive a product and at most four waits; a compiler that gives up overlapping waits after each
+        assert made.mnemonics["WARPGROUP"] <= 10
+        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128 * t.warpgroups)
+
+
+@pytest.mark.parametrize("step", ["prepare", "finish"])
+def test_other_steps_spill_nothing(step: str, folder: Path) -> None:
+    made = compile_offline(getattr(plans("plain-full", 128), step), folder)
+    assert not made.stack and made.spills == 0
+
+
+def test_query_tiles_are_visited_once_and_cover_the_intervals() -> None:
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    for _ in range(500):
+        q_len = int(torch.randint(1, 300, (), generator=generator))
+        ends = torch.randint(-20, 320, (3, 2), generator=generator).tolist()
+        begins, stops = sorted(e[0] for e in ends), sorted(e[1] for e in ends)
+        intervals = [(b, s, b + 5, s - 5) for b, s in zip(begins, stops, strict=True)]
+        runs = query_runs(intervals, q_len, 64, padding_is_harmless=True)
+        visited = [r.first + i for r in runs for i in range(max(r.count, 0))]
+        assert len(visited) == len(set(visited)) and visited == sorted(visited)
+        wanted = {q // 64 for b, s, _, _ in intervals for q in range(max(b, 0), min(s, q_len))}
+        assert wanted <= set(visited)
+        for r in runs:
+            for i in range(max(r.count, 0)):
+                tile = r.first + i
+                if not r.tested(tile):
+                    rows = range(tile * 64, min(tile * 64 + 64, q_len))
+                    assert any(all(fb <= q < fe for q in rows) for _, _, fb, fe in intervals)
