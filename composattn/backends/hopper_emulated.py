@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 # Seconds: a block costs the first, a score of a visited tile the second (2 cores of a shared server; see docs).
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.02, 1.5e-6
 LIMIT_SECONDS = 600.0
-_captured: dict[str, Captured] = {}
+_kernels: dict[str, Captured] = {}
 
 
 def estimate(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> float:
@@ -46,14 +47,31 @@ def check_size(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> None:
         )
 
 
-def captured(plan: ForwardPlan) -> Captured:
+class EmulatedKernel:
+    """Stands for a compiled kernel: called like one, with CPU tensors in the order of the plan's host function.
+
+    `result` is what the last run says beside what it wrote (instruction counts, time).
+    """
+
+    def __init__(self, plan: Any, mode: Mode = EAGER) -> None:
+        self.plan, self.mode = plan, mode
+        self.kernel = _captured(plan)
+        self.result: Result | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        target = self.plan.target
+        launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
+        self.result = run(self.kernel.program, launch, self.mode)
+
+
+def _captured(plan: Any) -> Captured:
     """The plan's kernel and host function, compiled once a process (the PTX once a cache folder)."""
     key = content_hash(plan)
-    if key not in _captured:
-        backend = importlib.import_module(f"composattn.backends.{plan.backend}.forward")
+    if key not in _kernels:
+        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         text = compile_offline(plan).ptx_path.read_text()
-        _captured[key] = Captured(*backend.kernel(plan), arch=plan.target.arch, ptx=text)
-    return _captured[key]
+        _kernels[key] = Captured(*backend.kernel(plan), arch=plan.target.arch, ptx=text)
+    return _kernels[key]
 
 
 def forward(
@@ -63,7 +81,7 @@ def forward(
     v: torch.Tensor,
     *,
     scale: float,
-    captured_tensors: Sequence[torch.Tensor] = (),
+    captured: Sequence[torch.Tensor] = (),
     scalars: Sequence[float | int] = (),
     mode: Mode = EAGER,
 ) -> Pair:
@@ -75,7 +93,7 @@ def forward(
     if not k.shape[2]:
         return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
     check_size(q, k, plan.tiling.tile_m)
-    emulate(plan, q, k, v, out, lse, scale, captured_tensors, scalars, mode)
+    emulate(plan, q, k, v, out, lse, scale, captured, scalars, mode)
     return out, lse
 
 
@@ -87,7 +105,7 @@ def emulate(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
-    captured_tensors: Sequence[torch.Tensor] = (),
+    captured: Sequence[torch.Tensor] = (),
     scalars: Sequence[float | int] = (),
     mode: Mode = EAGER,
 ) -> Result:
@@ -95,13 +113,11 @@ def emulate(
     out.fill_(float("nan"))
     if lse is not None:
         lse.fill_(float("nan"))
-    kernel = captured(plan)
-    launch = kernel.launch(
-        tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale,
-        tuple(_at_least_1d(t) for t in captured_tensors) or None, tuple(scalars) or None,
-        dynamic_shared=plan.shared_memory, sms=plan.target.sms,
-    )  # fmt: skip
-    return run(kernel.program, launch, mode)
+    kernel = EmulatedKernel(plan, mode)
+    reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
+    kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, reads, numbers)
+    assert kernel.result is not None
+    return kernel.result
 
 
 class EmulatedCall:
@@ -117,7 +133,7 @@ class EmulatedCall:
                 'backend="hopper-emulated" computes no gradients; use torch.no_grad(), or backend="streaming"'
             )
         scalars = [s.value for s in self.program.scalars]
-        return forward(self.plan, q, k, v, scale=self.scale, captured_tensors=tensors, scalars=scalars)
+        return forward(self.plan, q, k, v, scale=self.scale, captured=tensors, scalars=scalars)
 
 
 def prepare(
