@@ -131,6 +131,31 @@ class Mask:
         """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1."""
         return picture.dense(self.expr, q_len, kv_len, batch, heads, device)
 
+    def tiles(
+        self,
+        q_len: int,
+        kv_len: int,
+        tile: tuple[int, int] = (128, 128),
+        batch: int = 1,
+        heads: int = 1,
+        *,
+        refine: bool = False,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """int8 (B|1, H|1, Tq, Tkv): 0 empty, 1 partial, 2 full; partial may be pessimistic unless `refine`.
+
+        Found by interval arithmetic, in work and memory of the tiles; see `graph.tiles`.
+        """
+        from .tiles import tiles
+
+        return tiles(self.expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
+
+    def bands(self) -> str:
+        """Which kv a query tile visits, derived from the mask, in words: one interval a line, and what is tested."""
+        from .bands import describe
+
+        return describe(self.expr)
+
     def picture(
         self,
         path: str | os.PathLike[str],

@@ -1,0 +1,593 @@
+"""Interval arithmetic of a graph over tiles: what a value can be anywhere in a tile, for all tiles at once.
+
+Every node gets bounds (integers and floats) or the two answers it may give (bools), as tensors that broadcast over
+(B, H, query tile, kv tile); a row-only value has one kv tile. Bounds are never too tight:
+
+- int32 arithmetic that leaves 32 bits somewhere in a tile may be anything there (a kernel wraps, the reference does
+  not; both are inside);
+- floats are bounded in fp64 and widened outward after each operation by more than fp32 rounding, and by more than the
+  error of fast instructions after a transcendental one; a value that may be NaN says so, and fails every comparison
+  but `!=`;
+- besides, every integer carries a congruence (value ≡ residue mod step) that holds in all tiles.
+
+Captured tensors are bounded by their minima and maxima over the positions that a tile reads: block reductions where the
+index is q or kv itself, range minima over one more dimension, the whole of a dimension otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+
+from .expr import DType, Expr, walk
+from .linear import bounds, forget
+from .ops import CASTS
+
+T = torch.Tensor
+
+
+@dataclass
+class Bools:
+    """May it be true, may it be false."""
+
+    yes: T
+    no: T
+
+
+@dataclass
+class Ints:
+    """low <= value <= high and value ≡ residue (mod step); step 0: the value is residue everywhere."""
+
+    low: T
+    high: T
+    step: int = 1
+    residue: int = 0
+
+
+@dataclass
+class Floats:
+    """low <= value <= high, or NaN where `nan`."""
+
+    low: T
+    high: T
+    nan: T
+
+
+Value = Union[Bools, Ints, Floats]
+
+_INT32 = (-(2**31), 2**31 - 1)
+_WIDE = 2**60  # beyond every integer that the analysis follows; sums of a few stay inside int64
+_ROUNDING = 2.0**-21  # of one operation in fp32, with room
+_MOST = 3e38  # beyond it fp32 is infinite
+_FAST = 2.0**-9  # of a transcendental in the fastest form that a kernel may use
+
+
+@dataclass
+class Tiles:
+    """A grid of tiles over (B|1, H|1, Tq, Tkv) and the lengths behind it."""
+
+    q_len: int
+    kv_len: int
+    tile: tuple[int, int]
+    batch: int = 1
+    heads: int = 1
+    device: torch.device | str = "cpu"
+    cache: dict[Expr, Value] = field(default_factory=dict)
+
+    def starts(self, which: int) -> T:
+        """First position of every tile: of queries (0) or keys (1)."""
+        length = (self.q_len, self.kv_len)[which]
+        shape = (-1, 1) if which == 0 else (1, -1)
+        return torch.arange(0, length, self.tile[which], device=self.device).view(1, 1, *shape)
+
+    def leaf(self, name: str) -> Ints:
+        if name in ("q", "kv"):
+            which = int(name == "kv")
+            low, length = self.starts(which), (self.q_len, self.kv_len)[which]
+            return Ints(low, (low + (self.tile[which] - 1)).clamp(max=length - 1))
+        if name in ("b", "h"):
+            n, shape = (self.batch, (-1, 1, 1, 1)) if name == "b" else (self.heads, (1, -1, 1, 1))
+            value = torch.arange(n, device=self.device).view(shape)
+            return Ints(value, value)
+        return self.exactly(self.q_len if name == "q_len" else self.kv_len)
+
+    def exactly(self, value: int) -> Ints:
+        v = torch.full((1, 1, 1, 1), value, dtype=torch.int64, device=self.device)
+        return Ints(v, v, 0, value)
+
+    def constant(self, value: Any, dtype: DType) -> Value:
+        if dtype is DType.BOOL:
+            yes = torch.full((1, 1, 1, 1), bool(value), device=self.device)
+            return Bools(yes, ~yes)
+        if dtype.is_integer:
+            return self.exactly(int(value))
+        v = torch.full((1, 1, 1, 1), float(value), dtype=torch.float64, device=self.device)
+        return _widened(v.nan_to_num(0.0, math.inf, -math.inf), v.nan_to_num(0.0, math.inf, -math.inf), v.isnan())
+
+    def value(self, root: Expr) -> Value:
+        """Bounds of `root` in every tile."""
+        try:
+            for node in walk(root):
+                if node not in self.cache:
+                    self.cache[node] = self._node(node, [self.cache[a] for a in node.args])
+        finally:
+            forget()
+        return self.cache[root]
+
+    def _node(self, node: Expr, args: list[Value]) -> Value:
+        if node.op == "const":
+            return self.constant(node.attr, node.dtype)
+        if node.op == "index":
+            return self.leaf(node.attr)
+        if node.op == "scalar":
+            return self.constant(node.attr.value, node.dtype)
+        if node.op == "read":
+            return _read(node, args, self)  # type: ignore[arg-type]
+        if node.op.startswith("cast_"):
+            return _cast(node.op.removeprefix("cast_"), args[0])
+        if node.op == "mul" and node.args[0] is node.args[1]:
+            node, args = node, [_RULES["abs", _kind(node, args)](*_as_kind(node, args)[:1])] * 2
+        rule = _RULES.get((node.op, _kind(node, args)))
+        result = None if rule is None else rule(*_as_kind(node, args))
+        return _anything(node.dtype, self) if result is None else _fitted(node, result)
+
+
+def _kind(node: Expr, args: list[Value]) -> type:
+    """In which arithmetic an operation is done: that of its widest argument."""
+    values = args[1:] if node.op == "where" else args
+    if node.dtype is DType.FLOAT or any(isinstance(a, Floats) for a in values):
+        return Floats
+    return Ints if any(isinstance(a, Ints) for a in values) else Bools
+
+
+def _as_kind(node: Expr, args: list[Value]) -> list[Any]:
+    kind = _kind(node, args)
+    convert = {Floats: _to_floats, Ints: _to_ints, Bools: lambda v: v}[kind]
+    if node.op == "where":
+        return [args[0], *map(convert, args[1:])]
+    return [convert(a) for a in args]
+
+
+def _fitted(node: Expr, v: Value) -> Value:
+    """An int32 that may have wrapped may be anything."""
+    if not isinstance(v, Ints):
+        return v
+    low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
+    least, most = bounds(node)
+    if low <= least and most <= high:  # for every position: no need to look at the tiles
+        return v
+    lost = (v.low < low) | (v.high > high)
+    if not bool(lost.any()):
+        return v
+    v = Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
+    return Ints(v.low.clamp(min=-_WIDE), v.high.clamp(max=_WIDE))
+
+
+def _anything(dtype: DType, tiles: Tiles) -> Value:
+    shape = (1, 1, 1, 1)
+    true = torch.ones(shape, dtype=torch.bool, device=tiles.device)
+    if dtype is DType.BOOL:
+        return Bools(true, true)
+    if dtype is DType.FLOAT:
+        v = torch.full(shape, math.inf, dtype=torch.float64, device=tiles.device)
+        return Floats(-v, v, true)
+    wide = torch.full(shape, _WIDE, dtype=torch.int64, device=tiles.device)
+    return Ints(-wide, wide)
+
+
+# --- conversions -----------------------------------------------------------------------------------------------
+
+
+def _to_ints(v: Value) -> Ints:
+    if isinstance(v, Bools):
+        return Ints((~v.no).to(torch.int64), v.yes.to(torch.int64))
+    assert isinstance(v, Ints)
+    return v
+
+
+def _to_floats(v: Value) -> Floats:
+    if isinstance(v, Floats):
+        return v
+    i = _to_ints(v)
+    low, high = i.low.to(torch.float64), i.high.to(torch.float64)
+    nan = torch.zeros_like(low, dtype=torch.bool)
+    exact = max(low.abs().max().item(), high.abs().max().item()) <= 2**24 if low.numel() else True
+    return Floats(low, high, nan) if exact else _widened(low, high, nan)
+
+
+def _cast(name: str, v: Value) -> Value:
+    dtype, type_ = CASTS[name]
+    if type_ is DType.BOOL:
+        if isinstance(v, Bools):
+            return v
+        hits_zero = (v.low <= 0) & (v.high >= 0)
+        never = (v.low == 0) & (v.high == 0)
+        return Bools(~never | v.nan, hits_zero) if isinstance(v, Floats) else Bools(~never, hits_zero)
+    if type_.is_integer:
+        if not isinstance(v, Floats):
+            return _to_ints(v) if type_ is DType.INT64 else _narrowed(_to_ints(v))
+        limit = 2.0**31 if type_ is DType.INT32 else 2.0**61
+        lost = v.nan | (v.low <= -limit) | (v.high >= limit)
+        low = torch.where(lost, -limit, v.low).trunc().to(torch.int64)
+        high = torch.where(lost, limit, v.high).trunc().to(torch.int64)
+        # what a float out of range becomes differs between machines
+        return Ints(torch.where(lost, -_WIDE, low), torch.where(lost, _WIDE, high))
+    f = _to_floats(v)
+    if dtype is torch.float32:
+        return f
+    return Floats(f.low.to(dtype).to(torch.float64), f.high.to(dtype).to(torch.float64), f.nan)
+
+
+def _narrowed(v: Ints) -> Ints:
+    lost = (v.low < _INT32[0]) | (v.high > _INT32[1])
+    low = torch.where(lost, v.low.clamp(max=_INT32[0]), v.low)
+    high = torch.where(lost, v.high.clamp(min=_INT32[1]), v.high)
+    return Ints(low, high) if bool(lost.any()) else v
+
+
+def _widened(low: T, high: T, nan: T, by: float = _ROUNDING) -> Floats:
+    """Outward by a relative error, and by an absolute one for what rounds to a denormal or to zero."""
+    nan = nan | low.isnan() | high.isnan()
+    low, high = torch.where(nan, -math.inf, low), torch.where(nan, math.inf, high)
+    tiny = 1e-30 if by == _ROUNDING else by * 1e-3
+    low, high = torch.where(low < -_MOST, -math.inf, low), torch.where(high > _MOST, math.inf, high)
+    return Floats(low - low.abs().nan_to_num(posinf=0.0) * by - tiny, high + high.abs().nan_to_num(posinf=0.0) * by + tiny, nan)
+
+
+# --- integers ---------------------------------------------------------------------------------------------------
+
+
+def _i_add(x: Ints, y: Ints) -> Ints:
+    return Ints(x.low + y.low, x.high + y.high, math.gcd(x.step, y.step), x.residue + y.residue)
+
+
+def _i_neg(x: Ints) -> Ints:
+    return Ints(-x.high, -x.low, x.step, -x.residue)
+
+
+def _i_sub(x: Ints, y: Ints) -> Ints:
+    return _i_add(x, _i_neg(y))
+
+
+def _i_mul(x: Ints, y: Ints) -> Ints | None:
+    if any(bool((v.abs() > 2**31).any()) for v in (x.low, x.high, y.low, y.high)):
+        return None
+    corners = [x.low * y.low, x.low * y.high, x.high * y.low, x.high * y.high]
+    low, high = _span(corners)
+    for a, b in ((x, y), (y, x)):
+        if a.step == 0:
+            return Ints(low, high, b.step * abs(a.residue), b.residue * a.residue)
+    return Ints(low, high)
+
+
+def _span(corners: list[T]) -> tuple[T, T]:
+    low = high = corners[0]
+    for c in corners[1:]:
+        low, high = torch.minimum(low, c), torch.maximum(high, c)
+    return low, high
+
+
+def _i_divide(mode: str) -> Callable[[Ints, Ints], Ints | None]:
+    def rule(x: Ints, y: Ints) -> Ints | None:
+        if bool(((y.low <= 0) & (y.high >= 0)).any()):
+            return None
+        return Ints(*_span([torch.div(a, b, rounding_mode=mode) for a in (x.low, x.high) for b in (y.low, y.high)]))
+
+    return rule
+
+
+def _i_mod(x: Ints, y: Ints) -> Ints | None:
+    if y.step != 0 or y.residue <= 0:
+        return None
+    n = y.residue
+    if x.step % n == 0:
+        v = torch.full_like(x.low, x.residue % n)
+        return Ints(v, v, 0, x.residue % n)
+    one_lap = x.low.div(n, rounding_mode="floor") == x.high.div(n, rounding_mode="floor")
+    low = torch.where(one_lap, x.low.remainder(n), 0)
+    return Ints(low, torch.where(one_lap, x.high.remainder(n), n - 1), math.gcd(x.step, n), x.residue)
+
+
+def _i_fmod(x: Ints, y: Ints) -> Ints | None:
+    if y.step != 0 or y.residue <= 0:
+        return None
+    n = y.residue
+    positive = _i_mod(x, y)
+    assert positive is not None
+    below = x.low < 0
+    low = torch.where(below, torch.maximum(x.low, torch.full_like(x.low, 1 - n)), positive.low)
+    return Ints(low, torch.where(below, x.high.clamp(0, n - 1), positive.high))
+
+
+def _i_abs(x: Ints) -> Ints:
+    return Ints(torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high))
+
+
+def _i_shift(left: bool) -> Callable[[Ints, Ints], Ints | None]:
+    def rule(x: Ints, y: Ints) -> Ints | None:
+        if y.step != 0 or not 0 <= y.residue < 31:
+            return None
+        n = torch.full_like(x.low, 1 << y.residue)
+        power = Ints(n, n, 0, 1 << y.residue)
+        return _i_mul(x, power) if left else _i_divide("floor")(x, power)
+
+    return rule
+
+
+def _i_and(x: Ints, y: Ints) -> Ints | None:
+    """With a mask of low bits it is a remainder."""
+    for a, bits in ((x, y), (y, x)):
+        if bits.step == 0 and bits.residue >= 0 and (bits.residue & (bits.residue + 1)) == 0:
+            n = torch.full_like(a.low, bits.residue + 1)
+            return _i_mod(a, Ints(n, n, 0, bits.residue + 1))
+    return None
+
+
+# --- floats -----------------------------------------------------------------------------------------------------
+
+
+def _f_add(x: Floats, y: Floats) -> Floats:
+    nan = x.nan | y.nan | ((x.high == math.inf) & (y.low == -math.inf)) | ((x.low == -math.inf) & (y.high == math.inf))
+    return _widened(x.low + y.low, x.high + y.high, nan)
+
+
+def _f_neg(x: Floats) -> Floats:
+    return Floats(-x.high, -x.low, x.nan)
+
+
+def _f_mul(x: Floats, y: Floats) -> Floats:
+    corners = [(a * b).nan_to_num(0.0, math.inf, -math.inf) for a in (x.low, x.high) for b in (y.low, y.high)]
+    nan = x.nan | y.nan | (_holds_zero(x) & _infinite(y)) | (_holds_zero(y) & _infinite(x))
+    return _widened(*_span(corners), nan)
+
+
+def _holds_zero(x: Floats) -> T:
+    return (x.low <= 0) & (x.high >= 0)
+
+
+def _infinite(x: Floats) -> T:
+    return x.low.isinf() | x.high.isinf()
+
+
+def _f_div(x: Floats, y: Floats) -> Floats:
+    by_zero = _holds_zero(y)
+    corners = [(a / b).nan_to_num(0.0, math.inf, -math.inf) for a in (x.low, x.high) for b in (y.low, y.high)]
+    low, high = _span(corners)
+    nan = x.nan | y.nan | (by_zero & _holds_zero(x)) | (_infinite(x) & _infinite(y))
+    low, high = torch.where(by_zero, -math.inf, low), torch.where(by_zero, math.inf, high)
+    return _widened(low, high, nan)
+
+
+def _f_abs(x: Floats) -> Floats:
+    return Floats(torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high), x.nan)
+
+
+def _rising(fn: Callable[[T], T], slack: float = _FAST, least: float = -math.inf, range_: tuple[float, float] = (-math.inf, math.inf)) -> Callable[[Floats], Floats]:
+    """A rising function, defined from `least` on, with values in `range_`."""
+
+    def rule(x: Floats) -> Floats:
+        nan = x.nan | (x.low < least)
+        v = _widened(fn(x.low.clamp(min=least)), fn(x.high.clamp(min=least)), torch.zeros_like(nan), slack)
+        return Floats(v.low.clamp(min=range_[0]), v.high.clamp(max=range_[1]), nan)
+
+    return rule
+
+
+def _stepped(fn: Callable[[T], T]) -> Callable[[Floats], Floats]:
+    """A rising function with exact results."""
+    return lambda x: Floats(fn(x.low), fn(x.high), x.nan)
+
+
+def _periodic(x: Floats) -> Floats:
+    one = torch.ones_like(x.low)
+    return Floats(-one - _FAST, one + _FAST, x.nan | _infinite(x))
+
+
+def _f_rsqrt(x: Floats) -> Floats:
+    root = _rising(torch.sqrt, _FAST, 0.0, (0.0, math.inf))(x)
+    one = torch.ones_like(x.low)
+    low, high = one / root.high, torch.where(root.low <= 0, math.inf, one / root.low)
+    return _widened(low, high, root.nan, _FAST)
+
+
+def _f_floordiv(x: Floats, y: Floats) -> Floats:
+    v = _f_div(x, y)
+    return Floats(v.low.floor() - 1, v.high.floor() + 1, v.nan | _infinite(x))
+
+
+def _f_mod(x: Floats, y: Floats) -> Floats:
+    top, low = y.high.clamp(min=0), y.low.clamp(max=0)
+    return _widened(low, top, x.nan | y.nan | _holds_zero(y) | _infinite(x))
+
+
+def _f_fmod(x: Floats, y: Floats) -> Floats:
+    size = torch.maximum(y.low.abs(), y.high.abs())
+    return _widened(-size, size, x.nan | y.nan | _holds_zero(y) | _infinite(x))
+
+
+def _f_sign(x: Floats) -> Floats:
+    return Floats(x.low.sign(), x.high.sign(), x.nan)
+
+
+# --- what integers and floats share ----------------------------------------------------------------------------
+
+
+def _pick(fn: Callable[[T, T], T]) -> Callable[[Any, Any], Any]:
+    def rule(x: Any, y: Any) -> Any:
+        low, high = fn(x.low, y.low), fn(x.high, y.high)
+        if isinstance(x, Ints):
+            return Ints(low, high)
+        nan = x.nan | y.nan
+        return Floats(low, high, nan)
+
+    return rule
+
+
+def _where(c: Bools, x: Any, y: Any) -> Any:
+    if isinstance(x, Bools):
+        return Bools((c.yes & x.yes) | (c.no & y.yes), (c.yes & x.no) | (c.no & y.no))
+
+    def choose(a: T, b: T, both: T) -> T:
+        return torch.where(c.no, torch.where(c.yes, both, b), a)
+
+    low = choose(x.low, y.low, torch.minimum(x.low, y.low))
+    high = choose(x.high, y.high, torch.maximum(x.high, y.high))
+    if isinstance(x, Floats):
+        return Floats(low, high, (c.yes & x.nan) | (c.no & y.nan))
+    same = x.step == y.step and (x.residue - y.residue) % max(x.step, 1) == 0 and x.step != 0
+    return Ints(low, high, x.step, x.residue) if same else Ints(low, high)
+
+
+def _nan(x: Any, y: Any) -> Any:
+    return x.nan | y.nan if isinstance(x, Floats) else False
+
+
+def _lt(x: Any, y: Any) -> Bools:
+    return Bools(x.low < y.high, (x.high >= y.low) | _nan(x, y))
+
+
+def _le(x: Any, y: Any) -> Bools:
+    return Bools(x.low <= y.high, (x.high > y.low) | _nan(x, y))
+
+
+def _eq(x: Any, y: Any) -> Bools:
+    meet = (x.low <= y.high) & (y.low <= x.high)
+    differ = (x.low != x.high) | (y.low != y.high) | (x.low != y.low) | _nan(x, y)
+    if isinstance(x, Ints):
+        step = math.gcd(x.step, y.step)
+        apart = x.residue != y.residue if step == 0 else (x.residue - y.residue) % step != 0
+        meet = meet & (not apart)
+    return Bools(meet, differ)
+
+
+def _not(x: Bools) -> Bools:
+    return Bools(x.no, x.yes)
+
+
+def _and(x: Bools, y: Bools) -> Bools:
+    return Bools(x.yes & y.yes, x.no | y.no)
+
+
+def _or(x: Bools, y: Bools) -> Bools:
+    return Bools(x.yes | y.yes, x.no & y.no)
+
+
+def _xor(x: Bools, y: Bools) -> Bools:
+    return Bools((x.yes & y.no) | (x.no & y.yes), (x.yes & y.yes) | (x.no & y.no))
+
+
+def _both_kinds(name: str, rule: Callable[..., Any]) -> dict[tuple[str, type], Callable[..., Any]]:
+    return {(name, Ints): rule, (name, Floats): rule}
+
+
+_RULES: dict[tuple[str, type], Callable[..., Any]] = {
+    ("add", Ints): _i_add, ("sub", Ints): _i_sub, ("neg", Ints): _i_neg, ("mul", Ints): _i_mul,
+    ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
+    ("fmod", Ints): _i_fmod, ("abs", Ints): _i_abs, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
+    ("and", Ints): _i_and, ("sign", Ints): lambda x: Ints(x.low.sign(), x.high.sign()),
+    ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
+    ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
+    ("fmod", Floats): _f_fmod, ("abs", Floats): _f_abs, ("sign", Floats): _f_sign, ("rsqrt", Floats): _f_rsqrt,
+    ("exp", Floats): _rising(torch.exp, range_=(0.0, math.inf)), ("exp2", Floats): _rising(torch.exp2, range_=(0.0, math.inf)),
+    ("expm1", Floats): _rising(torch.expm1), ("log", Floats): _rising(torch.log, least=0.0),
+    ("log2", Floats): _rising(torch.log2, least=0.0), ("log1p", Floats): _rising(torch.log1p, least=-1.0),
+    ("sqrt", Floats): _rising(torch.sqrt, least=0.0, range_=(0.0, math.inf)), ("tanh", Floats): _rising(torch.tanh),
+    ("sigmoid", Floats): _rising(torch.sigmoid), ("erf", Floats): _rising(torch.erf),
+    ("sin", Floats): _periodic, ("cos", Floats): _periodic,
+    ("floor", Floats): _stepped(torch.floor), ("ceil", Floats): _stepped(torch.ceil),
+    ("round", Floats): _stepped(torch.round), ("trunc", Floats): _stepped(torch.trunc),
+    ("isnan", Floats): lambda x: Bools(x.nan, torch.ones_like(x.nan)),
+    ("isinf", Floats): lambda x: Bools(_infinite(x) | (x.low.abs() > 3e38) | (x.high.abs() > 3e38), torch.ones_like(x.nan)),
+    **_both_kinds("maximum", _pick(torch.maximum)), **_both_kinds("clamp_min", _pick(torch.maximum)),
+    **_both_kinds("minimum", _pick(torch.minimum)), **_both_kinds("clamp_max", _pick(torch.minimum)),
+    **_both_kinds("where", _where), ("where", Bools): _where,
+    **_both_kinds("lt", _lt), **_both_kinds("gt", lambda x, y: _lt(y, x)), **_both_kinds("le", _le),
+    **_both_kinds("ge", lambda x, y: _le(y, x)), **_both_kinds("eq", _eq), **_both_kinds("ne", lambda x, y: _not(_eq(x, y))),
+    ("not", Bools): _not, ("and", Bools): _and, ("or", Bools): _or, ("xor", Bools): _xor,
+    ("ne", Bools): _xor, ("eq", Bools): lambda x, y: _not(_xor(x, y)),
+}  # fmt: skip
+
+
+# --- captured tensors -----------------------------------------------------------------------------------------
+
+
+def _read(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
+    """A captured tensor between its smallest and largest element among those that a tile reads."""
+    tensor = node.attr.tensor.detach().to(tiles.device)
+    if tensor.numel() == 0:
+        return _anything(node.dtype, tiles)
+    kind = torch.float64 if node.dtype is DType.FLOAT else torch.int64
+    x = tensor.to(kind)
+    nan = x.isnan() if node.dtype is DType.FLOAT else None
+    floor, ceiling = (x, x) if nan is None else (x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf))
+    low, high = _extreme(floor, node, at, tiles, False), _extreme(ceiling, node, at, tiles, True)
+    if node.dtype is DType.BOOL:
+        return Bools(high > 0, low < 1)
+    if nan is None:
+        return Ints(low.clamp(min=-_WIDE), high.clamp(max=_WIDE))
+    any_nan = _extreme(nan.to(torch.int64), node, at, tiles, True) > 0
+    return _widened(low, high, any_nan)
+
+
+def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T:
+    reduce = torch.amax if largest else torch.amin
+    indices: list[T | None] = []  # position in each dimension left, None for the one that is a range
+    ranged: tuple[int, T, T] | None = None
+    for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
+        size = x.shape[d]
+        if index.op == "index" and index.attr in ("q", "kv"):
+            which = int(index.attr == "kv")
+            x = _by_tiles(x, d, tiles.tile[which], len(tiles.starts(which).flatten()), reduce)
+            indices.append(torch.arange(x.shape[d], device=x.device).view((1, 1, -1, 1) if which == 0 else (1, 1, 1, -1)))
+            continue
+        wraps = v.low < 0
+        if v.low is v.high:
+            indices.append(torch.where(wraps, v.low + size, v.low).clamp(0, size - 1))
+            continue
+        low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
+        low, high = torch.where(wraps, 0, low), torch.where(wraps, size - 1, high)
+        if ranged is None:
+            ranged = (d, low, high)
+            indices.append(None)
+        else:  # a second range: the whole of that dimension
+            x = reduce(x, d, keepdim=True)
+            indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=x.device))
+    if ranged is None:
+        return x[tuple(torch.broadcast_tensors(*indices))] if indices else x.view(1, 1, 1, 1)  # type: ignore[arg-type]
+    return _over_range(x, ranged, indices, largest)
+
+
+def _by_tiles(x: T, d: int, tile: int, count: int, reduce: Callable[..., T]) -> T:
+    """`x` with dimension `d` reduced tile by tile; positions beyond its end read the last element."""
+    size = x.shape[d]
+    wanted = count * tile
+    if wanted > size:
+        last = x.narrow(d, size - 1, 1)
+        shape = list(x.shape)
+        shape[d] = wanted - size
+        x = torch.cat([x, last.expand(shape)], d)
+    return reduce(x.narrow(d, 0, wanted).unflatten(d, (count, tile)), d + 1)
+
+
+def _over_range(x: T, ranged: tuple[int, T, T], indices: list[T | None], largest: bool) -> T:
+    """Smallest or largest over low..high of one dimension, by two windows of a power of two that cover the range."""
+    d, low, high = ranged
+    level = (high - low + 1).to(torch.float64).log2().floor().to(torch.int64)
+    pick = torch.maximum if largest else torch.minimum
+    levels, n = [x], x.shape[d]
+    for k in range(int(level.max())):
+        last, width = levels[-1], 1 << k
+        kept = n - width
+        merged = pick(last.narrow(d, 0, kept), last.narrow(d, width, kept))
+        levels.append(torch.cat([merged, last.narrow(d, kept, width)], d))
+    table = torch.stack(levels)
+
+    def at(position: T) -> T:
+        full = [position if i is None else i for i in indices]
+        return table[tuple(torch.broadcast_tensors(level, *full))]
+
+    return pick(at(low), at(high + 1 - (1 << level)))

@@ -1,0 +1,68 @@
+"""Which tiles of a mask are empty, full or partial; from bounds of the mask over each tile, not from its elements."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InvalidArgument
+from .evaluate import Env, evaluate
+from .expr import Dep, Expr, captures
+from .intervals import Bools, Tiles
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+_AT_ONCE = 2**22  # elements of partial tiles that a refinement looks at together
+
+
+def tiles(
+    mask: Expr,
+    q_len: int,
+    kv_len: int,
+    tile: tuple[int, int] = (128, 128),
+    batch: int = 1,
+    heads: int = 1,
+    *,
+    refine: bool = False,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """int8 (B|1, H|1, Tq, Tkv): 0 empty, 1 partial, 2 full; a dimension the mask does not depend on is 1.
+
+    `tile` is (queries, keys). Tiles at the edges speak of the positions that exist. Empty and full are never wrong;
+    partial may be pessimistic, unless `refine` evaluates every element of the partial tiles. Work and memory without
+    it are those of the tiles and of the captured tensors. `device` defaults to that of the captured tensors.
+
+    Raises: `InvalidArgument` for lengths, counts or tile sizes below 1.
+    """
+    for name, value in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads), *zip(("tile[0]", "tile[1]"), tile, strict=True)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgument(f"{name} must be an int of at least 1, got {value!r}")
+    if device is None:
+        held = captures(mask)
+        device = held[0].tensor.device if held else "cpu"
+    b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
+    grid = Tiles(q_len, kv_len, tile, b, h, device)
+    found = grid.value(mask)
+    assert isinstance(found, Bools)
+    shape = (b, h, -(-q_len // tile[0]), -(-kv_len // tile[1]))
+    kinds = (found.yes.to(torch.int8) + (found.yes & ~found.no).to(torch.int8)).expand(shape).contiguous()
+    if refine:
+        _refine(mask, kinds, q_len, kv_len, tile, device)
+    return kinds
+
+
+def _refine(
+    mask: Expr, kinds: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
+) -> None:
+    """Settle partial tiles by their elements, some tiles at a time."""
+    where = (kinds == PARTIAL).nonzero()
+    offsets = [torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)]
+    for part in where.split(max(1, _AT_ONCE // (tile[0] * tile[1]))):
+        b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
+        # beyond the end the last position stands again, which changes neither any nor all
+        q = (row * tile[0] + offsets[0]).clamp(max=q_len - 1)
+        kv = (column * tile[1] + offsets[1]).clamp(max=kv_len - 1)
+        lengths = {"q_len": torch.tensor(q_len, device=device), "kv_len": torch.tensor(kv_len, device=device)}
+        env = Env({"b": b, "h": h, "q": q, "kv": kv, **lengths}, device=device, float_dtype=torch.float32)
+        visible = evaluate(mask, env).expand(len(part), *tile).flatten(1)
+        settled = visible.any(1).to(torch.int8) + visible.all(1).to(torch.int8)
+        kinds[tuple(part.unbind(1))] = settled
