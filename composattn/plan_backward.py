@@ -137,9 +137,9 @@ def plan_backward(
     """
     cutting = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
     cutting.check(problem, program)
-    chosen = tiling or importlib.import_module(
-        f"composattn.backends.{target.backend}.backward_tiling"
-    ).backward_tiling(problem, program, target)
+    chosen = tiling or importlib.import_module(f"composattn.backends.{target.backend}.backward_tiling").backward_tiling(
+        problem, program, target
+    )
     visited = query_intervals(program) if intervals is None else intervals
     ends = [e for i in visited for e in (i.begin, i.end, i.full_begin, i.full_end)]
     common: dict[str, Any] = {

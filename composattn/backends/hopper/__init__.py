@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs by generated kernels; importing this imports no kernel language.
 
-The forward is one fused kernel (`forward.py`). Gradients are computed from its output and LSE tile by tile in PyTorch
-(`composattn.backends.streaming`) on the same GPU: O(S) memory, deterministic, not fused.
+The forward is one fused kernel (`forward.py`), the gradients of q, k and v three (`backward*.py`); what else they need
+is in `gradient.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...launch import ForwardLauncher
 from ...plan import plan_forward
 from ...problem import Problem
 from ...target import Target
-from ..streaming import Mods, Streaming
+from .gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -35,7 +35,7 @@ def prepare(
 
 
 class HopperCall:
-    """One form of inputs: its kernels, with and without LSE, compiled when first needed. Also a `Differentiable`."""
+    """One form of inputs: its kernels, with and without LSE, compiled when first needed."""
 
     def __init__(self, problem: Problem, program: Program, scale: float) -> None:
         self.problem, self.program, self.scale = problem, program, scale
@@ -62,19 +62,28 @@ class HopperCall:
         if self.derived:
             refresh(self.derived)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(self, q, k, v)
+            return attend(HopperAttend(self), q, k, v)
         return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
         return [s.value for s in self.program.scalars]
 
-    # --- Differentiable -----------------------------------------------------------------------------------
+    @cached_property
+    def gradient(self) -> HopperGradient:
+        return HopperGradient(self.problem, self.program, self.scale, self.target)
+
+
+class HopperAttend:
+    """One differentiable call, with the run-time numbers of its moment: a `Differentiable`."""
+
+    def __init__(self, call: HopperCall) -> None:
+        self.call, self.captures, self.scalars = call, call.captures, call.scalars()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.with_lse(q, k, v, self.scale, captured, self.scalars())
+        out, lse = self.call.with_lse(q, k, v, self.call.scale, captured, self.scalars)
         assert lse is not None
         return out, lse
 
@@ -90,8 +99,4 @@ class HopperCall:
         dlse: torch.Tensor | None,
         wanted: Sequence[bool],
     ) -> Grads:
-        streaming = Streaming(Mods(self.program, self.scale))
-        # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
-        out, _ = streaming.forward(q, k, v, captured)
-        dout = None if dout is None else dout.to(out.dtype)
-        return streaming.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
+        return self.call.gradient(q, k, v, captured, self.scalars, out, lse, dout, dlse, wanted)

@@ -1,0 +1,218 @@
+"""The fused backward on a Hopper GPU against fp64: dQ, dK, dV and captured gradients, for every kind of mod and shape.
+
+The bar is the DESIGN rule: at most twice the error of the same computation in plain PyTorch at the same precision,
+plus the rounding of the output type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.backends import reference
+from composattn.graph.mask import Mask
+from composattn.graph.score import Score
+from tests.support import outlier_normal, poison_cuda_memory
+
+LENGTH = 700  # longest in the cases below: tables are made for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a call."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    q_len: int = 300
+    kv_len: int = 300
+    d: int = 128
+    dv: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = {
+    "d128": Shape(),
+    "d64": Shape(d=64, dv=64),
+    "d32-fp16": Shape(d=32, dv=32, dtype=torch.float16),
+    "d96": Shape(d=96, dv=96),
+    "d80-dv128": Shape(d=80, dv=128),
+    "d64-dv128": Shape(d=64, dv=128),
+    "gqa4": Shape(kv_heads=1),
+    "gqa2-d64-fp16": Shape(kv_heads=2, d=64, dv=64, dtype=torch.float16),
+    "ragged": Shape(q_len=129, kv_len=523),
+    "more-queries": Shape(q_len=577, kv_len=65),
+    "one-query": Shape(q_len=1, kv_len=700),
+    "one-key": Shape(q_len=333, kv_len=1),
+}
+
+ScoreMod = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mods:
+    """A mask and a score mod over captured tensors made for the call."""
+
+    score: Callable[[dict[str, torch.Tensor]], ScoreMod] | None = None
+    mask: Callable[[dict[str, torch.Tensor]], ScoreMod] | None = None
+
+
+def causal(t: dict[str, torch.Tensor]) -> ScoreMod:
+    return lambda b, h, q, kv: q >= kv
+
+
+MODS = {
+    "plain": Mods(),
+    "causal": Mods(mask=causal),
+    "causal-and-odd": Mods(mask=lambda t: lambda b, h, q, kv: (q >= kv) & ((q + kv) % 3 != 1)),
+    "window": Mods(mask=lambda t: lambda b, h, q, kv: (q >= kv) & (q - kv < 70)),
+    "document": Mods(mask=lambda t: lambda b, h, q, kv: t["document"][q] == t["document"][kv]),
+    "alibi-causal": Mods(lambda t: lambda s, b, h, q, kv: s - t["slopes"][h] * (q - kv), causal),
+    "softcap-causal": Mods(lambda t: lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0), causal),
+    "relative": Mods(lambda t: lambda s, b, h, q, kv: s + t["relative"][h, q - kv + LENGTH]),
+    "relative-softcap-window": Mods(
+        lambda t: lambda s, b, h, q, kv: 15.0 * torch.tanh((s + t["relative"][h, q - kv + LENGTH]) / 15.0),
+        lambda t: lambda b, h, q, kv: (q >= kv) & (q - kv < 130),
+    ),
+    "read-twice": Mods(
+        lambda t: lambda s, b, h, q, kv: s * t["gain"][h] + t["gain"][h] * t["row"][q] * t["column"][kv]
+    ),
+    "log-distance": Mods(
+        lambda t: lambda s, b, h, q, kv: s - torch.log((q - kv).abs().float() + 1.0) * t["slopes"][h], causal
+    ),
+}
+
+
+def tables(shape: Shape, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).cuda().requires_grad_()
+
+    ends = torch.randint(1, LENGTH, (5,), generator=generator).sort().values
+    return {
+        "slopes": torch.rand(shape.heads, generator=generator).cuda().requires_grad_(),
+        "relative": normal(shape.heads, 2 * LENGTH + 1),
+        "gain": normal(shape.heads),
+        "row": normal(LENGTH),
+        "column": normal(LENGTH),
+        "document": torch.bucketize(torch.arange(LENGTH), ends, right=True).cuda(),
+    }
+
+
+def gradients(
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor, wrt: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    loss = (out * dout.to(out.dtype)).sum() + torch.where(lse == -math.inf, 0.0, lse * dlse.to(lse.dtype)).sum()
+    found = torch.autograd.grad(loss, wrt, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
+
+
+def dense(
+    leaves: list[torch.Tensor], score: ScoreMod | None, mask: ScoreMod | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch at the inputs' precision, probabilities rounded as any implementation on matrix units has to."""
+    q, k, v = leaves
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = (q @ k.mT).float() * scale
+    b, h, qi, ki = torch.meshgrid(*(torch.arange(n, device=q.device) for n in s.shape), indexing="ij")
+    if score is not None:
+        s = score(s, b, h, qi, ki)
+    if mask is not None:
+        s = s.masked_fill(~mask(b, h, qi, ki), -math.inf)
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+    return p.to(v.dtype) @ v, lse
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_match_fp64(shape: str, mods: str, generator: torch.Generator) -> None:
+    s, m = SHAPES[shape], MODS[mods]
+
+    def draw(heads: int, length: int, d: int) -> torch.Tensor:
+        return outlier_normal(s.batch, heads, length, d, generator=generator, dtype=s.dtype, device="cuda")
+
+    q, k, v = draw(s.heads, s.q_len, s.d), draw(s.kv_heads, s.kv_len, s.d), draw(s.kv_heads, s.kv_len, s.dv)
+    dout = draw(s.heads, s.q_len, s.dv)
+    dlse = torch.randn(s.batch, s.heads, s.q_len, generator=generator).cuda()
+    captured = tables(s, generator)
+    score = None if m.score is None else m.score(captured)
+    mask = None if m.mask is None else m.mask(captured)
+    floats = [t for t in captured.values() if t.requires_grad]
+    scale = s.d**-0.5
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    poison_cuda_memory()
+    out, lse = ca.attention(*leaves, score_mod=score, mask_mod=mask, return_lse=True, backend="hopper")
+    ours = gradients(out, lse, dout, dlse, leaves + floats)
+
+    exact_leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    exact_out, exact_lse = reference.attention(
+        *exact_leaves,
+        score=None if score is None else Score.of(score).expr,
+        mask=None if mask is None else Mask.of(mask).expr,
+        scale=scale,
+    )
+    exact = gradients(exact_out, exact_lse, dout.double(), dlse.double(), exact_leaves + floats)
+
+    plain_leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    plain = gradients(*dense(plain_leaves, score, mask, scale), dout, dlse, plain_leaves + floats)
+
+    rounding = torch.finfo(s.dtype).eps
+    names = ["dq", "dk", "dv", *(n for n, t in captured.items() if t.requires_grad)]
+    for name, got, want, other in zip(names, ours, exact, plain, strict=True):
+        want = want.double()
+        assert torch.isfinite(got).all(), name
+        size = want.norm()
+        error, allowed = (got.double() - want).norm(), 2 * (other.nan_to_num().double() - want).norm() + rounding * size
+        assert error <= allowed + 1e-6, f"{name}: error {error / size:.2e} of its size, allowed {allowed / size:.2e}"
+
+
+def test_fully_masked_rows_give_zero_gradients(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 2, 200, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
+    out, lse = ca.attention(
+        q, k, v, mask_mod=lambda b, h, q, kv: (q >= 100) & (kv < 50), return_lse=True, backend="hopper"
+    )
+    dq, dk, dv = torch.autograd.grad([out, lse], (q, k, v), [torch.randn_like(out), torch.randn_like(lse)])
+    assert (dq[:, :, :100] == 0).all() and (dk[:, :, 50:] == 0).all() and (dv[:, :, 50:] == 0).all()
+    assert (dq[:, :, 100:] != 0).any()
+
+
+@pytest.mark.parametrize("form", ["transposed", "expanded", "sliced"])
+def test_any_strides_of_the_incoming_gradient(form: str, generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(2, 2, 150, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
+    base = torch.randn(2, 150, 2, 66, generator=generator).cuda().bfloat16()
+    dout = {
+        "transposed": base[..., :64].contiguous().transpose(1, 2),
+        "expanded": base[:1, :1, :1, :1].expand(2, 2, 150, 64),
+        "sliced": base[..., 1:65].transpose(1, 2),
+    }[form]
+    results = []
+    for given in (dout, dout.contiguous()):
+        out = ca.attention(q, k, v, backend="hopper")
+        results.append(torch.autograd.grad(out, (q, k, v), given))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))  # dQ is summed in any order
+
+
+def test_dk_and_dv_are_bitwise_repeatable(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(2, 4, 1000, 128, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+    first = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend="hopper"), (k, v), dout)
+    for _ in range(20):
+        again = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend="hopper"), (k, v), dout)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_double_backward_is_refused_by_name(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 1, 64, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
+    out = ca.attention(q, k, v, backend="hopper")
+    assert isinstance(out, torch.Tensor)
+    with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
