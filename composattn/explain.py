@@ -1,0 +1,157 @@
+"""What a call computes and how: formulas, dependence classes, gradient, visited tiles, FLOPs, plan; as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import backends
+from .graph.expr import Expr, Rate, walk
+from .graph.gradient import derivative, partials
+from .graph.mask import ALL, Mask
+from .graph.program import Program
+from .graph.symbolic import formula, simplified
+from .problem import Problem, softmax_scale
+
+if TYPE_CHECKING:
+    from .api import Attention
+
+TILE = (128, 128)  # of the tile counts shown; kernels have their own, named in the plan
+
+
+@dataclasses.dataclass(frozen=True)
+class TileCounts:
+    """Tiles of `TILE` over all batches and heads that the mask tells apart."""
+
+    empty: int
+    partial: int
+    full: int
+
+    @property
+    def visited(self) -> int:
+        return self.partial + self.full
+
+    @property
+    def total(self) -> int:
+        return self.empty + self.visited
+
+    def __str__(self) -> str:
+        share = 100 * self.visited / max(1, self.total)
+        return (
+            f"{self.visited} of {self.total} visited ({share:.0f} %): {self.partial} with the test, "
+            f"{self.full} without; {self.empty} skipped"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The parts of an explanation; `str()` joins them. `rows` are (heading, text), text may have several lines."""
+
+    rows: tuple[tuple[str, str], ...]
+    tiles: TileCounts
+    flops: int
+
+    def __str__(self) -> str:
+        width = max(len(heading) for heading, _ in self.rows) + 2
+        lines = []
+        for heading, text in self.rows:
+            first, *more = text.splitlines() or [""]
+            lines.append(f"{heading:<{width}}{first}")
+            lines += [" " * width + line for line in more]
+        return "\n".join(lines)
+
+
+def explain(attn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False) -> Explanation:
+    """The explanation of `attn(q, k, v)`; runs nothing on the tensors."""
+    problem = Problem.of(q, k, v)
+    program = attn.program
+    backend = backends.choose(attn.backend, problem)
+    call = backend.prepare(problem, program, softmax_scale(attn.scale, problem.head_dim), q, k, v)
+    tiles = count_tiles(program, problem)
+    flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
+    names: dict[Any, str] = {}  # of captured tensors and scalars, the same in every row
+    rows = [
+        ("call", _call(problem, attn.scale)),
+        ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
+        ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
+        ("classes", _classes(program, names)),
+        ("gradient", _gradient(program, names)),
+        ("kv visited", _intervals(program, names)),
+        ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
+        ("FLOPs", f"{flops:.3e} forward in visited tiles, {problem.flops():.3e} dense"),
+        ("backend", f"{backend.name} ({backend.takes})"),
+        ("plan", str(getattr(call, "plan", None) or getattr(call, "__doc__", "") or "").strip()),
+    ]
+    if emulate:
+        from .emulator.counts import instruction_counts
+
+        rows.append(("emulated", str(instruction_counts(problem, program))))
+    return Explanation(tuple(row for row in rows if row[1]), tiles, flops)
+
+
+def count_tiles(program: Program, problem: Problem) -> TileCounts:
+    """How many tiles of `TILE` are empty, partial and full, over batch and query heads."""
+    mask = ALL if program.mask is None else Mask(program.mask)
+    kinds = mask.tiles(
+        problem.q_len, problem.kv_len, tile=TILE, batch=problem.batch, heads=problem.q_heads
+    )
+    shared = problem.batch * problem.q_heads // max(1, kinds.shape[0] * kinds.shape[1])
+    empty, partial, full = (int((kinds == kind).sum()) * shared for kind in (0, 1, 2))
+    return TileCounts(empty, partial, full)
+
+
+def _call(problem: Problem, scale: float | None) -> str:
+    p = problem
+    heads = f"{p.q_heads} heads" if p.group == 1 else f"{p.q_heads} query heads on {p.kv_heads} key/value heads"
+    dims = f"D {p.head_dim}" if p.head_dim == p.head_dim_v else f"D {p.head_dim}, Dv {p.head_dim_v}"
+    lengths = f"{p.q_len} queries x {p.kv_len} keys"
+    return (
+        f"batch {p.batch}, {heads}, {lengths}, {dims}, {str(p.dtype).removeprefix('torch.')} on {p.device}; "
+        f"scale {softmax_scale(scale, p.head_dim):.6g}"
+    )
+
+
+def _classes(program: Program, names: dict[Any, str]) -> str:
+    """The largest parts of the mods that need not be computed for every element, by how often they are."""
+    parts: dict[Rate, list[str]] = {}
+
+    def visit(node: Expr) -> None:
+        if node.is_const:
+            return
+        if node.rate is not Rate.ELEMENT:
+            shown = formula(node, names)
+            if node.args and shown not in parts.setdefault(node.rate, []):
+                parts[node.rate].append(shown)
+            return
+        for argument in node.args:
+            visit(argument)
+
+    roots = [e for e in (program.score, program.mask) if e is not None]
+    for root in roots:
+        visit(root)
+    lines = [f"{rate.value}: {', '.join(shown)}" for rate, shown in parts.items() if shown]
+    count = sum(n.rate is Rate.ELEMENT and bool(n.args) for n in walk(*roots)) if roots else 0
+    return "\n".join([*lines, f"per element: {count} operations"]) if roots else ""
+
+
+def _gradient(program: Program, names: dict[Any, str]) -> str:
+    if program.score is None:
+        return ""
+    lines = [f"d score_mod/d score = {simplified(derivative(program.score), names)}"]
+    for leaf, d in partials(program.score).items():
+        lines.append(f"d score_mod/d {formula(leaf, names)} = {simplified(d, names)}")
+    return "\n".join(lines)
+
+
+def _intervals(program: Program, names: dict[Any, str]) -> str:
+    """The runs of kv that a tile of query rows first..last visits."""
+    return "\n".join(
+        f"{formula(i.begin, names)} <= kv < {formula(i.end, names)}; no test from {formula(i.full_begin, names)} "
+        f"to {formula(i.full_end, names)}"
+        for i in program.intervals
+    )
+
+
+__all__: list[Any] = ["Explanation", "TileCounts", "count_tiles", "explain"]
