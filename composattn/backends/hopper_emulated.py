@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..emulator.cluster import EAGER, Mode
 from ..emulator.findings import EmulationTooLarge
 from ..emulator.launch import Result, run
 from ..errors import GradientUnsupported
+from ..graph.derived import Derived, refresh
 from ..graph.program import Program
 from ..launch import _at_least_1d, _empty_like_queries, tidy
 from ..plan import ForwardPlan, plan_forward
@@ -27,6 +30,17 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.02, 1.5e-6
 LIMIT_SECONDS = 600.0
 _kernels: dict[str, Captured] = {}
+_mode: ContextVar[Mode] = ContextVar("mode", default=EAGER)
+
+
+@contextmanager
+def emulating(mode: Mode) -> Iterator[None]:
+    """Inside, calls of this backend run in `mode` (see `composattn.emulator`)."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
 
 
 def estimate(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> float:
@@ -132,8 +146,9 @@ class EmulatedCall:
             raise GradientUnsupported(
                 'backend="hopper-emulated" computes no gradients; use torch.no_grad(), or backend="streaming"'
             )
+        refresh([c for c in self.program.captures if isinstance(c, Derived)])
         scalars = [s.value for s in self.program.scalars]
-        return forward(self.plan, q, k, v, scale=self.scale, captured=tensors, scalars=scalars)
+        return forward(self.plan, q, k, v, scale=self.scale, captured=tensors, scalars=scalars, mode=_mode.get())
 
 
 def prepare(

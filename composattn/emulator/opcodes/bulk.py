@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,16 @@ class StoreOp:
             self.write_bytes(self.data)
 
 
+def _once_a_warp(g: Any, m: Any, *operands: list[int]) -> list[tuple[int, ...]]:
+    """(warp, operands) of the copies to make. Lanes of a warp with the same operands make one copy between them.
+
+    PTX reads as if each lane made its own; the machine instruction takes uniform registers and is issued once a warp,
+    and code that is generated without an elect around a store counts on it.
+    """
+    warps = g.lane_warp[g.active(m)].tolist()
+    return list(dict.fromkeys(zip(warps, *operands, strict=True)))
+
+
 def _map_of(g: Any, addr: int) -> TensorMap:
     found = g.block.launch.map_at.get(addr - PARAM_WINDOW)
     if found is None:
@@ -80,12 +91,13 @@ def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, coun
         cluster.start(Pending(complete, what))
 
 
-def _targets(g: Any, dst: int, bar_at: int, mask: int | None) -> tuple[list[Any], int, int]:
+def _targets(g: Any, dst: int, bar_at: int, mask: int) -> tuple[list[Any], int, int]:
+    """(blocks, offset of the data, offset of the barrier) of a copy; `mask` is -1 for one that is no multicast."""
     block, local = resolve_block(g, np.array([dst]))
     bar_block, bar_local = resolve_block(g, np.array([bar_at]))
     if bar_block is not block:
         raise UnknownInstruction("a copy to one block's shared memory that completes on another's barrier")
-    if mask is None:
+    if mask < 0:
         return [block], int(local[0]), int(bar_local[0])
     blocks = [b for b in g.block.cluster.blocks if mask >> b.rank & 1]
     return blocks, int(local[0]), int(bar_local[0])
@@ -102,24 +114,23 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
     mask = source(program, instr.args[3], "u16") if "multicast::cluster" in instr.parts else None
 
     def run(g: Any, m: Any) -> None:
-        lanes = g.active(m)
-        tos, maps, bars = to(g, m).tolist(), map_at(g, m).tolist(), bar_at(g, m).tolist()
+        tos = to(g, m).tolist()
         at = [pick(c(g), m).tolist() for c in coords]
-        masks = pick(mask(g), m).tolist() if mask is not None else [None] * len(lanes)
-        for i, lane in enumerate(lanes.tolist()):
-            warp = int(g.lane_warp[lane])
-            tensor = _map_of(g, maps[i])
-            corner = tuple(int(c[i]) for c in at)
+        masks = pick(mask(g), m).tolist() if mask is not None else [-1] * len(tos)
+        for warp, dst_at, map_, bar_, multicast, *corner_ in _once_a_warp(
+            g, m, tos, map_at(g, m).tolist(), bar_at(g, m).tolist(), masks, *at
+        ):
+            tensor, corner = _map_of(g, map_), tuple(corner_)
             if len(corner) != len(tensor.sizes):
                 raise BadDescriptor(f"{len(corner)} coordinates for a tensor map of {len(tensor.sizes)} dimensions")
-            blocks, local, bar_local = _targets(g, tos[i], bars[i], masks[i])
+            blocks, local, bar_local = _targets(g, dst_at, bar_, multicast)
             if local % 128:
                 raise Misaligned(f"shared address {local:#x} of a tensor copy: 128 bytes are taken")
-            barrier_at(g, bars[i], warp)
+            barrier_at(g, bar_, warp)
             memory = g.block.launch.memory
             what = f"tensor copy of box {tensor.box} at {corner} ({instr.where()})"
             start_load(g, warp, blocks, local, bar_local, tensor.nbytes, tensor.swizzle,
-                       lambda t=tensor, c=corner: t.load(memory, c), what)  # fmt: skip
+                       functools.partial(tensor.load, memory, corner), what)  # fmt: skip
 
     return run
 
@@ -132,20 +143,23 @@ def plain_load(instr: Instr, program: Any) -> Handler:
     mask = source(program, instr.args[4], "u16") if "multicast::cluster" in instr.parts else None
 
     def run(g: Any, m: Any) -> None:
-        lanes = g.active(m)
-        tos, froms, sizes, bars = to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
-        masks = pick(mask(g), m).tolist() if mask is not None else [None] * len(lanes)
-        for i, lane in enumerate(lanes.tolist()):
-            warp = int(g.lane_warp[lane])
-            blocks, local, bar_local = _targets(g, tos[i], bars[i], masks[i])
-            _check_plain(local, froms[i], sizes[i])
-            found = g.block.launch.memory.find(froms[i], sizes[i])
-            at = froms[i] - found.start
-            barrier_at(g, bars[i], warp)
-            start_load(g, warp, blocks, local, bar_local, sizes[i], 0,
-                       lambda f=found, a=at, n=sizes[i]: f.data[a : a + n].copy(), f"bulk copy ({instr.where()})")  # fmt: skip
+        tos = to(g, m).tolist()
+        masks = pick(mask(g), m).tolist() if mask is not None else [-1] * len(tos)
+        for warp, dst, frm, n, bar, multicast in _once_a_warp(
+            g, m, tos, src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist(), masks
+        ):
+            blocks, local, bar_local = _targets(g, dst, bar, multicast)
+            _check_plain(local, frm, n)
+            found = g.block.launch.memory.find(frm, n)
+            fetch = functools.partial(_copy, found.data, frm - found.start, n)
+            barrier_at(g, bar, warp)
+            start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
+
+
+def _copy(data: Array, at: int, count: int) -> Array:
+    return data[at : at + count].copy()
 
 
 def _check_plain(shared: int, other: int, size: int) -> None:
@@ -160,16 +174,15 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
     size, bar_at = source(program, instr.args[2], "u32"), address(program, instr.args[3])
 
     def run(g: Any, m: Any) -> None:
-        lanes = g.active(m)
-        tos, froms, sizes, bars = to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
-        for i, lane in enumerate(lanes.tolist()):
-            warp = int(g.lane_warp[lane])
-            blocks, local, bar_local = _targets(g, tos[i], bars[i], None)
-            _check_plain(local, froms[i], sizes[i])
-            read_shared(g, warp, froms[i], sizes[i])
-            barrier_at(g, bars[i], warp)
-            start_load(g, warp, blocks, local, bar_local, sizes[i], 0,
-                       lambda a=froms[i], n=sizes[i]: g.block.shared.data[a : a + n].copy(), f"bulk copy ({instr.where()})")  # fmt: skip
+        for warp, dst, frm, n, bar in _once_a_warp(
+            g, m, to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
+        ):
+            blocks, local, bar_local = _targets(g, dst, bar, -1)
+            _check_plain(local, frm, n)
+            read_shared(g, warp, frm, n)
+            barrier_at(g, bar, warp)
+            fetch = functools.partial(_copy, g.block.shared.data, frm, n)
+            start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 
@@ -216,16 +229,13 @@ def tensor_store(instr: Instr, program: Any) -> Handler:
     reduce = "add" if "reduce" in instr.parts else ""
 
     def run(g: Any, m: Any) -> None:
-        maps, froms = map_at(g, m).tolist(), frm(g, m).tolist()
         at = [pick(c(g), m).tolist() for c in coords]
-        for i, lane in enumerate(g.active(m).tolist()):
-            warp = int(g.lane_warp[lane])
-            tensor = _map_of(g, maps[i])
-            corner = tuple(int(c[i]) for c in at)
-            if froms[i] % 128:
-                raise Misaligned(f"shared address {froms[i]:#x} of a tensor copy: 128 bytes are taken")
-            read_shared(g, warp, froms[i], tensor.nbytes)
-            _start_store(g, warp, _tensor_op(g, tensor, corner, froms[i], reduce, instr))
+        for warp, map_, start, *corner in _once_a_warp(g, m, map_at(g, m).tolist(), frm(g, m).tolist(), *at):
+            tensor = _map_of(g, map_)
+            if start % 128:
+                raise Misaligned(f"shared address {start:#x} of a tensor copy: 128 bytes are taken")
+            read_shared(g, warp, start, tensor.nbytes)
+            _start_store(g, warp, _tensor_op(g, tensor, tuple(corner), start, reduce, instr))
 
     return run
 
@@ -249,9 +259,7 @@ def plain_store(instr: Instr, program: Any) -> Handler:
     dtype = kinds[instr.parts[-1] if "L2::cache_hint" not in instr.parts else instr.parts[-2]] if "reduce" in instr.parts else None
 
     def run(g: Any, m: Any) -> None:
-        for lane, dst, src, n in zip(g.active(m).tolist(), to(g, m).tolist(), frm(g, m).tolist(), pick(size(g), m).tolist(),
-                                     strict=True):  # fmt: skip
-            warp = int(g.lane_warp[lane])
+        for warp, dst, src, n in _once_a_warp(g, m, to(g, m).tolist(), frm(g, m).tolist(), pick(size(g), m).tolist()):
             _check_plain(src, dst, n)
             if n == 0:
                 continue
@@ -263,7 +271,7 @@ def plain_store(instr: Instr, program: Any) -> Handler:
                 there = found.data[at : at + data.size]
                 there[:] = data if dtype is None else (there.view(dtype) + data.view(dtype)).view(np.uint8)
 
-            _start_store(g, warp, StoreOp(lambda s=src, c=n, sh=shared: sh.data[s : s + c].copy(), write, instr.where()))
+            _start_store(g, warp, StoreOp(functools.partial(_copy, shared.data, src, n), write, instr.where()))
 
     return run
 

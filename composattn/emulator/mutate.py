@@ -1,0 +1,153 @@
+"""Mutants of a kernel's PTX: one synchronisation, descriptor or coordinate wrong each; do the checks notice?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.findings import Finding, UnknownInstruction
+from composattn.emulator.launch import Result
+from composattn.emulator.program import Program
+from composattn.emulator.ptx import Imm, Instr, Kernel, Operand, Reg, Vec, parse
+
+MODES: tuple[Mode, ...] = (EAGER, LATE, random_mode(1), random_mode(2))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A PTX text that differs from the kernel's in one instruction. `kind` says how, `instr` is the one it was."""
+
+    kind: str
+    instr: Instr
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: `how` is a finding's class name, "wrong result", "not reached" or "survived"."""
+
+    mutant: Mutant
+    how: str
+    detail: str = ""
+
+    @property
+    def caught(self) -> bool:
+        return self.how not in ("not reached", "survived")
+
+
+def _statement(text: str) -> str:
+    """A pattern for the statement as it stands in the source, however it is spaced."""
+    return r"\s*".join(re.escape(word) for word in text.split()) + r"\s*;"
+
+
+def _edit(source: list[str], instr: Instr, change: Callable[[str], str]) -> str | None:
+    """The source with `change` applied to the instruction's statement; None if that changes nothing."""
+    at = instr.line - 1
+    for end in range(at + 1, min(at + 12, len(source)) + 1):
+        part = "\n".join(source[at:end])
+        match = re.search(_statement(instr.text), part)
+        if match is not None:
+            new = change(match.group())
+            if new == match.group():
+                return None
+            return "\n".join([*source[:at], part[: match.start()] + new + part[match.end() :], *source[end:]])
+    return None
+
+
+def _wait_skipped(text: str) -> str:
+    return re.sub(r"mbarrier\.try_wait[\w.:]*\s+([%\w$]+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", text)
+
+
+def _weaker(text: str) -> str:
+    return re.sub(r"(\d+)\s*;$", lambda m: f"{int(m[1]) + 1};", text)
+
+
+def _other_coordinate(text: str) -> str:
+    """The first two coordinates of a tensor copy change places."""
+    return re.sub(r"\{(\s*[^,}]+),(\s*[^,}]+)", r"{\2,\1", text, count=1)
+
+
+def _further(text: str) -> str:
+    """A matrix descriptor one step of 16 bytes further on."""
+    return re.sub(r", (\d+)\s*;$", lambda m: f", {int(m[1]) + 1};", text)
+
+
+KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
+    ("wait skipped", r"mbarrier\.try_wait", _wait_skipped),
+    ("arrival dropped", r"mbarrier\.arrive|bar(rier)?(\.cta)?\.arrive", lambda t: ""),
+    ("wait weakened", r"wgmma\.wait_group|cp\.async\.bulk\.wait_group", _weaker),
+    ("wait dropped", r"wgmma\.wait_group|cp\.async\.bulk\.wait_group", lambda t: ""),
+    ("barrier dropped", r"bar(rier)?(\.cta)?\.sync", lambda t: ""),
+    ("proxy fence dropped", r"fence\.proxy\.async", lambda t: ""),
+    ("coordinate wrong", r"cp\.(reduce\.)?async\.bulk\.tensor", _other_coordinate),
+)
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    """All mutants of a kernel, kind by kind, in program order."""
+    kernel = parse(text)
+    source = text.split("\n")
+    for kind, pattern, change in KINDS:
+        for instr in kernel.code:
+            if re.match(pattern, instr.op):
+                new = _edit(source, instr, change)
+                if new is not None:
+                    yield Mutant(kind, instr, new)
+    for instr in _descriptor_steps(kernel):
+        new = _edit(source, instr, _further)
+        if new is not None:
+            yield Mutant("descriptor wrong", instr, new)
+
+
+def _descriptor_steps(kernel: Kernel) -> list[Instr]:
+    """Additions of a literal whose result is a matrix descriptor, or becomes half of one."""
+    wanted: set[Operand] = set()
+    for instr in kernel.code:
+        if instr.op.startswith("wgmma.mma_async"):
+            wanted |= {a for a in instr.args[1:3] if isinstance(a, Reg)}
+    for instr in kernel.code:
+        if instr.op == "mov.b64" and instr.args[0] in wanted and isinstance(instr.args[1], Vec):
+            wanted |= set(instr.args[1].items)
+    return [i for i in kernel.code if i.op in ("add.s32", "add.s64") and i.args[0] in wanted and isinstance(i.args[2], Imm)]
+
+
+def judge(
+    text: str,
+    launch: Callable[[Program, Mode], Result],
+    same: Callable[[], bool],
+    modes: Sequence[Mode] = MODES,
+    only: Callable[[Mutant], bool] = lambda m: True,
+) -> Iterator[Verdict]:
+    """Runs every mutant until it is caught. `launch` runs a program anew; `same` says if it left the right result."""
+    reached = _reached(Program(text), launch)
+    for mutant in mutants(text):
+        if not only(mutant):
+            continue
+        if mutant.instr.line not in reached:
+            yield Verdict(mutant, "not reached")
+            continue
+        yield _verdict(mutant, launch, same, modes)
+
+
+def _reached(program: Program, launch: Callable[[Program, Mode], Result]) -> set[int]:
+    visits = launch(program, EAGER).visits.sum(0)
+    return {i.line for n, v in zip(program.nodes, visits, strict=True) if v for i in n.code}
+
+
+def _verdict(
+    mutant: Mutant, launch: Callable[[Program, Mode], Result], same: Callable[[], bool], modes: Sequence[Mode]
+) -> Verdict:
+    try:
+        program = Program(mutant.text)
+    except UnknownInstruction as e:
+        return Verdict(mutant, "UnknownInstruction", str(e))
+    for mode in modes:
+        try:
+            launch(program, mode)
+        except Finding as e:
+            return Verdict(mutant, type(e).__name__, f"{mode}: {e}")
+        if not same():
+            return Verdict(mutant, "wrong result", str(mode))
+    return Verdict(mutant, "survived")
