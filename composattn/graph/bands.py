@@ -7,9 +7,9 @@ The contract with every backend is `TileInterval`: four int32 expressions in the
     full_begin, full_end    every kv in [full_begin, full_end) is visible from every row of the tile: no test
 
 Ends may lie outside [0, kv_len], and ranges may be inverted (empty: end <= begin): whoever loops clamps. A mask is a
-tuple of such intervals; in every tile, begins ascend and so do ends (as clamped), empty intervals included. A kv tile that two
-intervals touch is visited once, and partial tiles are tested with the whole mask, so overlaps cost nothing but are
-never wrong. Captures in the ends may be `Derived` from those of the mask: `derived.refresh` them before a launch.
+tuple of such intervals; in every tile, begins ascend and so do ends (as clamped), empty intervals included. A kv tile
+that two intervals touch is visited once, and partial tiles are tested with the whole mask, so overlaps cost nothing
+and are never wrong. Captures in the ends may be `Derived` from those of the mask: `derived.refresh` them before a launch.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class _Rows:
             x, y = (self._extreme(a, largest) for a in args)
             join = larger if op in ("maximum", "clamp_min") else smaller
             if x is None or y is None:  # max is at least either, min at most
-                known = (x if y is None else y) if (join is larger) is not largest else None
-                return known
+                return (x if y is None else y) if (join is larger) is not largest else None
             return join(x, y)
         if op == "abs":
             low, high = self._extreme(args[0], False), self._extreme(args[0], True)

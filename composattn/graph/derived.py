@@ -117,7 +117,13 @@ def _range_table(dim: int, largest: bool) -> Recipe:
             last, width = levels[-1], 1 << k
             if width < x.shape[dim]:
                 beyond = last.narrow(dim, width, x.shape[dim] - width)
-                last = torch.cat([pick(last.narrow(dim, 0, x.shape[dim] - width), beyond), last.narrow(dim, x.shape[dim] - width, width)], dim)
+                last = torch.cat(
+                    [
+                        pick(last.narrow(dim, 0, x.shape[dim] - width), beyond),
+                        last.narrow(dim, x.shape[dim] - width, width),
+                    ],
+                    dim,
+                )
             levels.append(last)
         whole = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
         return torch.stack([*levels, whole.expand_as(x)])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -57,7 +57,7 @@ class Floats:
     nan: T
 
 
-Value = Union[Bools, Ints, Floats]
+Value = Bools | Ints | Floats
 
 _INT32 = (-(2**31), 2**31 - 1)
 _WIDE = 2**60  # beyond every integer that the analysis follows; sums of a few stay inside int64
@@ -235,7 +235,9 @@ def _widened(low: T, high: T, nan: T, by: float = _ROUNDING) -> Floats:
     low, high = torch.where(nan, -math.inf, low), torch.where(nan, math.inf, high)
     tiny = 1e-30 if by == _ROUNDING else by * 1e-3
     low, high = torch.where(low < -_MOST, -math.inf, low), torch.where(high > _MOST, math.inf, high)
-    return Floats(low - low.abs().nan_to_num(posinf=0.0) * by - tiny, high + high.abs().nan_to_num(posinf=0.0) * by + tiny, nan)
+    return Floats(
+        low - low.abs().nan_to_num(posinf=0.0) * by - tiny, high + high.abs().nan_to_num(posinf=0.0) * by + tiny, nan
+    )
 
 
 # --- integers ---------------------------------------------------------------------------------------------------
@@ -363,10 +365,17 @@ def _f_div(x: Floats, y: Floats) -> Floats:
 
 
 def _f_abs(x: Floats) -> Floats:
-    return Floats(torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high), x.nan)
+    return Floats(
+        torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high), x.nan
+    )
 
 
-def _rising(fn: Callable[[T], T], slack: float = _FAST, least: float = -math.inf, range_: tuple[float, float] = (-math.inf, math.inf)) -> Callable[[Floats], Floats]:
+def _rising(
+    fn: Callable[[T], T],
+    slack: float = _FAST,
+    least: float = -math.inf,
+    range_: tuple[float, float] = (-math.inf, math.inf),
+) -> Callable[[Floats], Floats]:
     """A rising function, defined from `least` on, with values in `range_`."""
 
     def rule(x: Floats) -> Floats:
@@ -492,7 +501,8 @@ _RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
     ("fmod", Floats): _f_fmod, ("abs", Floats): _f_abs, ("sign", Floats): _f_sign, ("rsqrt", Floats): _f_rsqrt,
-    ("exp", Floats): _rising(torch.exp, range_=(0.0, math.inf)), ("exp2", Floats): _rising(torch.exp2, range_=(0.0, math.inf)),
+    ("exp", Floats): _rising(torch.exp, range_=(0.0, math.inf)),
+    ("exp2", Floats): _rising(torch.exp2, range_=(0.0, math.inf)),
     ("expm1", Floats): _rising(torch.expm1), ("log", Floats): _rising(torch.log, least=0.0),
     ("log2", Floats): _rising(torch.log2, least=0.0), ("log1p", Floats): _rising(torch.log1p, least=-1.0),
     ("sqrt", Floats): _rising(torch.sqrt, least=0.0, range_=(0.0, math.inf)), ("tanh", Floats): _rising(torch.tanh),
@@ -501,12 +511,13 @@ _RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("floor", Floats): _stepped(torch.floor), ("ceil", Floats): _stepped(torch.ceil),
     ("round", Floats): _stepped(torch.round), ("trunc", Floats): _stepped(torch.trunc),
     ("isnan", Floats): lambda x: Bools(x.nan, torch.ones_like(x.nan)),
-    ("isinf", Floats): lambda x: Bools(_infinite(x) | (x.low.abs() > 3e38) | (x.high.abs() > 3e38), torch.ones_like(x.nan)),
+    ("isinf", Floats): lambda x: Bools(_infinite(x) | x.nan, torch.ones_like(x.nan)),
     **_both_kinds("maximum", _pick(torch.maximum)), **_both_kinds("clamp_min", _pick(torch.maximum)),
     **_both_kinds("minimum", _pick(torch.minimum)), **_both_kinds("clamp_max", _pick(torch.minimum)),
     **_both_kinds("where", _where), ("where", Bools): _where,
     **_both_kinds("lt", _lt), **_both_kinds("gt", lambda x, y: _lt(y, x)), **_both_kinds("le", _le),
-    **_both_kinds("ge", lambda x, y: _le(y, x)), **_both_kinds("eq", _eq), **_both_kinds("ne", lambda x, y: _not(_eq(x, y))),
+    **_both_kinds("ge", lambda x, y: _le(y, x)), **_both_kinds("eq", _eq),
+    **_both_kinds("ne", lambda x, y: _not(_eq(x, y))),
     ("not", Bools): _not, ("and", Bools): _and, ("or", Bools): _or, ("xor", Bools): _xor,
     ("ne", Bools): _xor, ("eq", Bools): lambda x, y: _not(_xor(x, y)),
 }  # fmt: skip
@@ -523,7 +534,11 @@ def _read(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
     kind = torch.float64 if node.dtype is DType.FLOAT else torch.int64
     x = tensor.to(kind)
     nan = x.isnan() if node.dtype is DType.FLOAT else None
-    floor, ceiling = (x, x) if nan is None else (x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf))
+    floor, ceiling = (
+        (x, x)
+        if nan is None
+        else (x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf))
+    )
     low, high = _extreme(floor, node, at, tiles, False), _extreme(ceiling, node, at, tiles, True)
     if node.dtype is DType.BOOL:
         return Bools(high > 0, low < 1)
@@ -542,7 +557,9 @@ def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T
         if index.op == "index" and index.attr in ("q", "kv"):
             which = int(index.attr == "kv")
             x = _by_tiles(x, d, tiles.tile[which], len(tiles.starts(which).flatten()), reduce)
-            indices.append(torch.arange(x.shape[d], device=x.device).view((1, 1, -1, 1) if which == 0 else (1, 1, 1, -1)))
+            indices.append(
+                torch.arange(x.shape[d], device=x.device).view((1, 1, -1, 1) if which == 0 else (1, 1, 1, -1))
+            )
             continue
         wraps = v.low < 0
         if v.low is v.high:

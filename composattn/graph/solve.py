@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Union
 
 from .derived import END, FULL_END, FULL_START, START, Derived, derive, runs
 from .expr import Capture, Dep, DType, Expr, const, index, read
@@ -60,7 +59,7 @@ class Opaque:
     holds: bool
 
 
-Constraint = Union[Low, High, Row, Residue, Opaque]
+Constraint = Low | High | Row | Residue | Opaque
 
 
 @dataclass
@@ -290,7 +289,7 @@ _EXACT_FLOATS = 2**22  # halves and whole numbers up to here are exact in fp32
 
 
 def _as_integers(e: Expr) -> Expr | None:
-    """A comparison of an integer with a float constant as one of integers, where fp32 rounding can't tell them apart."""
+    """A comparison of an integer with a float constant as one of integers, where fp32 can't tell them apart."""
     x, y = e.args
     if x.is_const and not y.is_const:
         flipped = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}[e.op]

@@ -80,7 +80,7 @@ def _indexed(name: str, args: list[Any]) -> Any:
 
 def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
     row = OPS[node.op].sympy
-    if row is None or node.op in ("cast_int32", "cast_int64", "cast_bool") and node.args[0].dtype is DType.FLOAT:
+    if row is None or (node.op in ("cast_int32", "cast_int64", "cast_bool") and node.args[0].dtype is DType.FLOAT):
         return None
     bits = node.op in ("and", "or", "xor", "not") and node.dtype is not DType.BOOL
     logic = node.op in ("add", "mul", "sub") and any(a.dtype is DType.BOOL for a in node.args)
@@ -95,7 +95,7 @@ def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
 def latex(expr: Expr, names: Names | None = None) -> str:
     """`expr` as LaTeX; as typewriter text where it is no formula over the reals."""
     found = to_sympy(expr, names)
-    return r"\texttt{%s}" % formula(expr, names) if found is None else sympy.latex(found)
+    return rf"\texttt{{{formula(expr, names)}}}" if found is None else sympy.latex(found)
 
 
 # --- text ------------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ _INFIX = {
     "mul": ("·", 8), "div": ("/", 8), "floordiv": ("//", 8), "mod": ("%", 8), "pow": ("**", 10),
 }  # fmt: skip
 _CALLED = {
-    "maximum": "max", "minimum": "min", "clamp_min": "max", "clamp_max": "min", "cast_bool": "bool", "cast_int32": "int",
-    "cast_int64": "int", "cast_float16": "half", "cast_bfloat16": "bfloat16",
+    "maximum": "max", "minimum": "min", "clamp_min": "max", "clamp_max": "min", "cast_bool": "bool",
+    "cast_int32": "int", "cast_int64": "int", "cast_float16": "half", "cast_bfloat16": "bfloat16",
 }  # fmt: skip
 _ASSOCIATIVE = {"add", "mul", "and", "or"}
 _ATOM = 11
@@ -162,5 +162,3 @@ def _number(node: Expr) -> str:
         return str(node.attr)
     special = {float("inf"): "inf", -float("inf"): "-inf"}
     return special.get(node.attr, f"{node.attr:.6g}")
-
-

@@ -33,7 +33,8 @@ def tiles(
 
     Raises: `InvalidArgument` for lengths, counts or tile sizes below 1.
     """
-    for name, value in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads), *zip(("tile[0]", "tile[1]"), tile, strict=True)):  # fmt: skip
+    counts = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "tile[0]": tile[0], "tile[1]": tile[1]}
+    for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgument(f"{name} must be an int of at least 1, got {value!r}")
     if device is None:
@@ -55,7 +56,9 @@ def _refine(
 ) -> None:
     """Settle partial tiles by their elements, some tiles at a time."""
     where = (kinds == PARTIAL).nonzero()
-    offsets = [torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)]
+    offsets = [
+        torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)
+    ]
     for part in where.split(max(1, _AT_ONCE // (tile[0] * tile[1]))):
         b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
         # beyond the end the last position stands again, which changes neither any nor all

@@ -146,7 +146,9 @@ class RandomMask:
         if kind == 9:
             return self._float_atom()
         if kind == 10:
-            return apply(r.choice(_COMPARE), apply("cast_float", apply("sub", q, kv)), const(r.choice([2.0, 3.5, -1.0, 0.3])))
+            return apply(
+                r.choice(_COMPARE), apply("cast_float", apply("sub", q, kv)), const(r.choice([2.0, 3.5, -1.0, 0.3]))
+            )
         return apply("le", kv, q)
 
     def _float_atom(self) -> Expr:
@@ -155,7 +157,22 @@ class RandomMask:
         x: Expr = r.choice([q, kv, apply("sub", q, kv), apply("mul", q, kv)])
         for _ in range(r.randint(0, 3)):
             name = r.choice(
-                ["neg", "abs", "tanh", "exp", "sqrt", "log", "sin", "sigmoid", "floor", "erf", "add", "mul", "div", "read"]
+                [
+                    "neg",
+                    "abs",
+                    "tanh",
+                    "exp",
+                    "sqrt",
+                    "log",
+                    "sin",
+                    "sigmoid",
+                    "floor",
+                    "erf",
+                    "add",
+                    "mul",
+                    "div",
+                    "read",
+                ]
             )
             if name in ("add", "mul", "div"):
                 x = apply(name, x, r.choice([const(0.3), const(-1.7), const(7.0), apply("cast_float", kv)]))

@@ -15,7 +15,13 @@ from tests.cpu.graph.random_masks import RandomMask
 
 
 def ends(
-    intervals: tuple[TileInterval, ...], rows: int, columns: int, tile: int, batch: int, heads: int, mirrored: bool = False
+    intervals: tuple[TileInterval, ...],
+    rows: int,
+    columns: int,
+    tile: int,
+    batch: int,
+    heads: int,
+    mirrored: bool = False,
 ) -> torch.Tensor:
     """int64 (interval, 4, B, H, tile): the ends at every tile of `tile` rows."""
     first = torch.arange(0, rows, tile)
