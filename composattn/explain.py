@@ -12,7 +12,8 @@ from .graph.expr import Expr, Rate, walk
 from .graph.gradient import derivative, partials
 from .graph.mask import ALL, Mask
 from .graph.program import Program
-from .graph.symbolic import formula, simplified
+from .graph.simplify import simplify
+from .graph.symbolic import Names, formula
 from .problem import Problem, softmax_scale
 
 if TYPE_CHECKING:
@@ -71,11 +72,12 @@ def explain(attn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     call = backend.prepare(problem, program, softmax_scale(attn.scale, problem.head_dim), q, k, v)
     tiles = count_tiles(program, problem)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
-    names: dict[Any, str] = {}  # of captured tensors and scalars, the same in every row
+    names = Names(*program.roots)
     rows = [
         ("call", _call(problem, attn.scale)),
         ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
+        ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),
         ("kv visited", _intervals(program, names)),
@@ -113,7 +115,7 @@ def _call(problem: Problem, scale: float | None) -> str:
     )
 
 
-def _classes(program: Program, names: dict[Any, str]) -> str:
+def _classes(program: Program, names: Names) -> str:
     """The largest parts of the mods that need not be computed for every element, by how often they are."""
     parts: dict[Rate, list[str]] = {}
 
@@ -136,16 +138,16 @@ def _classes(program: Program, names: dict[Any, str]) -> str:
     return "\n".join([*lines, f"per element: {count} operations"]) if roots else ""
 
 
-def _gradient(program: Program, names: dict[Any, str]) -> str:
+def _gradient(program: Program, names: Names) -> str:
     if program.score is None:
         return ""
-    lines = [f"d score_mod/d score = {simplified(derivative(program.score), names)}"]
+    lines = [f"d score_mod/d score = {formula(simplify(derivative(program.score)), names)}"]
     for leaf, d in partials(program.score).items():
-        lines.append(f"d score_mod/d {formula(leaf, names)} = {simplified(d, names)}")
+        lines.append(f"d score_mod/d {formula(leaf, names)} = {formula(simplify(d), names)}")
     return "\n".join(lines)
 
 
-def _intervals(program: Program, names: dict[Any, str]) -> str:
+def _intervals(program: Program, names: Names) -> str:
     """The runs of kv that a tile of query rows first..last visits."""
     return "\n".join(
         f"{formula(i.begin, names)} <= kv < {formula(i.end, names)}; no test from {formula(i.full_begin, names)} "
