@@ -1,0 +1,158 @@
+"""The tolerance rule lets right results pass and finds wrong ones, however small the mistake."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.backends import reference
+from composattn.mods import alibi, causal, padding, relative_bias, softcap
+from composattn.testing import Case, assert_attention_close, check, poisoned, run
+from tests.support import qkv
+
+streaming = functools.partial(ca.attention, backend="streaming")
+
+
+def a_case(generator, dtype=torch.float32, **shape):
+    shape = {"heads": 4, "kv_heads": 2, "q_len": 23, "kv_len": 31, "dim": 16, **shape}
+    q, k, v = qkv(generator=generator, dtype=dtype, **shape)
+    table = torch.randn(4, 17, generator=generator).requires_grad_()
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(dtype)
+    dlse = torch.randn(q.shape[:-1], generator=generator)
+    return Case(q, k, v, relative_bias(table) >> softcap(5.0), causal("bottom_right"), None, dout, dlse)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+
+
+@DTYPES
+def test_plain_pytorch_passes(dtype, generator):
+    case = a_case(generator, dtype)
+
+    def plain(q, k, v, *, score_mod, mask_mod, scale, return_lse):
+        program = case.program
+        return reference.attention(
+            q, k, v, score=program.score, mask=program.mask, scale=q.shape[-1] ** -0.5, precision=dtype
+        )
+
+    check(plain, case)
+
+
+def changed(**change):
+    """The streaming backend with its arguments changed."""
+
+    def attend(q, k, v, **arguments):
+        for name, new in change.items():
+            arguments[name] = new(arguments[name])
+        return streaming(q, k, v, **arguments)
+
+    return attend
+
+
+def rounded_inside(q, k, v, **arguments):
+    """As if scores had been rounded to bf16."""
+    return streaming(q, k.bfloat16().to(k.dtype), v, **arguments)
+
+
+def without_lse_gradient(q, k, v, **arguments):
+    out, lse = streaming(q, k, v, **arguments)
+    return out, lse.detach() + 0.0 * out.sum(-1)
+
+
+def one_output_not_written(q, k, v, **arguments):
+    out, lse = streaming(q, k, v, **arguments)
+    hole = torch.empty_like(out)
+    hole[:, :, 1:] = out[:, :, 1:]
+    return hole, lse
+
+
+MISTAKES = {
+    "a scale that is off by a thousandth": changed(scale=lambda _: 1.001 * 16**-0.5),
+    "a mask that is off by one": changed(mask_mod=lambda mask: lambda b, h, q, kv: mask(b, h, q, kv) | (kv == q + 9)),
+    "a mask that hides one pair too many": changed(mask_mod=lambda m: m & (lambda b, h, q, kv: (q != 20) | (kv != 20))),
+    "a score mod that is left out": changed(score_mod=lambda _: None),
+    "a cap that is off by a thousandth": changed(score_mod=lambda s: s >> (lambda s, b, h, q, kv: s * 1.001)),
+    "the wrong head": changed(mask_mod=lambda mask: lambda b, h, q, kv: mask(b, h, q, kv) & ((h != 3) | (kv != 0))),
+    "a gradient through LSE that is forgotten": without_lse_gradient,
+    "an output that is not written": one_output_not_written,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_finds(mistake, generator):
+    case = a_case(generator)
+    check(streaming, case)
+    with pytest.raises(AssertionError, match=r"is off|NaN"):
+        check(MISTAKES[mistake], case)
+
+
+@pytest.mark.parametrize("key", ["out", "lse", "dq", "dk", "dv", "d captured 0"])
+@DTYPES
+def test_it_finds_one_element_that_is_off(dtype, key, generator):
+    case = a_case(generator, dtype)
+    results = run(streaming, case)
+    arguments = {
+        "score_mod": case.score_mod, "mask_mod": case.mask_mod, "dout": case.dout, "dlse": case.dlse,
+    }  # fmt: skip
+    assert_attention_close(results, case.q, case.k, case.v, **arguments)
+    value = results[key].clone()
+    value.view(-1)[value.abs().argmax()] *= 1.05 if dtype.itemsize == 2 else 1.001
+    with pytest.raises(AssertionError, match=f"{key} is off"):
+        assert_attention_close({**results, key: value}, case.q, case.k, case.v, **arguments)
+
+
+def test_a_lower_precision_than_the_inputs_is_found(generator):
+    check(rounded_inside, a_case(generator, torch.bfloat16))
+    with pytest.raises(AssertionError, match="is off"):
+        check(rounded_inside, a_case(generator, torch.float32))
+
+
+def test_rows_that_see_nothing_must_be_exact(generator):
+    case = a_case(generator)
+    hidden = Case(case.q, case.k, case.v, None, padding(torch.tensor([0, 5])), None, case.dout, case.dlse)
+    check(streaming, hidden)
+    results = run(streaming, hidden)
+    arguments = {"mask_mod": hidden.mask_mod, "dout": hidden.dout, "dlse": hidden.dlse}
+    for key, tiny in (("out", 1e-30), ("dq", 1e-30)):
+        off = results[key].clone()
+        off[0, 0, 0, 0] = tiny
+        with pytest.raises(AssertionError, match=f"{key} is not 0 in rows that see nothing"):
+            assert_attention_close({**results, key: off}, case.q, case.k, case.v, **arguments)
+    low = results["lse"].clone()
+    low[0, 0, 0] = -1e30
+    with pytest.raises(AssertionError, match="lse is -inf in"):
+        assert_attention_close({**results, "lse": low}, case.q, case.k, case.v, **arguments)
+
+
+def test_one_key_has_no_error_of_its_own_and_still_passes(generator):
+    slopes = torch.rand(4, generator=generator).requires_grad_()
+    case = a_case(generator, torch.bfloat16, kv_len=1)
+    check(streaming, Case(case.q, case.k, case.v, alibi(slopes), None, None, case.dout, case.dlse))
+
+
+def test_a_result_that_is_not_one_is_refused(generator):
+    case = a_case(generator)
+    with pytest.raises(KeyError, match="dw"):
+        assert_attention_close({"dw": case.q}, case.q, case.k, case.v)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_attention_close({"out": case.q[0]}, case.q, case.k, case.v)
+
+
+def test_the_message_names_the_case_and_every_error(generator):
+    case = a_case(generator)
+    with pytest.raises(AssertionError) as error:
+        check(MISTAKES["a scale that is off by a thousandth"], case)
+    text = str(error.value)
+    assert "B2 H4/2 S23x31 D16 float32" in text
+    assert all(f"  {key} " in text for key in ("out", "lse", "dq", "dk", "dv", "d captured 0"))
+
+
+def test_new_memory_is_poisoned_inside_only():
+    with poisoned():
+        assert torch.empty(7).isnan().all()
+        assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
+    torch.empty(1)
+    assert not torch.are_deterministic_algorithms_enabled()
