@@ -1,0 +1,57 @@
+"""explain() says what a call computes, what it skips and at what rate the parts of a mod are computed."""
+
+from __future__ import annotations
+
+import torch
+
+import composattn as ca
+from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
+
+
+def explained(q_len: int = 512, **mods: object) -> str:
+    q = torch.empty(2, 4, q_len, 32)
+    kv = torch.empty(2, 2, q_len, 32)
+    return str(ca.Attention(**mods).explain(q, kv, kv))  # type: ignore[arg-type]
+
+
+def test_shows_shapes_scale_and_backend() -> None:
+    text = explained()
+    assert "4 query heads on 2 key/value heads" in text
+    assert "512 queries x 512 keys" in text
+    assert "0.176777" in text
+    assert "streaming" in text
+
+
+def test_shows_the_mods_as_formulas() -> None:
+    text = explained(score_mod=softcap(30.0), mask_mod=causal())
+    assert "tanh" in text
+    assert "q >= kv" in text
+
+
+def test_shows_the_derivative_that_nobody_wrote() -> None:
+    table = torch.randn(4, 65, requires_grad=True)
+    text = explained(score_mod=relative_bias(table) >> softcap(20.0))
+    assert "d score_mod/d score = " in text
+    assert text.count("d score_mod/d ") == 2
+
+
+def test_shows_at_what_rate_parts_are_computed() -> None:
+    text = explained(score_mod=alibi(torch.rand(4)), mask_mod=document(torch.zeros(512, dtype=torch.int64)))
+    assert "head-only" in text
+    assert "row-only" in text
+    assert "column-only" in text
+
+
+def test_counts_tiles_and_flops_of_a_window() -> None:
+    q = torch.empty(1, 1, 1024, 64)
+    explanation = ca.Attention(mask_mod=causal() & sliding_window(128)).explain(q, q, q)
+    # 8 tiles on the diagonal and the 7 below it, no tile visible whole
+    assert (explanation.tiles.visited, explanation.tiles.total) == (15, 64)
+    assert explanation.flops == 15 * 128 * 128 * 4 * 64
+
+
+def test_counts_every_batch_and_head() -> None:
+    q = torch.empty(3, 5, 256, 64)
+    explanation = ca.Attention(mask_mod=causal()).explain(q, q, q)
+    assert explanation.tiles.total == 4 * 15
+    assert explanation.tiles.full == 15
