@@ -79,7 +79,10 @@ class Attention:
                 self._prepared.clear()
             call = self._prepared[form] = self.prepare(q, k, v)
         out, lse = call(q, k, v, return_lse)
-        return (out, lse) if return_lse else out
+        if not return_lse:
+            return out
+        assert lse is not None, "a backend must give the lse that it was asked for"
+        return out, lse
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
