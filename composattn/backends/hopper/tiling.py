@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
-from ...graph.expr import walk
+from ...graph.expr import Rate, walk
 from ...graph.program import Program
 from ...plan import Tiling
 from ...problem import Problem
@@ -49,11 +49,15 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
     """Tiles of the forward kernel; the choices were measured on an H200 (benchmarks/LOG.md)."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     widest = max(d, dv)
-    warpgroups = 3 if widest <= 96 else 2
+    # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
+    gathers = program.score is not None and any(
+        n.op == "read" and n.rate is Rate.ELEMENT for n in walk(program.score)
+    )
+    warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
     return Tiling(
         tile_m=tile_m,
-        tile_n=min(_by_registers(warpgroups, dv, program), _by_memory(target, tile_m, d, dv), 128),
+        tile_n=min(_by_registers(warpgroups, dv, program), _by_memory(target, tile_m, d, dv), 96 if gathers else 128),
         d=d,
         dv=dv,
         stages=2,
