@@ -56,8 +56,9 @@ def check_size(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> None:
     seconds = estimate(q, k, tile_m)
     if seconds > limit:
         raise EmulationTooLarge(
-            f"emulating q {tuple(q.shape)} with k {tuple(k.shape)} would take about {seconds:.0f} s, the limit is {limit:.0f} s; "
-            "take fewer heads or shorter sequences, raise COMPOSATTN_EMULATOR_SECONDS, or use backend='streaming'"
+            f"emulating q {tuple(q.shape)} with k {tuple(k.shape)} would take about {seconds:.0f} s, the limit is "
+            f"{limit:.0f} s; take fewer heads or shorter sequences, "
+            "raise COMPOSATTN_EMULATOR_SECONDS, or use backend='streaming'"
         )
 
 
@@ -84,7 +85,8 @@ def _captured(plan: Any) -> Captured:
     if key not in _kernels:
         backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         text = compile_offline(plan).ptx_path.read_text()
-        _kernels[key] = Captured(*backend.kernel(plan), arch=plan.target.arch, ptx=text)
+        function, declared = backend.kernel(plan)
+        _kernels[key] = Captured(function, declared, plan.target.arch, text)
     return _kernels[key]
 
 
@@ -164,7 +166,9 @@ def random_run(problem: Problem, program: Program) -> Result:
     make = torch.Generator().manual_seed(0)
     q = torch.randn(problem.batch, problem.q_heads, problem.q_len, problem.head_dim, generator=make).to(problem.dtype)
     k = torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim, generator=make).to(problem.dtype)
-    v = torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim_v, generator=make).to(problem.dtype)
+    v = torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim_v, generator=make).to(
+        problem.dtype
+    )
     check_size(q, k)
     plan = plan_forward(problem, program, HOPPER)
     out, lse = _empty_like_queries(q, problem.head_dim_v), q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-
 @dataclass
 class MatrixUnit:
     """A warpgroup's wgmma: multiplies not yet committed, committed groups not yet done, registers they hold."""

@@ -93,7 +93,9 @@ class MapOf:
                 strides[d] = 16
         if sizes[0] == 1:
             strides[0] = element
-        return TensorMap(self.address.read(table), self.dtype, element, tuple(sizes), tuple(strides), self.box, self.swizzle)
+        return TensorMap(
+            self.address.read(table), self.dtype, element, tuple(sizes), tuple(strides), self.box, self.swizzle
+        )
 
 
 @dataclass
@@ -165,7 +167,9 @@ class Recorder:
             self._fields((), self._dynamic(tensor.shape), self._dynamic(tensor.stride))
         elif name.startswith("!cute.ptr"):
             self._fields((self.leaf(_pointer(value).toint(), 8),))
-        elif name.startswith(("!cute.layout", "!cute.composed_layout", "!cute.shape", "!cute.int_tuple", "!cute.stride")):
+        elif name.startswith(
+            ("!cute.layout", "!cute.composed_layout", "!cute.shape", "!cute.int_tuple", "!cute.stride")
+        ):
             if "?" in name:
                 raise UnknownLaunch(f"a kernel parameter is a dynamic {name}")
         elif name.startswith("!cute.tiled_mma"):
@@ -340,8 +344,8 @@ def _is_stream(declared: Any) -> bool:
 class _Packed:
     """An argument of the host function in memory, as its declared form says: the DSL takes pointers to these.
 
-    A tensor is a struct of its address, its dynamic sizes and its dynamic strides, in the widths that they were declared
-    with, as in the header that the DSL exports for a compiled function.
+    A tensor is a struct of its address, its dynamic sizes and its dynamic strides, in the widths that they were
+    declared with, as in the header that the DSL exports for a compiled function.
     """
 
     def __init__(self, declared: Any, given: Any) -> None:
@@ -375,7 +379,7 @@ class _Packed:
             g if hasattr(d, "width") else d for d, g in zip(_flat(declared.shape), given.shape, strict=True)
         ):
             raise ValueError(f"a tensor declared with shape {declared.shape} was given as {given}")
-        groups = [(Leaf(8, None, given.data_ptr()),)]
+        groups: list[tuple[Leaf, ...]] = [(Leaf(8, None, given.data_ptr()),)]
         for tree, numbers in ((declared.shape, given.shape), (declared.stride, given.stride())):
             pairs = zip(_flat(tree), numbers, strict=True)
             groups.append(tuple(Leaf(d.width // 8, None, int(n)) for d, n in pairs if hasattr(d, "width")))
@@ -400,7 +404,9 @@ def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a", o
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:
-        cute.compile(function, *arguments, options=f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch} {options}")
+        cute.compile(
+            function, *arguments, options=f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch} {options}"
+        )
         (path,) = Path(folder).glob("*.ptx")
         return path.read_text()
 
@@ -435,4 +441,4 @@ def _extent(tensor: Any) -> tuple[int, int]:
 def _bytes_at(start: int, nbytes: int) -> Any:
     import ctypes
 
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))

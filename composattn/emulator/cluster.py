@@ -146,7 +146,7 @@ class Cluster:
     # --- the scheduler -------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Runs until all gangs are done (True) or all that can run only spin (False: other blocks may have to go on)."""
+        """True when all gangs are done, False when all that can run only spin: other blocks may have to go on."""
         idle = 0
         gave_up_at = -1
         while self.gangs:
@@ -204,7 +204,7 @@ class Cluster:
                 left = [o for group in bulk.groups for o in group] + bulk.open
                 if bulk.open or bulk.read < bulk.committed:
                     raise AsyncAtExit(
-                        f"block {block.index} warp {w} exits and never waited until its bulk stores had read their shared "
+                        f"block {block.index} warp {w} exits and never waited until its bulk stores had read shared "
                         f"memory (cp.async.bulk.commit_group, wait_group.read)", left[-1].where
                     )  # fmt: skip
                 for op in left:
@@ -245,7 +245,7 @@ class Cluster:
                     if mask is not True and len(g.warps) > 1:
                         self._split(g, [(w, w + 1) for w in g.warps])
                         return 0
-                    wait = runs[n](g, mask)
+                    wait = runs[n](g, mask)  # type: ignore[misc]  # a node of its own always has a function
                     if wait is not None:
                         g.wait = wait
                         return 0
@@ -255,11 +255,10 @@ class Cluster:
                         self._split(g, [(w, w + 1) for w in g.warps])
                         return 0
                     continue
-                else:
-                    visits[n] += 1
-                    run = runs[n]
-                    if run is not None:
-                        run(g, mask)
+                visits[n] += 1
+                run = runs[n]
+                if run is not None:
+                    run(g, mask)
                 if node.branch is None:
                     path.node = node.fall
                 elif self._branch(g, node, path):
@@ -267,7 +266,8 @@ class Cluster:
             return whole
         except _Unordered as e:
             raise type(e).__mro__[1](
-                f"{e.count} words from shared address {e.address:#x}, last {e.what} by {self.agent_name(e.agent)}, which "
+                f"{e.count} words from shared address {e.address:#x}, last {e.what} by "
+                f"{self.agent_name(e.agent)}, that "
                 f"nothing orders before this access",
                 f"{g}, {self.program.place(n, g)}",
             ) from None

@@ -96,9 +96,9 @@ def _post_dominators(nodes: list[Node]) -> None:
             if new is not None and idom.get(node) != new:
                 idom[node] = new
                 changed = True
-    for i, node in enumerate(nodes):
+    for i, cut_node in enumerate(nodes):
         meet = idom.get(i, root)
-        node.meet = EXIT if meet == root else meet
+        cut_node.meet = EXIT if meet == root else meet
 
 
 def _meet(a: int, b: int, idom: dict[int, int], rank: dict[int, int]) -> int:

@@ -127,7 +127,9 @@ class SharedMemory:
         writer, written = self.writer[words], self.written[words]
         if writer.size and writer.min() < 0:
             bad = np.broadcast_to(self._index(words), writer.shape)[writer < 0]
-            raise UninitialisedShared(f"{bad.size} words of shared memory never written, from address {int(bad[0]) * 4:#x}")
+            raise UninitialisedShared(
+                f"{bad.size} words of shared memory never written, from address {int(bad[0]) * 4:#x}"
+            )
         seen = written <= knows[writer]
         if not seen.all():
             raise _Unordered(self._index(words), writer, ~seen, "written")

@@ -110,7 +110,9 @@ def _descriptor_steps(kernel: Kernel) -> list[Instr]:
     for instr in kernel.code:
         if instr.op == "mov.b64" and instr.args[0] in wanted and isinstance(instr.args[1], Vec):
             wanted |= set(instr.args[1].items)
-    return [i for i in kernel.code if i.op in ("add.s32", "add.s64") and i.args[0] in wanted and isinstance(i.args[2], Imm)]
+    return [
+        i for i in kernel.code if i.op in ("add.s32", "add.s64") and i.args[0] in wanted and isinstance(i.args[2], Imm)
+    ]
 
 
 def judge(

@@ -126,10 +126,40 @@ class Kernel:
     text: str = field(repr=False, default="")
 
 
-_SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-          "b64": 8, "u64": 8, "s64": 8, "f64": 8}
-_BANKS = {"pred": "p", "b16": "16", "u16": "16", "s16": "16", "f16": "16", "b32": "32", "u32": "32", "s32": "32",
-          "f32": "32", "b64": "64", "u64": "64", "s64": "64", "f64": "64", "b8": "16", "b128": "128"}
+_SIZES = {
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+}
+_BANKS = {
+    "pred": "p",
+    "b16": "16",
+    "u16": "16",
+    "s16": "16",
+    "f16": "16",
+    "b32": "32",
+    "u32": "32",
+    "s32": "32",
+    "f32": "32",
+    "b64": "64",
+    "u64": "64",
+    "s64": "64",
+    "f64": "64",
+    "b8": "16",
+    "b128": "128",
+}
 _LABEL = re.compile(r"([$%\w]+)\s*:(?!:)")
 _NAME = re.compile(r"[%$_A-Za-z][\w$]*(?:\.[xyzw])?")
 
@@ -374,5 +404,7 @@ def parse(text: str) -> Kernel:
     body.run()
     labels = body.resolve()
     outer = [_shared(m[0]) for m in re.finditer(r"\.shared[^;]*", clean[: entry.start()])]
-    shape = tuple(int(threads[i] or 1) for i in (1, 2, 3)) if threads else (0, 0, 0)
+    shape = (0, 0, 0)
+    if threads:
+        shape = (int(threads[1]), int(threads[2] or 1), int(threads[3] or 1))
     return Kernel(entry[1], params, outer + body.shared, body.code, labels, body.scope.banks, shape, text)

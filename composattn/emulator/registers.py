@@ -18,7 +18,7 @@ VIEWS: dict[str, tuple[str, Any]] = {
     "p": ("p", np.bool_),
 }  # fmt: skip
 ALIASES = {"b16": "u16", "bf16": "u16", "b32": "u32", "b64": "u64"}
-_BITS = {"16": 16, "32": 32, "64": 64}
+_BITS = {"p": 1, "16": 16, "32": 32, "64": 64}
 
 SPECIALS = {
     "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z",
@@ -54,11 +54,10 @@ class Rows:
         if isinstance(operand, Reg):
             return operand.bank, operand.index
         if isinstance(operand, Imm):
-            if bank == "p":
-                raise UnknownInstruction(f"literal {operand.value} where a predicate is expected")
             if operand.width and operand.width != _BITS[bank]:
                 raise UnknownInstruction(f"a {operand.width}-bit float literal where {bank} bits are expected")
-            key = (bank, operand.value & ((1 << _BITS[bank]) - 1))
+            value = int(operand.value != 0) if bank == "p" else operand.value & ((1 << _BITS[bank]) - 1)
+            key = (bank, value)
             if key not in self.literals:
                 self.literals[key] = self._new(bank)
             return bank, self.literals[key]

@@ -35,7 +35,9 @@ class TensorMap:
         if any(s % 16 for s in self.strides[1:]) or self.address % 16:
             raise BadDescriptor(f"tensor map with an address or stride that is no multiple of 16 bytes: {self}")
         if any(b < 1 or b > 256 for b in self.box) or any(s < 1 for s in self.sizes) or len(self.sizes) > 5:
-            raise BadDescriptor(f"tensor map with a box side outside 1..256, an empty side or more than 5 sides: {self}")
+            raise BadDescriptor(
+                f"tensor map with a box side outside 1..256, an empty side or more than 5 sides: {self}"
+            )
         inner = self.box[0] * self.element
         if inner % 16 or (self.swizzle and inner > self.swizzle):
             raise BadDescriptor(f"tensor map with {inner} bytes in a box row, swizzle {self.swizzle}: {self}")
@@ -76,7 +78,8 @@ class TensorMap:
         out = np.zeros((*self.box[:0:-1], self.box[0] * self.element), np.uint8)
         tensor, box, any_ = self._clip(coords)
         if any_:
-            out[(*box[:-1], self._row(box[-1]))] = self._window(memory, tensor)
+            where = (*box[:-1], self._row(box[-1]))
+            out[where] = self._window(memory, tensor)
         return out.reshape(-1)
 
     def store(self, memory: GlobalMemory, coords: tuple[int, ...], data: Array, reduce: str = "") -> None:
@@ -84,7 +87,8 @@ class TensorMap:
         if not any_:
             return
         whole = data.reshape(*self.box[:0:-1], self.box[0] * self.element)
-        part = whole[(*box[:-1], self._row(box[-1]))]
+        where = (*box[:-1], self._row(box[-1]))
+        part = whole[where]
         window = self._window(memory, tensor)
         if not reduce:
             window[...] = part

@@ -17,9 +17,10 @@ from composattn.emulator.ptx import Imm, Instr, Reg, Sink, Vec
 Array = np.ndarray[Any, Any]
 SHARED_WINDOW, PARAM_WINDOW = 0x5000_0000_0000, 0x6000_0000_0000
 RANK = 24  # bits of a shared address below the block's rank (plus one) in the cluster's window
-_ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "sys", "volatile", "weak", "nc", "ca", "cg",
-          "cs", "lu", "cv", "wb", "wt", "L1::no_allocate", "L1::evict_last", "L1::evict_first", "L1::evict_normal",
-          "L1::evict_unchanged", "L2::cache_hint", "L2::128B", "L2::64B", "L2::256B", "v2", "v4", "v8", "mmio"}  # fmt: skip
+_ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "sys", "volatile", "weak", "nc", "ca",
+          "cg", "cs", "lu", "cv", "wb", "wt", "L1::no_allocate", "L1::evict_last", "L1::evict_first",
+          "L1::evict_normal", "L1::evict_unchanged", "L2::cache_hint", "L2::128B", "L2::64B", "L2::256B", "v2", "v4",
+          "v8", "mmio"}  # fmt: skip
 
 
 # --- shared memory -----------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def atomic(instr: Instr, program: Any) -> Handler:
     other = source(program, args[1], base) if op == "cas" else None
     if out is not None and count > 1:
         raise UnknownInstruction(f"a vector atomic with a result; {instr.where()}")
-    fold = _packed_add(packed) if packed and op == "add" else _ATOMIC.get(op)
+    fold: Any = _packed_add(packed) if packed and op == "add" else _ATOMIC.get(op)
     add_at = np.add if op == "add" and not packed else None
     dtype = DTYPES[base]
 
@@ -360,7 +361,11 @@ def mapa(instr: Instr, program: Any) -> Handler:
     if "shared::cluster" not in instr.parts:
         raise UnknownInstruction(f"mapa of a generic address; {instr.where()}")
     view = instr.parts[-1]
-    out, src, rank = target(instr.args[0], view), source(program, instr.args[1], view), source(program, instr.args[2], "u32")
+    out, src, rank = (
+        target(instr.args[0], view),
+        source(program, instr.args[1], view),
+        source(program, instr.args[2], "u32"),
+    )
 
     def run(g: Any, m: Any) -> None:
         value = (src(g).astype(np.int64) & ((1 << RANK) - 1)) | ((rank(g).astype(np.int64) + 1) << RANK)

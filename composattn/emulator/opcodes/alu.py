@@ -248,7 +248,7 @@ for _name in _spell("sub", _RND, _FTZ, ("f32",)):
     _add(_name, Alu("f32", ("f32", "f32"), np.subtract, "fma", out=True))
 for _name in _spell("mul", _RND, _FTZ, ("f32",)):
     _add(_name, Alu("f32", ("f32", "f32"), np.multiply, "fma", out=True))
-for _name in _spell("fma", ("rn",), _FTZ, ("f32",)) + ["mad.rn.f32", "mad.f32"]:
+for _name in [*_spell("fma", ("rn",), _FTZ, ("f32",)), "mad.rn.f32", "mad.f32"]:
     _add(_name, Alu("f32", ("f32", "f32", "f32"), _fma, "fma"))
 for _name in _spell("div", ("rn", "full", "approx"), _FTZ, ("f32",)):
     _add(_name, Alu("f32", ("f32", "f32"), np.divide, "mufu", out=True))
@@ -323,13 +323,13 @@ _ARITH: dict[str, tuple[Any, int]] = {
     "min": (np.fmin, 2), "max": (np.fmax, 2), "neg": (np.negative, 1), "abs": (np.absolute, 1),
     "ex2.approx": (np.exp2, 1), "tanh.approx": (np.tanh, 1),
 }  # fmt: skip
-for _op, (_f, _n) in _ARITH.items():
+for _op, (_f, _count) in _ARITH.items():
     _pipe = "mufu" if "approx" in _op else "fma"
     for _kind in ("bf16", "f16"):
         for _name in _spell(_op, _RND, _FTZ, (f"{_kind}x2",)):
-            _add(_name, Alu("b32", ("b32",) * _n, _packed(_kind, _f), _pipe))
+            _add(_name, Alu("b32", ("b32",) * _count, _packed(_kind, _f), _pipe))
         for _name in _spell(_op, _RND, _FTZ, (_kind,)):
-            _add(_name, Alu(_kind, (_kind,) * _n, _single(_kind, _f), _pipe))
+            _add(_name, Alu(_kind, (_kind,) * _count, _single(_kind, _f), _pipe))
 
 
 # --- comparisons -------------------------------------------------------------------------------------------
@@ -369,13 +369,16 @@ def _compare_rows(t: str) -> dict[str, Any]:
 
 for _t in ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64", "f32", "f64", "f16"):
     for _k, _f in _compare_rows(_t).items():
-        for _mid in (("", ".ftz") if _t[0] == "f" else ("",)):
+        for _mid in ("", ".ftz") if _t[0] == "f" else ("",):
             _add(f"setp.{_k}{_mid}.{_t}", Alu("p", (_t, _t), _f, out=isinstance(_f, np.ufunc)))
             for _b, _g in _BOOL.items():
                 _add(f"setp.{_k}.{_b}{_mid}.{_t}", Alu("p", (_t, _t, "p"), _with(_f, _g)))
 for _t in ("s32", "u32", "f32"):
     for _k, _f in _compare_rows(_t).items():
-        _add(f"set.{_k}.u32.{_t}", Alu("u32", (_t, _t), lambda a, b, f=_f: np.where(f(a, b), ~np.uint32(0), np.uint32(0))))
+        _add(
+            f"set.{_k}.u32.{_t}",
+            Alu("u32", (_t, _t), lambda a, b, f=_f: np.where(f(a, b), ~np.uint32(0), np.uint32(0))),
+        )
 
 
 # --- conversions -------------------------------------------------------------------------------------------

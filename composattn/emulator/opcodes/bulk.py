@@ -19,8 +19,9 @@ from composattn.emulator.ptx import Instr, Mem
 from composattn.emulator.tensormap import TensorMap, swizzled_chunks
 
 Array = np.ndarray[Any, Any]
-_HINTS = {"L2::cache_hint", "mbarrier::complete_tx::bytes", "bulk_group", "tile", "tensor", "bulk", "async", "cp", "reduce",
-          "global", "shared::cta", "shared::cluster", "multicast::cluster", "1d", "2d", "3d", "4d", "5d", "add"}  # fmt: skip
+_HINTS = {"L2::cache_hint", "mbarrier::complete_tx::bytes", "bulk_group", "tile", "tensor", "bulk", "async", "cp",
+          "reduce", "global", "shared::cta", "shared::cluster", "multicast::cluster", "1d", "2d", "3d", "4d", "5d",
+          "add"}  # fmt: skip
 
 
 @dataclass
@@ -164,7 +165,7 @@ def _copy(data: Array, at: int, count: int) -> Array:
 
 def _check_plain(shared: int, other: int, size: int) -> None:
     if shared % 16 or other % 16 or size % 16:
-        raise Misaligned(f"bulk copy of {size} bytes, shared {shared:#x}, global {other:#x}: multiples of 16 are taken")
+        raise Misaligned(f"bulk copy of {size} bytes, shared {shared:#x}, global {other:#x}: multiples of 16 only")
 
 
 @effect("cp.async.bulk.shared::cluster.shared::cta")
@@ -204,7 +205,7 @@ def read_shared(g: Any, warp: int, start: int, size: int) -> None:
             first = (start // 4 + int(np.flatnonzero(unfenced)[0])) * 4
             raise MissingProxyFence(
                 f"{int(unfenced.sum())} words from shared address {first:#x} were written by plain stores of "
-                f"{g.block.cluster.agent_name(int(memory.writer[first // 4]))} with no fence.proxy.async before this copy"
+                f"{g.block.cluster.agent_name(int(memory.writer[first // 4]))}, no fence.proxy.async before the copy"
             )
     unit = g.block.bulk[warp]
     memory.stamp_read(words, unit.agent, unit.committed + 1)
@@ -256,7 +257,11 @@ def plain_store(instr: Instr, program: Any) -> Handler:
     words_of(program, instr.op, {*_HINTS, *kinds}, instr)
     to, frm = address(program, instr.args[0]), address(program, instr.args[1])
     size = source(program, instr.args[2], "u32")
-    dtype = kinds[instr.parts[-1] if "L2::cache_hint" not in instr.parts else instr.parts[-2]] if "reduce" in instr.parts else None
+    dtype = (
+        kinds[instr.parts[-1] if "L2::cache_hint" not in instr.parts else instr.parts[-2]]
+        if "reduce" in instr.parts
+        else None
+    )
 
     def run(g: Any, m: Any) -> None:
         for warp, dst, src, n in _once_a_warp(g, m, to(g, m).tolist(), frm(g, m).tolist(), pick(size(g), m).tolist()):

@@ -24,3 +24,5 @@ def _wide(table: Array) -> Any:
 for _name, _encode, _table in (("e4m3x2", f32_to_e4m3, E4M3), ("e5m2x2", f32_to_e5m2, E5M2)):
     OPCODES[f"cvt.rn.satfinite.{_name}.f32"] = Alu("b16", ("f32", "f32"), _narrow(_encode))
     OPCODES[f"cvt.rn.f16x2.{_name}"] = Alu("b32", ("b16",), _wide(_table))
+
+__all__ = ["OPCODES"]

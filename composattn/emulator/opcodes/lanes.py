@@ -8,7 +8,7 @@ import numpy as np
 
 from composattn.emulator.findings import CollectiveMismatch, UnknownInstruction
 from composattn.emulator.opcodes.registry import Handler, effect, source, target
-from composattn.emulator.ptx import Imm, Instr, Pair, Reg, Sink
+from composattn.emulator.ptx import Imm, Instr, Operand, Pair, Reg, Sink
 
 Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
@@ -65,9 +65,9 @@ def _lane_source(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Arr
 def shuffle(instr: Instr, program: Any) -> Handler:
     mode = instr.parts[2]
     dest, value, b, c, members = instr.args
-    pred = None
+    pred: Operand | None = None
     if isinstance(dest, Pair):
-        dest, pred = dest.first, dest.second
+        pred, dest = dest.second, dest.first
     out = None if isinstance(dest, Sink) else target(dest, "u32")
     flag = target(pred, "p") if isinstance(pred, Reg) else None
     src, mask_of = source(program, value, "u32"), _mask_source(program, members)
@@ -107,7 +107,7 @@ def elect(instr: Instr, program: Any) -> Handler:
         _members(g, m, mask_of(g))
         active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
         leader = active.argmax(1)
-        chosen = (LANE == leader[:, None]) & active
+        chosen = (leader[:, None] == LANE) & active
         np.copyto(flag(g), chosen.reshape(-1), where=m)
         if out is not None:
             np.copyto(out(g), np.repeat(leader, 32).astype(np.uint32), where=m)
@@ -148,7 +148,11 @@ _REDUCE: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum, 
 def redux(instr: Instr, program: Any) -> Handler:
     view = {"b32": "u32"}.get(instr.parts[3], instr.parts[3])
     fold = _REDUCE[instr.parts[2]]
-    src, mask_of, out = source(program, instr.args[1], view), _mask_source(program, instr.args[2]), target(instr.args[0], view)
+    src, mask_of, out = (
+        source(program, instr.args[1], view),
+        _mask_source(program, instr.args[2]),
+        target(instr.args[0], view),
+    )
 
     def run(g: Any, m: Any) -> None:
         _members(g, m, mask_of(g))

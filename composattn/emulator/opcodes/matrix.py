@@ -1,7 +1,7 @@
 """wgmma: 64-row matrix multiplies of a warpgroup, their shared-memory descriptors, groups and waits.
 
-Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" (register fragments, matrix-descriptor format, canonical
-layouts by major-ness and swizzle, commit and wait groups).
+Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" (register fragments, matrix-descriptor format,
+canonical layouts by major-ness and swizzle, commit and wait groups).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _product(left: Array, right: Array) -> Array:
 
 
 def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
-    """A from registers, [64, 16 or 32]: register 2k + h, its parts e: row 16w + 8h + l // 4, the k-th half of the columns."""
+    """A from registers, [64, 16 or 32]: register 2k + h holds row 16w + 8h + l // 4, k-th half of the columns."""
     raw = np.ascontiguousarray(g.U32[rows])
     element = ELEMENT[kind]
     parts = 4 // element
@@ -228,7 +228,7 @@ def multiply(instr: Instr, program: Any) -> Handler:
     inputs = sum(1 << r for r in a_rows)
     desc_a = None if from_registers else source(program, left, "u64")
     desc_b = source(program, right, "u64")
-    keep = (lambda g: True) if isinstance(scale, Imm) and scale.value else source(program, scale, "p")
+    keep = None if isinstance(scale, Imm) and scale.value else source(program, scale, "p")
 
     def run(g: Any, m: Any) -> Wait | None:
         wait = _together(g, m, instr)
@@ -244,10 +244,12 @@ def multiply(instr: Instr, program: Any) -> Handler:
             a = Operand(_descriptor(desc_a(g)), 64, kind_a, not trans_a)
             _read_operand(g, unit, a)
         _read_operand(g, unit, b)
-        kept = keep(g)
-        if kept is not True and (kept != kept[0]).any():
-            raise CollectiveMismatch("scale-d differs between the lanes of a warpgroup")
-        accumulate = kept is True or bool(kept[0])
+        accumulate = True
+        if keep is not None:
+            kept = keep(g)
+            if (kept != kept[0]).any():
+                raise CollectiveMismatch("scale-d differs between the lanes of a warpgroup")
+            accumulate = bool(kept[0])
         unit.open.append(Multiply(rows, results, inputs, accumulate, a, b, negate, instr))
         unit.busy_results |= results
         unit.busy_inputs |= inputs

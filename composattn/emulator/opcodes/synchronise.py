@@ -68,7 +68,7 @@ def invalidate(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         for addr, lane in zip(at(g, m).tolist(), g.active(m).tolist(), strict=True):
-            _, bar = barrier_at(g, addr, int(g.lane_warp[lane]))
+            barrier_at(g, addr, int(g.lane_warp[lane]))
             del g.block.mbarriers[addr]
 
     return run
@@ -95,7 +95,7 @@ def arrive(instr: Instr, program: Any) -> Handler:
             here = addresses == addr
             for warp in np.unique(warps[here]).tolist():
                 mine = here & (warps == warp)
-                block, bar = barrier_at(g, addr, warp)
+                _, bar = barrier_at(g, addr, warp)
                 tokens[mine] = bar.phase
                 total = int(amounts[mine].sum())
                 if expects:
@@ -127,7 +127,7 @@ def expect(instr: Instr, program: Any) -> Handler:
 
 @sync("mbarrier.try_wait", "mbarrier.test_wait")
 def wait(instr: Instr, program: Any) -> Handler:
-    """try_wait stands still until the phase is over; where nothing else can go on it gives up once, as on a time-out."""
+    """try_wait stands still until the phase is over; where nothing else can go on it gives up, as on a time-out."""
     words_of(program, instr.op, {"mbarrier", "try_wait", "test_wait", "parity", *_SCOPES}, instr)
     testing = "test_wait" in instr.parts
     by_parity = "parity" in instr.parts
@@ -281,10 +281,14 @@ def fence_async(instr: Instr, program: Any) -> Handler:
     return run
 
 
-@effect("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar", "fence.proxy.alias",
-        "fence.proxy.tensormap::generic", "griddepcontrol.launch_dependents", "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
+# Memory here is sequentially consistent, and launches do not overlap: these order what is ordered already.
+ORDERING = ("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar",
+            "fence.proxy.alias", "fence.proxy.tensormap::generic", "griddepcontrol.launch_dependents",
+            "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
+
+
+@effect(*ORDERING)
 def order_only(instr: Instr, program: Any) -> Handler:
-    """Memory here is sequentially consistent, and launches do not overlap."""
     return lambda g, m: None
 
 

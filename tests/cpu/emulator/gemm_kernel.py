@@ -25,8 +25,13 @@ class Gemm:
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
         major = utils.LayoutEnum.ROW_MAJOR
         mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.sm90_mma_major_mode(), major.sm90_mma_major_mode(), cutlass.Float32,
-            (self.consumers, 1, 1), tiler_mn=(64, self.tile[1]),
+            self.dtype,
+            self.dtype,
+            major.sm90_mma_major_mode(),
+            major.sm90_mma_major_mode(),
+            cutlass.Float32,
+            (self.consumers, 1, 1),
+            tiler_mn=(64, self.tile[1]),
         )
         sA = hopper.make_smem_layout_a(major, self.tile, self.dtype, self.stages)
         sB = hopper.make_smem_layout_b(major, self.tile, self.dtype, self.stages)
@@ -45,9 +50,19 @@ class Gemm:
         )
 
     @cute.kernel
-    def kernel(self, tma_a: cute.CopyAtom, gA: cute.Tensor, tma_b: cute.CopyAtom, gB: cute.Tensor,
-               tma_c: cute.CopyAtom, gC: cute.Tensor, mma: cute.TiledMma,
-               lA: cute.ComposedLayout, lB: cute.ComposedLayout, lC: cute.ComposedLayout):
+    def kernel(
+        self,
+        tma_a: cute.CopyAtom,
+        gA: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        gB: cute.Tensor,
+        tma_c: cute.CopyAtom,
+        gC: cute.Tensor,
+        mma: cute.TiledMma,
+        lA: cute.ComposedLayout,
+        lB: cute.ComposedLayout,
+        lC: cute.ComposedLayout,
+    ):
         tidx, _, _ = cute.arch.thread_idx()
         bm, bn, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -59,10 +74,12 @@ class Gemm:
         sC = smem.allocate_tensor(cutlass.BFloat16, lC.outer, 1024, lC.inner)
         tx = (self.tile[0] + self.tile[1]) * self.tile[2] * self.dtype.width // 8
         ring = pipeline.PipelineTmaAsync.create(
-            barrier_storage=bars, num_stages=self.stages,
+            barrier_storage=bars,
+            num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.consumers),
-            tx_count=tx, cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            tx_count=tx,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )
         tA = cute.local_tile(gA, (self.tile[0], self.tile[2]), (bm, None))
         tB = cute.local_tile(gB, (self.tile[1], self.tile[2]), (bn, None))

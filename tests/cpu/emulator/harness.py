@@ -25,8 +25,8 @@ def module(body: str, params: int = 0, maps: int = 0, threads: int = 32, shared:
     """A kernel with `maps` tensor maps m0, m1, ... and then `params` 64-bit parameters p0, p1, ..."""
     declared = [f".param .align 64 .b8 m{i}[128]" for i in range(maps)] + [f".param .u64 p{i}" for i in range(params)]
     array = f".shared .align 1024 .b8 smem[{shared}];\n" if shared else ""
-    text = f"{HEAD}.visible .entry k({', '.join(declared)})\n.reqntid {threads}, 1, 1\n{{\n{DECLARE}{array}{body}\nret;\n}}\n"
-    return text
+    head = f"{HEAD}.visible .entry k({', '.join(declared)})\n.reqntid {threads}, 1, 1\n"
+    return f"{head}{{\n{DECLARE}{array}{body}\nret;\n}}\n"
 
 
 def execute(
@@ -61,7 +61,11 @@ def apply(instruction: str, result: str, inputs: list[tuple[str, Any]]) -> Any:
         width = 8 if kind == "p" else int(kind[1:])
         array = np.ascontiguousarray(values)
         arrays.append(array)
-        body += [f"ld.param.u64 %d{i}, [p{i}];", f"mul.wide.u32 %d39, %r199, {width // 8};", f"add.u64 %d{i}, %d{i}, %d39;"]
+        body += [
+            f"ld.param.u64 %d{i}, [p{i}];",
+            f"mul.wide.u32 %d39, %r199, {width // 8};",
+            f"add.u64 %d{i}, %d{i}, %d39;",
+        ]
         bank = {8: "h", 16: "h", 32: "r", 64: "d"}[width]
         register = f"%{bank}{10 + i}"
         body.append(f"ld.global.{'u' if width == 8 else 'b'}{width} {register}, [%d{i}];")

@@ -55,8 +55,10 @@ CASES: dict[str, tuple[str, Any]] = {
     "a shared address before the start": ("@%p2 st.shared.b32 [4], %r0;", findings.OutOfBounds),
     "a misaligned shared address": ("@%p2 st.shared.b32 [smem+2], %r0;", findings.Misaligned),
     "a misaligned global address": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+2];", findings.Misaligned),
-    "a global address behind a tensor": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+1048576];", findings.OutOfBounds),
-    "a global address before a tensor": ("ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+-8192];", findings.OutOfBounds),
+    "a global address behind a tensor": (
+        "ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+1048576];", findings.OutOfBounds),
+    "a global address before a tensor": (
+        "ld.param.u64 %d1, [p0]; ld.global.b32 %r6, [%d1+-8192];", findings.OutOfBounds),
     "a copy that is waited for": (
         INIT.format(count=1) + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ, None),
     "a copy that is read while in flight": (
@@ -65,7 +67,8 @@ CASES: dict[str, tuple[str, Any]] = {
         WRITE + INIT.format(count=1) + READ + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0),
         findings.SharedRace),
     "more bytes than were expected": (
-        INIT.format(count=1) + LOAD.format(expect=128, bytes=256) + WAIT.format(parity=0), findings.NegativeTransactions),
+        INIT.format(count=1) + LOAD.format(expect=128, bytes=256) + WAIT.format(parity=0),
+        findings.NegativeTransactions),
     "fewer bytes than were expected": (
         INIT.format(count=1) + LOAD.format(expect=512, bytes=256) + WAIT.format(parity=0), findings.Deadlock),
     "an arrival too many": (
@@ -74,7 +77,8 @@ CASES: dict[str, tuple[str, Any]] = {
         INIT.format(count=2) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0),
         findings.Deadlock),
     "the wrong parity": (
-        INIT.format(count=1) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0) + "bar.sync 0;"
+        INIT.format(count=1) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0)
+        + "bar.sync 0;"
         + WAIT.format(parity=0), None),
     "a phase too far": (
         INIT.format(count=1) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0)
@@ -102,7 +106,8 @@ CASES: dict[str, tuple[str, Any]] = {
         WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + WRITE + "cp.async.bulk.wait_group.read 0;",
         findings.SharedRace),
     "a write after a bulk store was waited for": (
-        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0; bar.sync 0;" + WRITE,
+        WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE
+        + "cp.async.bulk.wait_group.read 0; bar.sync 0;" + WRITE,
         None),
     "an exit with a bulk store in flight": (
         WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE, findings.AsyncAtExit),
@@ -164,7 +169,11 @@ def test_a_race_names_both_sides() -> None:
 
 
 def test_an_unknown_instruction_is_refused_with_its_line() -> None:
-    for body in ("tex.1d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [p0, {%r5}];", "add.s128 %r1, %r2, %r3;", "ld.const.b32 %r1, [p0];"):
+    for body in (
+        "tex.1d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [p0, {%r5}];",
+        "add.s128 %r1, %r2, %r3;",
+        "ld.const.b32 %r1, [p0];",
+    ):
         with pytest.raises(findings.UnknownInstruction) as found:
             launch(body, EAGER)
         assert "PTX line" in str(found.value)
@@ -179,7 +188,8 @@ def test_blocks_that_wait_for_each_other_run_together() -> None:
     """A block spins until the next one, in launch order, has set a flag."""
     body = """
     mov.u32 %r0, %ctaid.x; mov.u32 %r1, %nctaid.x; add.u32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, %r1;
-    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d1, %d2; mul.wide.u32 %d3, %r0, 4; add.u64 %d3, %d1, %d3;
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d1, %d2;
+    mul.wide.u32 %d3, %r0, 4; add.u64 %d3, %d1, %d3;
     @%p1 bra S;
     W: ld.acquire.gpu.global.b32 %r6, [%d2]; setp.eq.u32 %p9, %r6, 0; @%p9 bra W;
     S: st.release.gpu.global.b32 [%d3], 1;

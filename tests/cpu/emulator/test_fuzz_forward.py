@@ -14,7 +14,9 @@ import composattn as ca
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.testing import Space, check, random_case
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
 
 SPACE = Space(
     dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 128), longest=200, kv_heads=(1, 2), groups=(1, 2),

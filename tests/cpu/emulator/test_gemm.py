@@ -16,7 +16,9 @@ from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.launch import run
 from composattn.emulator.program import load
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
 
 MODES = [EAGER, LATE, random_mode(1), random_mode(2)]
 SHARED = 110_000
@@ -50,7 +52,9 @@ def inputs(dtype: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Ten
     return a, b, torch.full((m, n), float("nan"), dtype=torch.bfloat16)
 
 
-def multiply(kernel: Captured, dtype: str, m: int, n: int, k: int, mode: Mode, text: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def multiply(
+    kernel: Captured, dtype: str, m: int, n: int, k: int, mode: Mode, text: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the kernel left, what it should have left)."""
     a, b, c = inputs(dtype, m, n, k)
     launch = kernel.launch(a, b, c, dynamic_shared=SHARED)
@@ -86,13 +90,15 @@ RACES = (findings.SharedRace, findings.UninitialisedShared)
 PLANTED: dict[str, tuple[str, str, int, Any]] = {
     "no wait for a full stage": (WAIT, "", -1, RACES),
     "no wait for an empty stage": (WAIT, "", 2, findings.SharedRace),
-    "no wait for the products": (r"wgmma\.wait_group\.sync\.aligned\s+0;", "", 0, (findings.RegisterInFlight, findings.SharedRace)),
+    "no wait for the products": (
+        r"wgmma\.wait_group\.sync\.aligned\s+0;", "", 0, (findings.RegisterInFlight, findings.SharedRace)),
     "a weaker wait for the products": (
         r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;", 0,
         (findings.RegisterInFlight, findings.SharedRace)),
     "products never committed": (r"wgmma\.commit_group\.sync\.aligned;", "", 0, findings.Finding),
     "no release of a stage": (r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[%r\d+\+16\], %r\d+;", "", 0, findings.Deadlock),
-    "no expected bytes": (r"mbarrier\.arrive\.expect_tx[^;]*;", "", 0, (findings.Deadlock, findings.NegativeTransactions)),
+    "no expected bytes": (
+        r"mbarrier\.arrive\.expect_tx[^;]*;", "", 0, (findings.Deadlock, findings.NegativeTransactions)),
     "half the expected bytes": (r"mov\.b32 \t%r\d+, 24576;", "12288", 0, findings.NegativeTransactions),
     "one copy too few": (r"cp\.async\.bulk\.tensor\.2d\.shared::cta[^;]*;", "", 0, findings.Deadlock),
     "no barrier after the init": (r"bar\.sync \t0;", "", 0, findings.BarrierMisuse),

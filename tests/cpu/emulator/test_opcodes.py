@@ -80,7 +80,9 @@ def same(kind: str, got: int, want: Any, tolerance: float) -> bool:
     return got == wrap(int(want), int(kind[1:]))
 
 
-def check(op: str, result: str, kinds: list[str], fn: Callable[..., Any], tolerance: float = 0.0, limit: Any = None) -> None:
+def check(
+    op: str, result: str, kinds: list[str], fn: Callable[..., Any], tolerance: float = 0.0, limit: Any = None
+) -> None:
     rng = np.random.default_rng(zlib.crc32(op.encode()))
     inputs = [random_bits(k, rng) for k in kinds]
     if limit is not None:
@@ -263,11 +265,17 @@ def poison(fn: Callable[[float, float], float]) -> Callable[[float, float], floa
     return lambda a, b: math.nan if math.isnan(a) or math.isnan(b) else fn(a, b)
 
 
+def reciprocal_root(a: float) -> float:
+    if a > 0:
+        return divide(1.0, math.sqrt(a))
+    return math.copysign(math.inf, a) if a == 0 else math.nan
+
+
 UNARY: dict[str, Callable[[float], float]] = {
     "neg": lambda a: -a, "abs": abs, "ex2": lambda a: math.inf if a > 1000 else 2.0**a,
     "lg2": lambda a: math.log2(a) if a > 0 else (-math.inf if a == 0 else math.nan),
     "rcp": lambda a: divide(1.0, a), "sqrt": quiet(math.sqrt), "sin": quiet(math.sin), "cos": quiet(math.cos),
-    "tanh": math.tanh, "rsqrt": lambda a: divide(1.0, math.sqrt(a)) if a > 0 else (math.copysign(math.inf, a) if a == 0 else math.nan),
+    "tanh": math.tanh, "rsqrt": reciprocal_root,
 }  # fmt: skip
 BINARY: dict[str, Callable[[float, float], float]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": divide, "min": smaller,
@@ -361,7 +369,12 @@ def test_comparison(op: str) -> None:
 def torch_convert(op: str, inputs: list[Any]) -> Any:
     """What a narrowing to 16 or 8 bits gives, by torch, packed as PTX packs (first operand in the upper half)."""
     to = op.split(".")[-2]
-    kind = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}[to]
+    kind = {
+        "bf16x2": torch.bfloat16,
+        "f16x2": torch.float16,
+        "e4m3x2": torch.float8_e4m3fn,
+        "e5m2x2": torch.float8_e5m2,
+    }[to]
     bits = 8 if "e" in to else 16
     limit = {"e4m3x2": 448.0, "e5m2x2": 57344.0}.get(to)
     halves = []
@@ -465,9 +478,13 @@ def test_float_moves_and_selects() -> None:
     rng = np.random.default_rng(2)
     x, y, p = (random_bits(k, rng) for k in ("f32", "f32", "p"))
     np.testing.assert_array_equal(apply("mov.f32 {d}, {a}", "f32", [("f32", x)]), x)
-    np.testing.assert_array_equal(apply("selp.f32 {d}, {a}, {b}, {c}", "f32", [("f32", x), ("f32", y), ("p", p)]), np.where(p, x, y))
+    np.testing.assert_array_equal(
+        apply("selp.f32 {d}, {a}, {b}, {c}", "f32", [("f32", x), ("f32", y), ("p", p)]), np.where(p, x, y)
+    )
     signs = apply("copysign.f32 {d}, {a}, {b}", "f32", [("f32", x), ("f32", y)])
     np.testing.assert_array_equal(signs, y & 0x7FFFFFFF | x & 0x80000000)
+    for literal, want in ((0, 0), (1, 1), (-1, 1)):
+        assert (apply(f"mov.pred {{d}}, {literal}", "p", []) == want).all()
     x64, y64 = (random_bits("f64", rng) for _ in range(2))
     np.testing.assert_array_equal(apply("mov.f64 {d}, {a}", "f64", [("f64", x64)]), x64)
     got = apply("selp.f64 {d}, {a}, {b}, {c}", "f64", [("f64", x64), ("f64", y64), ("p", p)])
