@@ -6,14 +6,25 @@
     for seed in range(100):
         check(partial(composattn.attention, backend="streaming"), random_case(seed))
 
-    # a mod of your own, on inputs of your own
-    check(composattn.attention, Case(q, k, v, score_mod=mine, mask_mod=causal(), dout=torch.randn_like(q)))
+    # a mod of your own; Case(q, k, v, ...) takes tensors of your own as well
+    check(composattn.attention, make_case(0, score_mod=mine, mask_mod=causal(), heads=8, kv_heads=2, q_len=257))
 
 `composattn.testing.strategies` draws the same cases, masks and score mods for hypothesis, which shrinks what fails.
 """
 
-from .cases import FUSED, SMALL, Space, random_case
+from .cases import FUSED, SMALL, Space, make_case, random_case
 from .memory import poisoned
 from .tolerance import Case, assert_attention_close, check, run
 
-__all__ = ["FUSED", "SMALL", "Case", "Space", "assert_attention_close", "check", "poisoned", "random_case", "run"]
+__all__ = [
+    "FUSED",
+    "SMALL",
+    "Case",
+    "Space",
+    "assert_attention_close",
+    "check",
+    "make_case",
+    "poisoned",
+    "random_case",
+    "run",
+]

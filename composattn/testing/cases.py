@@ -112,6 +112,41 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     return Case(q, k, v, score, mask, scale, dout, dlse, name)
 
 
+def make_case(
+    seed: int,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    q_len: int = 64,
+    kv_len: int | None = None,
+    dim: int = 32,
+    v_dim: int | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradients: bool = True,
+) -> Case:
+    """A case for mods of your own: tensors of a seed, as in `draw_case`, of the shapes that you give.
+
+    q (batch, heads, q_len, dim), k (batch, kv_heads, kv_len, dim), v (batch, kv_heads, kv_len, v_dim); what is left
+    out is that of q.
+    """
+    kv_heads, kv_len, v_dim = kv_heads or heads, kv_len or q_len, v_dim or dim
+    space = Space(device=device)
+    generator = torch.Generator().manual_seed(seed)
+    site = Site(Seeded(seed), space, generator, batch, kv_heads, heads // kv_heads, q_len, kv_len, dtype)
+    q, k, v = (
+        site.normal(batch, *shape, outliers=True).to(dtype)
+        for shape in ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim))
+    )
+    dout = site.normal(batch, heads, q_len, v_dim).to(dtype) if gradients else None
+    dlse = site.normal(batch, heads, q_len) if gradients else None
+    return Case(q, k, v, score_mod, mask_mod, scale, dout, dlse)
+
+
 # --- where mods are drawn for --------------------------------------------------------------------------------
 
 

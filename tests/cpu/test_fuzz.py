@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 import composattn as ca
 from composattn.backends import streaming
-from composattn.testing import Space, check, random_case, strategies
+from composattn.testing import Space, check, make_case, random_case, strategies
 
 attend = functools.partial(ca.attention, backend="streaming")
 
@@ -64,6 +64,15 @@ def test_larger_calls_in_their_own_tiles(round_: int) -> None:
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_calls_that_hypothesis_draws(case: object) -> None:
     check(attend, case)  # type: ignore[arg-type]
+
+
+def test_mods_of_ones_own_are_checked_on_shapes_of_ones_own() -> None:
+    def mine(score: torch.Tensor, b: object, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return score - torch.abs(q - kv) / (1 + h)
+
+    case = make_case(3, score_mod=mine, heads=6, kv_heads=2, q_len=37, kv_len=41, dim=8, v_dim=4)
+    check(attend, case)
+    assert str(case) == "Case(B2 H6/2 S37x41 D8/4 float32)"
 
 
 def test_a_seed_is_one_case() -> None:
