@@ -22,6 +22,7 @@ import torch
 
 from ..autograd import Grads, attend
 from ..graph.bands import TileInterval
+from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
@@ -59,6 +60,7 @@ def prepare(
 
 
 def _attention(mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    refresh(mods.program.captures)
     out, lse = attend(Streaming(mods), q, k, v)
     return out.to(q.dtype), lse
 

@@ -9,7 +9,8 @@ The contract with every backend is `TileInterval`: four int32 expressions in the
 Ends may lie outside [0, kv_len], and ranges may be inverted (empty: end <= begin): whoever loops clamps. A mask is a
 tuple of such intervals; in every tile, begins ascend and so do ends (as clamped), empty intervals included. A kv tile
 that two intervals touch is visited once, and partial tiles are tested with the whole mask, so overlaps cost nothing
-and are never wrong. Captures in the ends may be `Derived` from those of the mask: `derived.refresh` them before a launch.
+and are never wrong. Captures in the ends may be `Derived` from those of the mask: `derived.refresh` them before a
+launch.
 """
 
 from __future__ import annotations

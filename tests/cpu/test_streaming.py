@@ -319,3 +319,14 @@ def test_torch_func_grad_gives_the_same_gradients(generator):
     inputs = [x.clone().requires_grad_() for x in (q, slopes)]
     for a, b in zip(functional, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_ids_written_in_place_between_calls_are_seen(generator, small_tiles):
+    ids = torch.zeros(24, dtype=torch.int64)
+    q, k, v = qkv(generator=generator, q_len=24, dim=8)
+    attention = ca.Attention(mask_mod=document(ids), backend="streaming")
+    attention(q, k, v)
+    ids[9:] = 1
+    ids[17:] = 0  # document 0 in two parts
+    expected = ca.attention(q, k, v, mask_mod=document(ids.clone()), backend="reference")
+    torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
