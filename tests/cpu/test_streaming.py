@@ -284,6 +284,26 @@ def test_a_scalar_changed_after_the_call_does_not_change_its_gradients(generator
     torch.testing.assert_close(torch.autograd.grad(out.sum(), q)[0], expected)
 
 
+def test_captured_tensors_written_to_between_calls_are_read_anew(generator, small_tiles):
+    q, k, v = qkv(generator=generator, q_len=33, dim=8)
+    ids, table = torch.arange(33) // 5, torch.randn(4, 9, generator=generator)
+    planned = ca.Attention(score_mod=relative_bias(table), mask_mod=document(ids) & causal(), backend="streaming")
+    planned(q, k, v)
+    ids.copy_(torch.arange(33) // 11)
+    table.neg_()
+    expected = attend(q, k, v, score_mod=relative_bias(table.clone()), mask_mod=document(ids.clone()) & causal())
+    assert torch.equal(planned(q, k, v), expected)
+
+
+def test_a_captured_tensor_written_to_before_the_backward_is_refused(generator):
+    q, k, v = qkv(generator=generator, q_len=9, dim=4, requires_grad=True)
+    table = torch.randn(4, 9, generator=generator)
+    out = attend(q, k, v, score_mod=relative_bias(table))
+    table.neg_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_autocast_does_not_reach_inside(generator):
     q, k, v = qkv(generator=generator, q_len=33, dim=8, requires_grad=True)
     plain = attend(q, k, v, mask_mod=causal())
