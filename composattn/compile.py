@@ -129,7 +129,9 @@ def _compile_and_store(plan: ForwardPlan, digest: str) -> Launchable:
             "set COMPOSATTN_CACHE_DIR to a writable folder",
             stacklevel=2,
         )
-    return compiled
+        return compiled
+    # what was traced holds the plan, and with it the tensors that the mods captured; the object file does not
+    return _load(digest) or compiled
 
 
 # --- with no GPU ----------------------------------------------------------------------------------------------

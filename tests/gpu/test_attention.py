@@ -129,9 +129,7 @@ class Suite:
     def test_shared_keys_are_expanded_views(self, seed: int) -> None:
         made = case(seed, heads=(4, 4))
         k, v = (x[:, :1].expand(-1, 4, -1, -1) for x in (made.k, made.v))
-        assert torch.equal(
-            self.attention(made.q, k, v), self.attention(made.q, k.contiguous(), v.contiguous())
-        )
+        assert torch.equal(self.attention(made.q, k, v), self.attention(made.q, k.contiguous(), v.contiguous()))
 
     def test_scale_of_any_sign_and_size(self, seed: int) -> None:
         made = case(seed, mask="causal")

@@ -50,9 +50,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     widest = max(d, dv)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
-    gathers = program.score is not None and any(
-        n.op == "read" and n.rate is Rate.ELEMENT for n in walk(program.score)
-    )
+    gathers = program.score is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(program.score))
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
     return Tiling(
@@ -68,7 +66,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         slack=8.0,
-        l2=16 << 20,
+        l2=32 << 20,
     )
 
 
