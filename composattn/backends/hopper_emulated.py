@@ -16,18 +16,21 @@ from ..emulator.capture import Captured
 from ..emulator.cluster import EAGER, Mode
 from ..emulator.findings import EmulationTooLarge
 from ..emulator.launch import Result, run
-from ..errors import GradientUnsupported
-from ..graph.derived import Derived, refresh
+from ..graph.derived import Derived
 from ..graph.program import Program
 from ..launch import _at_least_1d, _empty_like_queries, tidy
+from ..launch_backward import BackwardLauncher
 from ..plan import ForwardPlan, plan_forward
+from ..plan_backward import plan_backward
 from ..problem import Problem
 from ..target import HOPPER
+from .hopper import HopperCall
+from .hopper.gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
-# Seconds: a block costs the first, a score of a visited tile the second (2 cores of a shared server; see docs).
-SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.02, 1.5e-6
+# Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
+SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
 LIMIT_SECONDS = 600.0
 _kernels: dict[str, Captured] = {}
 _mode: ContextVar[Mode] = ContextVar("mode", default=EAGER)
@@ -43,21 +46,20 @@ def emulating(mode: Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
-def estimate(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> float:
-    """Seconds that a forward will about take if every tile is visited."""
-    batch, heads, q_len, _ = q.shape
+def estimate(batch: int, heads: int, q_len: int, kv_len: int, tile_m: int = 128) -> float:
+    """Seconds that a forward will about take if every tile is visited; a gradient takes three times as long."""
     blocks = batch * heads * -(-q_len // tile_m)
-    return blocks * SECONDS_A_BLOCK + batch * heads * q_len * k.shape[2] * SECONDS_A_SCORE
+    return blocks * SECONDS_A_BLOCK + batch * heads * q_len * kv_len * SECONDS_A_SCORE
 
 
-def check_size(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> None:
+def check_size(problem: Problem) -> None:
     """Raises `EmulationTooLarge` above COMPOSATTN_EMULATOR_SECONDS (600 if unset) estimated seconds."""
     limit = float(os.environ.get("COMPOSATTN_EMULATOR_SECONDS", LIMIT_SECONDS))
-    seconds = estimate(q, k, tile_m)
+    seconds = estimate(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
     if seconds > limit:
         raise EmulationTooLarge(
-            f"emulating q {tuple(q.shape)} with k {tuple(k.shape)} would take about {seconds:.0f} s, the limit is "
-            f"{limit:.0f} s; take fewer heads or shorter sequences, "
+            f"emulating {problem.batch * problem.q_heads} heads of {problem.q_len} queries and {problem.kv_len} keys "
+            f"would take about {seconds:.0f} s, the limit is {limit:.0f} s; take fewer heads or shorter sequences, "
             "raise COMPOSATTN_EMULATOR_SECONDS, or use backend='streaming'"
         )
 
@@ -65,10 +67,11 @@ def check_size(q: torch.Tensor, k: torch.Tensor, tile_m: int = 128) -> None:
 class EmulatedKernel:
     """Stands for a compiled kernel: called like one, with CPU tensors in the order of the plan's host function.
 
-    `result` is what the last run says beside what it wrote (instruction counts, time).
+    `mode` is that of `emulating` if None. `result` is what the last run says beside what it wrote (instruction counts,
+    time). Raises `Finding`s when called.
     """
 
-    def __init__(self, plan: Any, mode: Mode = EAGER) -> None:
+    def __init__(self, plan: Any, mode: Mode | None = None) -> None:
         self.plan, self.mode = plan, mode
         self.kernel = _captured(plan)
         self.result: Result | None = None
@@ -76,7 +79,7 @@ class EmulatedKernel:
     def __call__(self, *arguments: Any) -> None:
         target = self.plan.target
         launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
-        self.result = run(self.kernel.program, launch, self.mode)
+        self.result = run(self.kernel.program, launch, self.mode or _mode.get())
 
 
 def _captured(plan: Any) -> Captured:
@@ -90,88 +93,89 @@ def _captured(plan: Any) -> Captured:
     return _kernels[key]
 
 
-def forward(
-    plan: ForwardPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    captured: Sequence[torch.Tensor] = (),
-    scalars: Sequence[float | int] = (),
-    mode: Mode = EAGER,
-) -> Pair:
-    """(out, lse or None) of the planned forward on CPU tensors, as the kernel would leave them. Raises `Finding`s."""
-    out = _empty_like_queries(q, plan.head_dim_v)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if plan.return_lse else None
-    if not q.shape[2]:
+class EmulatedForward:
+    """A plan's emulated kernel, called as `composattn.launch.ForwardLauncher` is."""
+
+    def __init__(self, plan: ForwardPlan) -> None:
+        self.plan = plan
+        self.kernel = EmulatedKernel(plan)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        captured: Sequence[torch.Tensor] = (),
+        scalars: Sequence[float | int] = (),
+    ) -> Pair:
+        """(out, lse or None), poisoned first: what the kernel doesn't write is NaN."""
+        out = _empty_like_queries(q, self.plan.head_dim_v).fill_(torch.nan)
+        lse = q.new_full(q.shape[:3], torch.nan, dtype=torch.float32) if self.plan.return_lse else None
+        if not q.shape[2]:
+            return out, lse
+        if not k.shape[2]:
+            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+        reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
+        self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, reads, numbers)
         return out, lse
-    if not k.shape[2]:
-        return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-    check_size(q, k, plan.tiling.tile_m)
-    emulate(plan, q, k, v, out, lse, scale, captured, scalars, mode)
-    return out, lse
 
 
-def emulate(
-    plan: ForwardPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    captured: Sequence[torch.Tensor] = (),
-    scalars: Sequence[float | int] = (),
-    mode: Mode = EAGER,
-) -> Result:
-    """One launch into `out` and `lse`, which are poisoned first: what the kernel doesn't write shows as NaN."""
-    out.fill_(float("nan"))
-    if lse is not None:
-        lse.fill_(float("nan"))
-    kernel = EmulatedKernel(plan, mode)
-    reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
-    kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, reads, numbers)
-    assert kernel.result is not None
-    return kernel.result
+class EmulatedGradient(HopperGradient):
+    """The fused backward's three kernels, emulated."""
+
+    def launcher(self, has_dlse: bool) -> BackwardLauncher:
+        if has_dlse not in self._launchers:
+            plans = plan_backward(self.problem, self.program, self.target, has_dlse=has_dlse)
+            self._launchers[has_dlse] = BackwardLauncher(plans, EmulatedKernel)
+        return self._launchers[has_dlse]
 
 
-class EmulatedCall:
-    """A prepared call: the plan that a Hopper GPU would get, run by the emulator."""
+class EmulatedCall(HopperCall):
+    """A prepared call: the plans that an H200 would get, run by the emulator."""
 
-    def __init__(self, plan: ForwardPlan, program: Program, scale: float) -> None:
-        self.plan, self.program, self.scale = plan, program, scale
+    def __init__(self, problem: Problem, program: Program, scale: float) -> None:
+        self.problem, self.program, self.scale, self.target = problem, program, scale, HOPPER
+        self.captures = [c.tensor for c in program.captures]
+        self.derived = [c for c in program.captures if isinstance(c, Derived)]
+        self.plan = self._plan(return_lse=True)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
-        tensors = [c.tensor for c in self.program.captures]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors)):
-            raise GradientUnsupported(
-                'backend="hopper-emulated" computes no gradients; use torch.no_grad(), or backend="streaming"'
-            )
-        refresh([c for c in self.program.captures if isinstance(c, Derived)])
-        scalars = [s.value for s in self.program.scalars]
-        return forward(self.plan, q, k, v, scale=self.scale, captured=tensors, scalars=scalars, mode=_mode.get())
+    def _plan(self, return_lse: bool) -> ForwardPlan:
+        positive = self.scale > 0
+        return plan_forward(self.problem, self.program, self.target, return_lse=return_lse, positive_scale=positive)
+
+    def _launcher(self, return_lse: bool) -> Any:
+        return EmulatedForward(self._plan(return_lse))
+
+    @property
+    def gradient(self) -> HopperGradient:  # type: ignore[override]
+        if "_gradient" not in self.__dict__:
+            self._gradient = EmulatedGradient(self.problem, self.program, self.scale, self.target)
+        return self._gradient
 
 
 def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> EmulatedCall:
     """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
-    check_size(q, k)
-    return EmulatedCall(plan_forward(problem, program, HOPPER, positive_scale=scale > 0), program, scale)
+    check_size(problem)
+    return EmulatedCall(problem, program, scale)
 
 
 def random_run(problem: Problem, program: Program) -> Result:
-    """A run of a call of this form on random inputs, for its counts."""
+    """A forward of a call of this form on random inputs, for its counts."""
+    check_size(problem)
     make = torch.Generator().manual_seed(0)
-    q = torch.randn(problem.batch, problem.q_heads, problem.q_len, problem.head_dim, generator=make).to(problem.dtype)
-    k = torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim, generator=make).to(problem.dtype)
-    v = torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim_v, generator=make).to(
-        problem.dtype
-    )
-    check_size(q, k)
-    plan = plan_forward(problem, program, HOPPER)
-    out, lse = _empty_like_queries(q, problem.head_dim_v), q.new_empty(q.shape[:3], dtype=torch.float32)
-    tensors = [c.tensor.cpu() for c in program.captures]
-    scale = problem.head_dim**-0.5
-    return emulate(plan, q, k, v, out, lse, scale, tensors, [s.value for s in program.scalars])
+
+    def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.randn(problem.batch, heads, length, dim, generator=make).to(problem.dtype)
+
+    q = tensor(problem.q_heads, problem.q_len, problem.head_dim)
+    k = tensor(problem.kv_heads, problem.kv_len, problem.head_dim)
+    v = tensor(problem.kv_heads, problem.kv_len, problem.head_dim_v)
+    forward = EmulatedForward(plan_forward(problem, program, HOPPER))
+    tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
+    forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
+    if forward.kernel.result is None:
+        raise EmulationTooLarge(f"a call with {problem.q_len} queries and {problem.kv_len} keys runs no kernel")
+    return forward.kernel.result

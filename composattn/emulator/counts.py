@@ -54,21 +54,20 @@ class Counts:
 
 
 def count(result: Result) -> Counts:
-    """Counts of a run. Warps of a warpgroup share a role if the matrix unit worked for them, else each stands alone."""
+    """Counts of a run. A warpgroup that multiplies is a role; so are neighbouring warps with equal counts."""
     by_pipe = [Counter(pipe_of(i) for i in [*n.code, *([n.branch] if n.branch else [])]) for n in result.program.nodes]
     warps = [_warp(result.visits[w], by_pipe) for w in range(result.visits.shape[0])]
     roles: dict[str, Counter[str]] = {}
     w = 0
     while w < len(warps):
-        group = warps[w : w + 4]
-        multiplies = all(c["matrix"] for c in group)
-        if multiplies and len(group) == 4:
-            roles[f"warps {w}-{w + 3} (wgmma)"] = sum(group, Counter())
-        else:
-            for i, c in enumerate(group):
-                kind = "copies" if c["copy"] else "idle after setup"
-                roles[f"warp {w + i} ({kind})"] = c
-        w += 4
+        end, kind = w + 1, "copies" if warps[w]["copy"] else "idle after setup"
+        if w % 4 == 0 and len(warps[w : w + 4]) == 4 and all(c["matrix"] for c in warps[w : w + 4]):
+            end, kind = w + 4, "wgmma"
+        while end < len(warps) and warps[end] == warps[w] and kind != "wgmma":
+            end += 1
+        name = f"warp {w}" if end == w + 1 else f"warps {w}-{end - 1}"
+        roles[f"{name} ({kind})"] = sum(warps[w:end], Counter())
+        w = end
     return Counts(roles, result.blocks)
 
 
