@@ -7,7 +7,7 @@ import composattn as ca
 
 torch.manual_seed(0)
 device, dtype = best_device()
-B, H, S, D = 2, 4, 1024, 64
+B, H, S, D = 1, 4, 1024, 64
 
 q, k, v = (draw(B, H, S, D, device=device, dtype=dtype) for _ in range(3))
 slopes = torch.linspace(0.5, 0.01, H, device=device).requires_grad_()  # learned: its gradient comes with the others
