@@ -280,6 +280,26 @@ _add("mov.f64", Alu("b64", ("b64",), np.positive, out=True))
 _add("selp.f64", Alu("b64", ("b64", "b64", "p"), lambda a, b, p: np.where(p, a, b)))
 
 
+def _directed(fn: Any, rounding: str) -> Any:
+    """`fn` in float64, rounded towards zero (rz), down (rm) or up (rp): one step from the nearest float32 if needed."""
+
+    def run(*operands: Array) -> Array:
+        exact = fn(*(x.astype(np.float64) for x in operands))
+        near = exact.astype(np.float32)
+        down = {"rz": exact > 0, "rm": np.True_, "rp": np.False_}[rounding]
+        over = np.where(down, near > exact, near < exact) & np.isfinite(exact)
+        return np.where(over, np.nextafter(near, np.where(down, -np.inf, np.inf).astype(np.float32)), near)
+
+    return run
+
+
+for _rounding in ("rz", "rm", "rp"):
+    for _op, _f, _count in (("add", np.add, 2), ("sub", np.subtract, 2), ("mul", np.multiply, 2),
+                            ("fma", lambda a, b, c: a * b + c, 3)):  # fmt: skip
+        for _name in _spell(f"{_op}.{_rounding}", _FTZ, ("f32",)):
+            _add(_name, Alu("f32", ("f32",) * _count, _directed(_f, _rounding), "fma"))
+
+
 # --- two 16-bit floats in a register -----------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -271,6 +273,28 @@ def reciprocal_root(a: float) -> float:
     return math.copysign(math.inf, a) if a == 0 else math.nan
 
 
+def fractions(op: str, *numbers: float) -> Fraction | float:
+    """The exact result of an addition, multiplication or fused one, as a fraction where it is finite."""
+    if not all(map(math.isfinite, numbers)):
+        a, b, c = (*numbers, 0.0)[:3]
+        return a * b + c if op.startswith("fma") else BINARY[op.split(".")[0]](a, b)
+    exact = [Fraction(n) for n in numbers]
+    if op.startswith("fma"):
+        return exact[0] * exact[1] + exact[2]
+    return {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[op.split(".")[0]](*exact)
+
+
+def towards(direction: str, exact: Fraction | float) -> float:
+    """The float32 next to a number on one side."""
+    if not isinstance(exact, Fraction):
+        return exact
+    near = f32(float(exact))
+    up = {"rz": exact < 0, "rm": False, "rp": True}[direction]
+    if Fraction(near) == exact or (Fraction(near) > exact) == up:
+        return near
+    return float(np.nextafter(np.float32(near), np.float32(math.inf if up else -math.inf)))
+
+
 UNARY: dict[str, Callable[[float], float]] = {
     "neg": lambda a: -a, "abs": abs, "ex2": lambda a: math.inf if a > 1000 else 2.0**a,
     "lg2": lambda a: math.log2(a) if a > 0 else (-math.inf if a == 0 else math.nan),
@@ -343,6 +367,10 @@ def test_float(op: str) -> None:
     # sums of large terms of both signs cancel: what is left has the error of the terms
     check_sum = op.startswith(("fma", "mad", "add", "sub"))
     rounded = f32 if result == "f32" else float
+    direction = next((p for p in op.split(".") if p in ("rz", "rm", "rp")), None)
+    if direction is not None:
+        check(op, result, kinds, lambda *a: towards(direction, fractions(op, *a)))
+        return
     if check_sum and result in ("f16", "bf16", "f32"):
         tolerance = max(tolerance, 1e-2 if result != "f32" else 1e-5)
     check(op, result, kinds, lambda *a: rounded(fn(*a)), tolerance)
