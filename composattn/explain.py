@@ -64,7 +64,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(attn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False) -> Explanation:
+def explain(
+    attn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False
+) -> Explanation:
     """The explanation of `attn(q, k, v)`; runs nothing on the tensors."""
     problem = Problem.of(q, k, v)
     program = attn.program

@@ -44,7 +44,7 @@ def flex_attention(
     """
     if kernel_options:
         warnings.warn(
-            f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect in composattn", stacklevel=2
+            f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise errors.UnsupportedOption("return_aux=AuxRequest(max_scores=True) is not computed; lse is available")
@@ -98,7 +98,7 @@ def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> No
         ("batch", "heads"), block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True
     ):
         if made not in (1, given):
-            raise errors.BlockMaskMismatch(f"block_mask was made for {name} {made}, q has {given}; it must be that or 1")
+            raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for that or 1")
 
 
 def _build(block_mask: Any) -> Mask:

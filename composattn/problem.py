@@ -86,7 +86,7 @@ def _check_types(tensors: dict[str, torch.Tensor]) -> None:
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise errors.ShapeMismatch(f"q, k and v must have one batch size, got {shapes}; k.expand({q.shape[0]}, ...) shares K")
+        raise errors.ShapeMismatch(f"q, k, v must have one batch size, got {shapes}; .expand({q.shape[0]}, ...) shares")
     if k.shape[1] != v.shape[1]:
         raise errors.ShapeMismatch(f"k and v must have the same number of heads, got {shapes}")
     if k.shape[2] != v.shape[2]:

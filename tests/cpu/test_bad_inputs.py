@@ -41,7 +41,7 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "v-has-five-dimensions": (errors.WrongRank, lambda: call(*qkv()[:2], torch.randn(1, 2, 4, 16, 32))),
     "batches-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (3, 4, 16, 32)))),
     "k-and-v-heads-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 32), (2, 2, 16, 32)))),
-    "k-and-v-lengths-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 32), (2, 4, 15, 32)))),
+    "k-v-lengths-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 32), (2, 4, 15, 32)))),
     "q-and-k-head-dims-differ": (errors.ShapeMismatch, lambda: call(*qkv((2, 4, 16, 32), (2, 4, 16, 64)))),
     "group-does-not-divide": (errors.GroupMismatch, lambda: call(*qkv((2, 6, 16, 32), (2, 4, 16, 32)))),
     "more-kv-heads-than-q-heads": (errors.GroupMismatch, lambda: call(*qkv((2, 2, 16, 32), (2, 4, 16, 32)))),

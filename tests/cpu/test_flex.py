@@ -47,7 +47,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("mask", [None, causal, window, head_window], ids=["no-mask", "causal", "window", "head-window"])
+@pytest.mark.parametrize("mask", [None, causal, window, head_window], ids=["none", "causal", "window", "head-window"])
 @pytest.mark.parametrize("scored", [False, True], ids=["plain", "relative-bias"])
 def test_same_as_torch(generator: torch.Generator, mask: Mod | None, scored: bool) -> None:
     q, k, v = inputs(generator)
@@ -83,7 +83,7 @@ def test_scale_is_taken(generator: torch.Generator) -> None:
 
 def test_aux_gives_lse_and_refuses_max_scores(generator: torch.Generator) -> None:
     q, k, v = inputs(generator)
-    out, aux = ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(lse=True))
+    _, aux = ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(lse=True))
     _, want = theirs(q, k, v, return_lse=True)
     close(aux.lse, want)
     with pytest.raises(errors.UnsupportedOption):
