@@ -1,0 +1,31 @@
+"""Runs generated PTX (sm_90a) on a CPU, functionally, and finds deadlocks, races and other bugs in it.
+
+The story, file by file:
+
+    capture       what the host function asks for: grid, parameter bytes, tensor maps, for given CPU tensors
+    ptx           text to instructions; flow cuts them into nodes and finds where divergent lanes meet again
+    opcodes/      what each instruction does: `alu` and `fp8` are tables of pure functions, the others handlers by name
+    codegen       a node's arithmetic as one generated Python function over numpy rows (a lane a column)
+    program       a kernel made ready to run; registers gives each operand its row
+    gang          warps of a warpgroup that run in step, split where they part ways
+    cluster       the scheduler, its modes, and the operations under way; block is one thread block's state
+    memory        bounds, and for each word of shared memory who wrote and read it, by vector clocks; barriers pass
+                  that knowledge on, so a race is found in every schedule, not only where it does harm
+    tensormap     boxes of tensors; findings: one class a kind of bug; mutate: does it notice? counts: instructions
+
+    from composattn.emulator.capture import Captured
+    from composattn.emulator.launch import run
+    kernel = Captured(host_function, compile_time_arguments)
+    run(kernel.program, kernel.launch(*cpu_tensors), EAGER)          # or LATE, random_mode(seed), from cluster
+
+Known limits. No timing and no ptxas: register allocation, instruction order and stalls are not seen, and what ptxas
+does to a wgmma with registers that it must move isn't either. Approximate functions (ex2, lg2, rcp, tanh, ...) are
+numpy's, not the bits of the hardware's; subnormals are kept where .ftz would flush them; fma rounds twice (once to
+float64). Products of a wgmma are summed in float32 in an order of our own. Bulk copies with the same operands in all
+lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence
+between plain accesses to global memory is not found, nor a race on it. wgmma.fence is not checked. Barriers of 16-bit
+and 8-bit stores that share a word between warps are not checked for order. Local memory, calls, textures, im2col and
+gathering tensor maps, mma.sync and cp.async of single threads have no rows: using them is a named error.
+"""
+
+from __future__ import annotations
