@@ -1,4 +1,4 @@
-"""Tensors that the analysis derives from captured tensors: range minima of per-row values, runs of equal ids.
+"""Tensors that the analysis derives from captured tensors: range minima of per-row values, where columns match a row.
 
 A `Derived` is a capture like any other to whoever reads it, computed by a few torch operations on the captured
 tensor's device, with no host synchronisation and O(S log S) work. It is computed when it is made, and again, into the
@@ -37,7 +37,8 @@ class Derived(Capture):
         return tuple(_version(s) for s in self.sources)
 
     def _compute(self) -> torch.Tensor:
-        with torch.no_grad():
+        # never an inference tensor: that could not be written to again from outside of inference mode
+        with torch.inference_mode(False), torch.no_grad():
             return self.recipe(*(s.tensor for s in self.sources)).contiguous()
 
     def refresh(self) -> None:
@@ -131,41 +132,80 @@ def _range_table(dim: int, largest: bool) -> Recipe:
     return range_extremes
 
 
-# --- runs of equal ids ----------------------------------------------------------------------------------------
+# --- columns whose captured value compares with that of the row -----------------------------------------------
 
 START, END, FULL_START, FULL_END = range(4)
 
 
-def runs(rows: Capture, columns: Capture, rows_order: tuple[int, ...], columns_order: tuple[int, ...]) -> Derived:
-    """int32 (4, B|1, H|1, Sq): for each row where the columns with its id begin and end, and where they do without gap.
+def matches(
+    op: str,
+    rows: Capture,
+    columns: Capture,
+    rows_order: tuple[int, ...],
+    columns_order: tuple[int, ...],
+) -> Derived:
+    """int32 (4, B|1, H|1, Sq): per row, where the columns with `column op row` begin and end, and a range of such only.
 
-    `*_order` are the dimensions of the tensors that stand for (b, h, position); -1 where there is none. A row
-    whose id no column has gets an empty range. The columns beyond the end of `columns` repeat its last one, as
-    reads do, hence a run that reaches the end has none.
+    `op` is eq, lt, le, gt or ge; the values are integers. `*_order` are the dimensions of the tensors that stand for
+    (b, h, position); -1 where there is none. A row with no such column gets empty ranges. The range of such only is
+    the whole where it has no gap, else (of an inequality) the longer of those that begin at 0 and that reach the end.
+    The columns beyond the end of `columns` repeat its last one, as reads do, hence a range that reaches it has no end.
     """
 
-    def runs_of_equal_ids(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        r, c = _arranged(r, rows_order), _arranged(c, columns_order)
-        kind = torch.promote_types(torch.promote_types(r.dtype, c.dtype), torch.int32)
+    def bounds_of_matches(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        r, c = _arranged(r, rows_order).to(torch.int64), _arranged(c, columns_order).to(torch.int64)
         lead = torch.broadcast_shapes(r.shape[:2], c.shape[:2])
-        r = r.to(kind).expand(*lead, -1).contiguous()
-        n = c.shape[-1]
-        ordered, where = c.to(kind).expand(*lead, -1).sort(dim=-1, stable=True)
-        ordered = ordered.contiguous()
-        left, right = torch.searchsorted(ordered, r), torch.searchsorted(ordered, r, right=True)
-        some = right > left
-        start = where.gather(-1, left.clamp(max=n - 1))
-        end = where.gather(-1, (right - 1).clamp(min=0)) + 1
-        whole = some & (end - start == right - left)
-        end = torch.where(end == n, FAR, end)
-        return torch.stack(
-            [
-                torch.where(some, start, FAR), torch.where(some, end, 0),
-                torch.where(whole, start, FAR), torch.where(whole, end, 0),
-            ]
-        ).to(torch.int32)  # fmt: skip
+        r, c = r.expand(*lead, -1).contiguous(), c.expand(*lead, -1).contiguous()
+        if op == "eq":
+            return _equal(r, c)
+        if op in ("gt", "ge"):
+            r, c = ~r, ~c  # turns the order around, with no number that has no opposite
+        return _below(r, c, strictly=op in ("lt", "gt"))
 
-    return derive(("runs", rows_order, columns_order), runs_of_equal_ids, rows, columns)
+    return derive((op, rows_order, columns_order), bounds_of_matches, rows, columns)
+
+
+def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    n = c.shape[-1]
+    ordered, where = c.sort(dim=-1, stable=True)
+    left, right = torch.searchsorted(ordered, r), torch.searchsorted(ordered, r, right=True)
+    some = right > left
+    start = where.gather(-1, left.clamp(max=n - 1))
+    end = where.gather(-1, (right - 1).clamp(min=0)) + 1
+    whole = some & (end - start == right - left)
+    return _ranges(start, end, some, start, end, whole, n)
+
+
+def _below(r: torch.Tensor, c: torch.Tensor, strictly: bool) -> torch.Tensor:
+    """Where c <= r, or c < r: running extremes are monotone, whatever c is, and bound it from both sides."""
+    n = c.shape[-1]
+    smallest, largest = c.cummin(-1).values, c.cummax(-1).values
+    smallest_after, largest_after = c.flip(-1).cummin(-1).values.flip(-1), c.flip(-1).cummax(-1).values.flip(-1)
+    start = torch.searchsorted((~smallest).contiguous(), ~r, right=strictly)
+    end = torch.searchsorted(smallest_after.contiguous(), r, right=not strictly)
+    all_before = torch.searchsorted(largest.contiguous(), r, right=not strictly)
+    all_from = torch.searchsorted((~largest_after).contiguous(), ~r, right=strictly)
+    at_start = all_before >= n - all_from
+    full_start, full_end = torch.where(at_start, 0, all_from), torch.where(at_start, all_before, n)
+    return _ranges(start, end, end > 0, full_start, full_end, full_start < full_end, n)
+
+
+def _ranges(
+    start: torch.Tensor,
+    end: torch.Tensor,
+    some: torch.Tensor,
+    full_start: torch.Tensor,
+    full_end: torch.Tensor,
+    full: torch.Tensor,
+    n: int,
+) -> torch.Tensor:
+    end, full_end = torch.where(end == n, FAR, end), torch.where(full_end == n, FAR, full_end)
+    return torch.stack(
+        [
+            torch.where(some, start, FAR), torch.where(some, end, 0),
+            torch.where(full, full_start, FAR), torch.where(full, full_end, 0),
+        ]
+    ).to(torch.int32)  # fmt: skip
 
 
 def _arranged(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

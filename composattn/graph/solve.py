@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import product
 
-from .derived import END, FULL_END, FULL_START, START, Derived, derive, runs
+import torch
+
+from .derived import END, FULL_END, FULL_START, START, Derived, derive, matches
 from .expr import Capture, Dep, DType, Expr, const, index, read
 from .linear import Linear, bounds, build, difference, linear
 from .ops import apply
@@ -124,7 +126,9 @@ class _Solver:
         if op in _NEGATED:
             return self.comparison(e, holds)
         if op == "read":
-            return self.equal_reads(e, const(holds), e, holds)
+            if not e.deps & self.dep:
+                return self.condition("eq", Linear(-int(holds), {e: 1}))
+            return self.compared_reads("eq", e, const(holds), e, holds)
         return [Piece((Opaque(e, holds),))]
 
     def comparison(self, e: Expr, holds: bool) -> Pieces:
@@ -133,8 +137,8 @@ class _Solver:
             exact = _as_integers(e)
             return [Piece((Opaque(e, holds),))] if exact is None else self.formula(exact, holds)
         op = e.op if holds else _NEGATED[e.op]
-        if op in ("eq", "ne") and all(_is_table(a) for a in (x, y)):
-            return self.equal_reads(x, y, e, holds) if op == "eq" else [Piece((Opaque(e, holds),))]
+        if any(_is_table(a) and a.deps & self.dep for a in (x, y)):
+            return self.compared_reads(op, x, y, e, holds)
         a, b = linear(x), linear(y)
         if op in ("eq", "ne"):
             return (self.eq if op == "eq" else self.ne)(a.plus(b, -1))
@@ -248,21 +252,21 @@ class _Solver:
             return self.both(in_range, [Piece((Residue(of, int(n.attr)),))])
         return self.unsolved("eq", Linear(0, {t: 1}).plus(value, -1))
 
-    def equal_reads(self, x: Expr, y: Expr, e: Expr, holds: bool) -> Pieces:
-        """Two captured values are equal, one of the column and one of the row, or a constant."""
+    def compared_reads(self, op: str, x: Expr, y: Expr, e: Expr, holds: bool) -> Pieces:
+        """A captured value of the column compared with one of the row, or with a constant: x op y."""
         column, row = (x, y) if x.deps & self.dep else (y, x)
-        if not column.deps & self.dep:
-            if e.dtype is DType.BOOL and e.op == "read":
-                return self.condition("eq", Linear(-int(holds), {e: 1}))
-            return self.eq(linear(x).plus(linear(y), -1))
-        ends = None if self.name != "kv" else _runs(row, column)
+        op = op if column is x else _MIRRORED[op]
+        ends = None if self.name != "kv" else _matches("eq" if op == "ne" else op, row, column)
         if ends is None:
             return [Piece((Opaque(e, holds),))]
         start, end, full_start, full_end = ends
+        if op == "ne":  # before a run and after it; a run with gaps hides no range that is known
+            return self.either([Piece((High(full_start, start),))], [Piece((Low(full_end, end),))])
         return [Piece((Low(start, full_start), High(end, full_end)))]
 
 
 _NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
 def _ALL() -> Pieces:
@@ -292,8 +296,7 @@ def _as_integers(e: Expr) -> Expr | None:
     """A comparison of an integer with a float constant as one of integers, where fp32 can't tell them apart."""
     x, y = e.args
     if x.is_const and not y.is_const:
-        flipped = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}[e.op]
-        return _as_integers(apply(flipped, y, x))
+        return _as_integers(apply(_MIRRORED[e.op], y, x))
     if x.op == "cast_float":
         x = x.args[0]
     if not (x.dtype.is_integer and y.is_const and abs(y.attr) < _EXACT_FLOATS):
@@ -322,8 +325,8 @@ def _order(node: Expr, position: str) -> tuple[int, int, int] | None:
     return b, h, p
 
 
-def _runs(row: Expr, column: Expr) -> tuple[Expr, Expr, Expr, Expr] | None:
-    """Where the columns with the value of the row begin and end: outer and inner."""
+def _matches(op: str, row: Expr, column: Expr) -> tuple[Expr, Expr, Expr, Expr] | None:
+    """Where the columns with `column op row` begin and end: outer and inner."""
     if not _is_table(column) or column.attr.tensor.numel() == 0:
         return None
     columns_order = _order(column, "kv")
@@ -338,7 +341,7 @@ def _runs(row: Expr, column: Expr) -> tuple[Expr, Expr, Expr, Expr] | None:
         rows, rows_order = row.attr, found
     else:
         return None
-    table = runs(rows, column.attr, rows_order, columns_order)
+    table = matches(op, rows, column.attr, rows_order, columns_order)
     leaves = (index("b"), index("h"), index("q"))
     at = tuple(
         const(0) if row_d < 0 and column_d < 0 else leaf
@@ -350,7 +353,7 @@ def _runs(row: Expr, column: Expr) -> tuple[Expr, Expr, Expr, Expr] | None:
 
 def _constant(like: Capture, value: int) -> Derived:
     """A one-element tensor on the device of `like`."""
-    return derive(("constant", value), lambda x: x.new_full((), value), like)
+    return derive(("constant", value), lambda x: x.new_full((), value, dtype=torch.int64), like)
 
 
 def pieces(mask: Expr) -> Pieces:

@@ -133,7 +133,10 @@ class RandomMask:
         if kind == 5:
             name = r.choice(["ids", "ids_2d"])
             other = r.choice(["ids", "ids_2d", name, name])
-            return apply("eq", self._row_read(name, q), self._row_read(other, kv))
+            op = r.choice(["eq", "eq", "ne", *_COMPARE])
+            row = self._row_read(name, q) if r.random() < 0.9 else self._number()
+            pair = (row, self._row_read(other, kv))
+            return apply(op, *(pair if r.random() < 0.5 else pair[::-1]))
         if kind == 6:
             return self._row_read("flags", r.choice([q, kv, kv]))
         if kind == 7:

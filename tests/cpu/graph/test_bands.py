@@ -77,9 +77,19 @@ def test_random_masks_are_never_cut_short(part: int) -> None:
             raise AssertionError(f"RandomMask({seed}): {mask.expr}, {tile_intervals(mask.expr)}") from error
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(20))
+def test_many_random_masks_are_never_cut_short(part: int) -> None:
+    start = int(os.environ["COMPOSATTN_TEST_SEED"]) * 1_000_000 + part * 50_000
+    for seed in range(start, start + 1000):
+        mask = RandomMask(seed, depth=4)
+        both_ways(mask.expr, mask.q_len, mask.kv_len, mask.tile, mask.batch, mask.heads)
+
+
 # --- sharp: what is visited and what is tested, for the ready masks ---------------------------------------------
 
 IDS = torch.tensor([0] * 50 + [1] * 9 + [2] * 100 + [3] * 41)
+FALLING = IDS.flip(0)
 OFFSETS = torch.tensor([0, 50, 59, 159, 200])
 LENGTHS = torch.tensor([5, 77])
 WIDTHS = torch.tensor([3, 50])
@@ -106,6 +116,10 @@ SHARP = {
     "documents_causal": masks.document(IDS) & masks.causal(),
     "documents_by_offsets": masks.document(offsets=OFFSETS) & masks.causal(),
     "documents_window_global": masks.document(IDS) & masks.sliding_window((10, 10)) | masks.global_tokens(3),
+    "ids_rising": ca.mask(lambda b, h, q, kv: IDS[kv] <= IDS[q]),
+    "ids_falling": ca.mask(lambda b, h, q, kv: FALLING[kv] > 1),
+    "ids_strictly_before": ca.mask(lambda b, h, q, kv: (IDS[kv] < IDS[q]) | (q >= kv)),
+    "not_documents": ~masks.document(IDS),
     "padding": masks.padding(LENGTHS),
     "padding_both": masks.padding(LENGTHS, LENGTHS),
     "not_causal": ~masks.causal(),
@@ -205,6 +219,16 @@ def test_an_unchanged_tensor_is_not_computed_again() -> None:
     held.refresh()
     assert held.version == before + 1 and held.tensor.eq(2).all()
     assert derive("count", lambda x: x + 1, Capture(ids)) is held
+
+
+def test_made_in_inference_mode_and_refreshed_outside() -> None:
+    ids = torch.zeros(8, dtype=torch.int32)
+    with torch.inference_mode():
+        held = derive("twice", lambda x: x * 2, Capture(ids))
+        born_there = derive("thrice", lambda x: x * 3, Capture(torch.ones(8)))
+    ids += 1
+    refresh([held, born_there])
+    assert held.tensor.eq(2).all() and born_there.tensor.eq(3).all()
 
 
 def test_captured_tensors_are_let_go_with_their_mask() -> None:

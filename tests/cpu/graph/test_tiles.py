@@ -37,6 +37,18 @@ def test_random_masks_are_never_judged_wrong(part: int) -> None:
             raise AssertionError(f"RandomMask({seed}), tile {mask.tile}: {mask.expr}: {error}") from error
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(20))
+def test_many_random_masks_are_never_judged_wrong(part: int) -> None:
+    start = int(os.environ["COMPOSATTN_TEST_SEED"]) * 1_000_000 + part * 50_000
+    for seed in range(start, start + 10_000):
+        mask = RandomMask(seed, depth=4)
+        try:
+            sound(mask)
+        except BaseException as error:
+            raise AssertionError(f"RandomMask({seed}, depth=4), tile {mask.tile}: {mask.expr}: {error}") from error
+
+
 def test_most_random_tiles_that_can_be_settled_are() -> None:
     settled = possible = 0
     for seed in range(300):
