@@ -295,7 +295,9 @@ def _longer_full(x: TileInterval, y: TileInterval) -> tuple[Expr, Expr]:
         return x.full_begin, x.full_end
     if at_most(x.full_end, x.full_begin):
         return y.full_begin, y.full_end
-    longer = apply("ge", apply("sub", x.full_end, x.full_begin), apply("sub", y.full_end, y.full_begin))
+    # clamped first: ends beyond the sequence must not count, nor their difference overflow
+    lengths = [apply("sub", smaller(_KV_LEN, i.full_end), larger(_ZERO, i.full_begin)) for i in (x, y)]
+    longer = apply("ge", *lengths)
     return apply("where", longer, x.full_begin, y.full_begin), apply("where", longer, x.full_end, y.full_end)
 
 

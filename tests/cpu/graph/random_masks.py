@@ -44,6 +44,9 @@ class RandomMask:
             return torch.randint(0, n, (self.heads,), generator=g).to(dtype)
         if name == "flags":
             return torch.rand(n, generator=g) < r.choice([0.1, 0.5, 0.9])
+        if name == "grid":
+            coarse = torch.rand(-(-n // 4), -(-n // 4), generator=g) < 0.5
+            return coarse.repeat_interleave(4, 0).repeat_interleave(r.choice([1, 4]), 1)
         if name == "float_rows":
             return torch.randn(n, generator=g) * 10
         shape = (self.batch, n) if name.endswith("_2d") else (n,)
@@ -119,7 +122,10 @@ class RandomMask:
     def _atom(self) -> Expr:
         r = self.random
         q, kv = index("q"), index("kv")
-        kind = r.randrange(12)
+        kind = r.randrange(13)
+        if kind == 12:
+            places = [q, kv, self._of(q, 1), self._of(kv, 1), apply("sub", q, kv), index("b")]
+            return read(self._table("grid"), (r.choice(places), r.choice(places)))
         if kind <= 2:
             x, y = self._of(q, 2), self._of(kv, 2)
             if r.random() < 0.5:

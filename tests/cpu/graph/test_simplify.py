@@ -146,14 +146,14 @@ def test_sympy_agrees_where_it_has_a_value(code: list[int], seed: int) -> None:
     tensors = {names.tensor(c): c.tensor for c in names._tensors}
     values = {symbol: numbers[symbol.name] for symbol in found.free_symbols if getattr(symbol, "name", None) in numbers}
     values |= {
-        s: float(tensors[s.name])
+        s: float(tensors[s.name].detach())
         for s in found.free_symbols
         if getattr(s, "name", None) in tensors and not tensors[s.name].ndim
     }
     theirs = found.subs(values)
     theirs = theirs.replace(
         lambda e: isinstance(e, sympy.Indexed),
-        lambda e: sympy.Float(float(tensors[e.base.name][tuple(int(i) for i in e.indices)]), 30),
+        lambda e: sympy.Float(float(tensors[e.base.name].detach()[tuple(int(i) for i in e.indices)]), 30),
     ).evalf()
     if theirs.is_real and theirs.is_finite and abs(ours) < 1e12 and ours == ours:
         assert abs(float(theirs) - ours) <= 1e-6 * (1 + abs(ours)), f"{program.expr} is {ours}, {found} is {theirs}"
