@@ -23,7 +23,7 @@ does to a wgmma with registers that it must move isn't either. Approximate funct
 numpy's, not the bits of the hardware's; subnormals are kept where .ftz would flush them; fma rounds twice (once to
 float64). Products of a wgmma are summed in float32 in an order of our own. Bulk copies with the same operands in all
 lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence
-between plain accesses to global memory is not found, nor a race on it. wgmma.fence is not checked. Barriers of 16-bit
+between plain accesses to global memory is not found, nor a race on it. Barriers of 16-bit
 and 8-bit stores that share a word between warps are not checked for order. Local memory, calls, textures, im2col and
 gathering tensor maps, mma.sync and cp.async of single threads have no rows: using them is a named error.
 """

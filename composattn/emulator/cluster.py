@@ -328,6 +328,9 @@ class Cluster:
         first = gangs[0]
         whole = Gang(first.block, first.low, gangs[-1].high, [Path(first.stack[-1].node, True, NOWHERE)])
         whole.in_flight = any(g.in_flight for g in gangs)
+        whole.unfenced = 0
+        for g in gangs:
+            whole.unfenced |= g.unfenced
         at = self.gangs.index(first)
         for g in gangs:
             g.done = True

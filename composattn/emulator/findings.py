@@ -45,6 +45,10 @@ class RegisterInFlight(Finding):
     """A register of an unfinished wgmma is read or written before the wait that covers it."""
 
 
+class MissingWgmmaFence(Finding):
+    """A wgmma takes registers that were written after the last wgmma.fence."""
+
+
 class BarrierOverArrival(Finding):
     """More arrivals in one phase than the barrier was initialised for."""
 

@@ -54,6 +54,7 @@ class Gang:
         self.at: Instr | None = None  # the last instruction with an effect
         self.lane_warp = np.repeat(np.arange(low, high), 32)
         self.in_flight = False
+        self.unfenced = -1  # 32-bit registers written since the last wgmma.fence, as bits; before the first: all
         self.__dict__.update(block.views(low, high))
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ class Gang:
         if stack and stack[-1].mask is True:
             stack = [Path(stack[-1].node, True, NOWHERE)]
         out = Gang(self.block, low, high, stack)
-        out.in_flight = self.in_flight
+        out.in_flight, out.unfenced = self.in_flight, self.unfenced
         return out
 
     def remove(self, mask: Any) -> None:

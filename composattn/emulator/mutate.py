@@ -81,6 +81,7 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait dropped", r"wgmma\.wait_group|cp\.async\.bulk\.wait_group", lambda t: ""),
     ("barrier dropped", r"bar(rier)?(\.cta)?\.sync", lambda t: ""),
     ("proxy fence dropped", r"fence\.proxy\.async", lambda t: ""),
+    ("wgmma fence dropped", r"wgmma\.fence", lambda t: ""),
     ("coordinate wrong", r"cp\.(reduce\.)?async\.bulk\.tensor", _other_coordinate),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, MissingProxyFence, UnknownInstruction
+from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, MissingProxyFence, MissingWgmmaFence, UnknownInstruction
 from composattn.emulator.gang import Wait
 from composattn.emulator.opcodes.floats import E4M3, E5M2, bf16_to_f32
 from composattn.emulator.opcodes.registry import Handler, literal, source, sync
@@ -234,6 +234,8 @@ def multiply(instr: Instr, program: Any) -> Handler:
         wait = _together(g, m, instr)
         if wait is not None:
             return wait
+        if g.unfenced & (results | inputs):
+            raise MissingWgmmaFence("registers of this wgmma were written after the last wgmma.fence of its warps")
         block = g.block
         unit = block.units[g.low // 4]
         b = Operand(_descriptor(desc_b(g)), n, kind_b, not trans_b)
@@ -288,7 +290,13 @@ def _read_operand(g: Any, unit: Any, operand: Operand) -> None:
 
 @sync("wgmma.fence.sync.aligned")
 def fence(instr: Instr, program: Any) -> Handler:
-    return lambda g, m: _together(g, m, instr)
+    def run(g: Any, m: Any) -> Wait | None:
+        wait = _together(g, m, instr)
+        if wait is None:
+            g.unfenced = 0
+        return wait
+
+    return run
 
 
 @sync("wgmma.commit_group.sync.aligned")

@@ -96,6 +96,7 @@ PLANTED: dict[str, tuple[str, str, int, Any]] = {
         r"wgmma\.wait_group\.sync\.aligned\s+0;", "wgmma.wait_group.sync.aligned 1;", 0,
         (findings.RegisterInFlight, findings.SharedRace)),
     "products never committed": (r"wgmma\.commit_group\.sync\.aligned;", "", 0, findings.Finding),
+    "no fence before the products": (r"wgmma\.fence\.sync\.aligned;", "", 0, findings.MissingWgmmaFence),
     "no release of a stage": (r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[%r\d+\+16\], %r\d+;", "", 0, findings.Deadlock),
     "no expected bytes": (
         r"mbarrier\.arrive\.expect_tx[^;]*;", "", 0, (findings.Deadlock, findings.NegativeTransactions)),
