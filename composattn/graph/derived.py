@@ -93,7 +93,10 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     Two overlapping windows of 2^k rows cover a range exactly (Bender and Farach-Colton 2000, section 3).
     """
     size = capture.tensor.shape[dim]
-    table = derive(("range", dim, largest), _range_table(dim, largest), capture)
+    # of a dimension read at a constant only that part is needed
+    fixed = tuple(i.attr if i.is_const else None for i in (*others[:dim], low, *others[dim:]))
+    fixed = tuple(None if d == dim else i for d, i in enumerate(fixed))
+    table = derive(("range", dim, largest, fixed), _range_table(dim, largest, fixed), capture)
     low, high = smaller(low, const(size - 1)), smaller(high, const(size - 1))
     if low is high:
         return read(capture, (*others[:dim], low, *others[dim:]))
@@ -104,13 +107,22 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     level = apply("add", level, apply("cast_int32", apply("gt", count, const(1 << LEVELS))))
     start = apply("sub", apply("add", high, const(1)), apply("lshift", const(1), level))
     ends = (low, larger(start, const(0)))
-    values = [read(table, (level, *others[:dim], at, *others[dim:])) for at in ends]
+    values = [
+        read(table, (level, *(i for i, f in zip((*others[:dim], at, *others[dim:]), fixed, strict=True) if f is None)))
+        for at in ends
+    ]
     return apply("maximum" if largest else "minimum", *values)
 
 
-def _range_table(dim: int, largest: bool) -> Recipe:
+def _range_table(dim: int, largest: bool, fixed: tuple[int | None, ...]) -> Recipe:
+    left = dim - sum(i is not None for i in fixed[:dim])
+
     def range_extremes(x: torch.Tensor) -> torch.Tensor:
         x = x.detach()
+        for d in reversed(range(len(fixed))):
+            at = fixed[d]
+            x = x if at is None else x.select(d, at)
+        dim = left
         x = x.to(torch.int32) if x.dtype is torch.bool else x
         pick = torch.maximum if largest else torch.minimum
         levels = [x]
