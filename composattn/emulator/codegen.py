@@ -161,8 +161,9 @@ class Writer:
 
     def end_touch(self, first: Instr) -> None:
         if self.reads | self.writes:
+            used = self.name("u", self.reads | self.writes)
             reads, writes, at = self.name("r", self.reads), self.name("w", self.writes), self.name("i", first)
-            self.lines[self._touch_at] = f"g.unfenced |= {writes}\n    if g.in_flight: g.touch({reads}, {writes}, {at})"
+            self.lines[self._touch_at] = f"g.unfenced |= {used}\n    if g.in_flight: g.touch({reads}, {writes}, {at})"
 
     def finish(self, name: str) -> Callable[[Any, Mask], None]:
         body = [line for line in self.lines if line] or ["pass"]

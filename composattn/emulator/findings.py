@@ -46,7 +46,7 @@ class RegisterInFlight(Finding):
 
 
 class MissingWgmmaFence(Finding):
-    """A wgmma takes registers that were written after the last wgmma.fence."""
+    """A wgmma takes registers that other instructions used after the last wgmma.fence."""
 
 
 class BarrierOverArrival(Finding):

@@ -54,7 +54,7 @@ class Gang:
         self.at: Instr | None = None  # the last instruction with an effect
         self.lane_warp = np.repeat(np.arange(low, high), 32)
         self.in_flight = False
-        self.unfenced = -1  # 32-bit registers written since the last wgmma.fence, as bits; before the first: all
+        self.unfenced = -1  # 32-bit registers used since the last wgmma.fence, as bits; before the first: all
         self.__dict__.update(block.views(low, high))
 
     def __str__(self) -> str:

@@ -235,7 +235,7 @@ def multiply(instr: Instr, program: Any) -> Handler:
         if wait is not None:
             return wait
         if g.unfenced & (results | inputs):
-            raise MissingWgmmaFence("registers of this wgmma were written after the last wgmma.fence of its warps")
+            raise MissingWgmmaFence("registers of this wgmma were used by others after the last wgmma.fence of its warps")
         block = g.block
         unit = block.units[g.low // 4]
         b = Operand(_descriptor(desc_b(g)), n, kind_b, not trans_b)
