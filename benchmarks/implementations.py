@@ -210,9 +210,9 @@ def _cute_alibi(heads: int) -> Callable[..., Any]:
     from cutlass import Float32, cute
 
     @cute.jit
-    def alibi(scores, b, h, q, kv, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+    def alibi(scores, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
         exponent = (h + cute.full_like(h, 1)).to(Float32) * cute.full_like(scores, -8.0 / heads)
-        return scores - cute.math.exp2(exponent) * (q - kv).to(Float32)
+        return scores - cute.math.exp2(exponent) * (q_idx - kv_idx).to(Float32)
 
     return alibi
 
