@@ -52,13 +52,14 @@ class BackwardLauncher:
             return dq.zero_(), dk, dv
         tile_m, d = self.tiling.tile_m, self.tiling.d
         tiles = -(-q_len // tile_m)
+        turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
         statistics = q.new_empty((2, batch, heads, tiles * tile_m), dtype=torch.float32)
         dq_sum = q.new_empty((batch, heads, tiles, tile_m * d), dtype=torch.float32)
         q, k, v, out, dout = (copyable(t) for t in (q, k, v, out, dout))
         reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
         with _device_of(q):
             self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum)
-            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, scale, reads, numbers)
+            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, turns, scale, reads, numbers)
             self.finish(dq_sum, dq, scale)
         return dq, dk, dv
 

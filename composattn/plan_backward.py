@@ -28,7 +28,8 @@ class BackwardTiling:
     tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `d` and `dv`
     are the head dimensions as stored on chip. `dq_split` says how the warpgroups share dQ of a tile: by its columns,
     by its rows, or transposed (rows of dQᵀ). `reduce_dq`: dQ is summed in memory here, not by a kernel of its own.
-    `early_dv`: the product for dV starts before dS is computed, at the price of registers.
+    `early_dv`: the product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the
+    heads that are worked on together read and add to.
     """
 
     tile_m: int
@@ -43,6 +44,7 @@ class BackwardTiling:
     consumer_registers: int
     producer_registers: int
     early_dv: bool
+    l2: int
     reduce_dq: bool = True
 
     def shared_memory(self, element_bytes: int) -> int:
@@ -70,6 +72,7 @@ class BackwardPlan:
     head_dim_v: int
     tiling: BackwardTiling
     has_dlse: bool
+    deterministic: bool  # dQ's parts are added in a fixed order
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[type, ...]  # int or float
     program_key: Hashable
@@ -94,6 +97,7 @@ class BackwardPlan:
     def __str__(self) -> str:
         t = self.tiling
         dq = f"summed in fp32 in memory, shared by {t.dq_split}" if t.reduce_dq else "by a kernel of its own"
+        dq += ", from the last keys to the first" if self.deterministic else ""
         return "\n".join(
             [
                 f"{self.module} on {self.backend} ({self.target.arch}), {self.dtype}, "
@@ -126,11 +130,13 @@ def plan_backward(
     target: Target,
     *,
     has_dlse: bool = False,
+    deterministic: bool = False,
     tiling: BackwardTiling | None = None,
     intervals: tuple[TileInterval, ...] | None = None,
 ) -> BackwardPlans:
     """The backward kernels for `problem` on `target`; `tiling` overrides the backend's choice.
 
+    `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
     `intervals`: which queries a tile of keys visits, by default derived from the mask.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
@@ -146,10 +152,14 @@ def plan_backward(
         "backend": target.backend, "target": target, "dtype": problem.dtype, "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v, "tiling": chosen,
     }  # fmt: skip
-    bare: dict[str, Any] = {"captures": (), "scalars": (), "program_key": PLAIN.key, "program": PLAIN, "intervals": ()}
+    bare: dict[str, Any] = {
+        "deterministic": False, "captures": (), "scalars": (), "program_key": PLAIN.key, "program": PLAIN,
+        "intervals": (),
+    }  # fmt: skip
     main = BackwardPlan(
         module="backward",
         has_dlse=False,
+        deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, visited)),
         scalars=tuple(type(s.value) for s in program.scalars),
         program_key=content_key(program.score, program.mask, *program.roots, *ends),

@@ -12,7 +12,10 @@ from . import errors
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """q (batch, q_heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim), v (..., kv_len, head_dim_v)."""
+    """q (batch, q_heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim), v (..., kv_len, head_dim_v).
+
+    `deterministic`: gradients are bitwise repeatable; None is as torch is set when they are computed.
+    """
 
     batch: int
     q_heads: int
@@ -23,6 +26,7 @@ class Problem:
     head_dim_v: int
     dtype: torch.dtype
     device: torch.device
+    deterministic: bool | None = None
 
     @property
     def group(self) -> int:

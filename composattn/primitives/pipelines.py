@@ -81,6 +81,10 @@ class BoundEdge(Fixed):
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot.index, self.edge.bytes)
         return self.full + slot.index
 
+    def wait_empty(self, slot: Slot) -> None:
+        """Producer: wait until the stage before `slot` in a ring of one has been read."""
+        cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
+
     def wait(self, slot: Slot) -> None:
         """Consumer: wait until the stage holds its data."""
         cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)

@@ -21,6 +21,9 @@ class QueryRun(Fixed):
     full_start: Any
     full_stop: Any
 
+    def visits(self, tile: Any) -> Any:
+        return (tile >= self.first) & (tile < self.first + self.count)
+
     def tested(self, tile: Any) -> Any:
         return (tile < self.full_start) | (tile >= self.full_stop)
 

@@ -21,12 +21,14 @@ from composattn.target import HOPPER
 
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 64)
+DOCUMENT = torch.arange(8) // 3
 
 MODS = {
     "plain-full": (None, None),
     "plain-causal": (None, lambda b, h, q, kv: q >= kv),
     "alibi-causal": (lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q), lambda b, h, q, kv: q >= kv),
     "softcap-causal": (lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0), lambda b, h, q, kv: q >= kv),
+    "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
     "relative-full": (lambda score, b, h, q, kv: score + BIAS[h, (q - kv).clamp(0, 63)], None),
 }
 

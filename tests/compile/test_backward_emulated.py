@@ -45,20 +45,22 @@ MODS: dict[str, tuple[Any, Any]] = {
     "choice": (lambda s, b, h, q, kv: s * torch.where(q > kv, 1.5, 0.5), None),
 }
 
-# mods, dtype, query heads, key heads, queries, keys, D, Dv, gradient through LSE
+# mods, dtype, query heads, key heads, queries, keys, D, Dv, gradient through LSE, dQ in a fixed order
 CASES = {
-    "plain-d128": ("plain", torch.bfloat16, 1, 1, 128, 128, 128, 128, False),
-    "plain-ragged": ("plain", torch.bfloat16, 1, 1, 100, 77, 128, 128, True),
-    "plain-gqa2-d64-fp16": ("plain", torch.float16, 2, 1, 100, 177, 64, 64, True),
-    "causal-d64": ("causal", torch.bfloat16, 1, 1, 200, 200, 64, 64, True),
-    "hidden-rows-and-keys": ("hidden", torch.bfloat16, 1, 1, 60, 150, 128, 128, True),
-    "window-d128": ("window", torch.bfloat16, 1, 1, 250, 250, 128, 128, False),
-    "document-d32": ("document", torch.float16, 2, 2, 200, 200, 32, 32, False),
-    "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, 150, 150, 128, 128, True),
-    "softcap-d128": ("softcap", torch.bfloat16, 1, 1, 150, 150, 128, 128, True),
-    "softcap-gqa2-d64": ("softcap", torch.bfloat16, 2, 1, 150, 150, 64, 64, False),
-    "relative-d64": ("relative", torch.bfloat16, 2, 1, 150, 150, 64, 64, True),
-    "choice-d80-dv40": ("choice", torch.float16, 1, 1, 150, 150, 80, 40, True),
+    "plain-d128": ("plain", torch.bfloat16, 1, 1, 128, 128, 128, 128, False, False),
+    "plain-ragged": ("plain", torch.bfloat16, 1, 1, 100, 77, 128, 128, True, False),
+    "plain-gqa2-d64-fp16": ("plain", torch.float16, 2, 1, 100, 177, 64, 64, True, False),
+    "causal-d64": ("causal", torch.bfloat16, 1, 1, 200, 200, 64, 64, True, False),
+    "hidden-rows-and-keys": ("hidden", torch.bfloat16, 1, 1, 60, 150, 128, 128, True, False),
+    "window-d128": ("window", torch.bfloat16, 1, 1, 250, 250, 128, 128, False, False),
+    "document-d32": ("document", torch.float16, 2, 2, 200, 200, 32, 32, False, False),
+    "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, 150, 150, 128, 128, True, False),
+    "softcap-d128": ("softcap", torch.bfloat16, 1, 1, 150, 150, 128, 128, True, False),
+    "softcap-gqa2-d64": ("softcap", torch.bfloat16, 2, 1, 150, 150, 64, 64, False, False),
+    "relative-d64": ("relative", torch.bfloat16, 2, 1, 150, 150, 64, 64, True, False),
+    "choice-d80-dv40": ("choice", torch.float16, 1, 1, 150, 150, 80, 40, True, False),
+    "causal-d128-in-order": ("causal", torch.bfloat16, 1, 1, 300, 300, 128, 128, False, True),
+    "document-gqa2-d64-in-order": ("document", torch.float16, 2, 1, 290, 290, 64, 64, True, True),
 }
 
 
@@ -69,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
-    mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse = CASES[case]
+    mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse, in_order = CASES[case]
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
 
@@ -91,7 +93,7 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
         kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
         return lambda *given: run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
-    plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=through_lse)
+    plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=through_lse, deterministic=in_order)
     found = BackwardLauncher(plans, kernel_of)(
         q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
         [c.tensor for c in plans.main.captured], [s.value for s in program.scalars],

@@ -210,6 +210,36 @@ def test_dk_and_dv_are_bitwise_repeatable(generator: torch.Generator) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("mods", ["plain", "causal", "window", "document", "relative-softcap-window"])
+@pytest.mark.parametrize("shape", ["d128", "gqa2-d64-fp16"])
+def test_deterministic_gradients_are_bitwise_repeatable(shape: str, mods: str, generator: torch.Generator) -> None:
+    s, m = dataclasses.replace(SHAPES[shape], q_len=LENGTH, kv_len=LENGTH), MODS[mods]
+    captured = {name: t.detach() for name, t in tables(s, generator).items()}
+    attention = ca.Attention(
+        score_mod=None if m.score is None else m.score(captured),
+        mask_mod=None if m.mask is None else m.mask(captured),
+        backend="hopper",
+    )
+    sizes = ((s.heads, s.d), (s.kv_heads, s.d), (s.kv_heads, s.dv))
+    q, k, v = (
+        torch.randn(s.batch, h, LENGTH, d, generator=generator).cuda().to(s.dtype).requires_grad_() for h, d in sizes
+    )
+    dout = torch.randn_like(q)
+    by_default = torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(100):
+            poison_cuda_memory()
+            runs.append(torch.autograd.grad(attention(q, k, v), (q, k, v), dout))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+    for a, b in zip(runs[0], by_default, strict=True):
+        assert (a - b).norm() <= torch.finfo(s.dtype).eps * b.norm()
+
+
 def test_double_backward_is_refused_by_name(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(1, 1, 64, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
     out = ca.attention(q, k, v, backend="hopper")

@@ -17,7 +17,7 @@ from ...primitives.emit_backward import BackwardMods
 from ...primitives.pipelines import Edge, Slot
 from ...primitives.q_tiles import QueryRun, query_runs
 from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.tile_scheduler import WorkOrder
+from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, narrow
 from .forward import WARPGROUP, _fake_capture, _issue, _partition, _permuted, row_column_view, tile_layout
 
@@ -61,6 +61,7 @@ class HopperBackward:
         dq_sum: cute.Tensor | None,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
         dk: cute.Tensor,  # (B, Hkv, Skv, D)
         dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
+        turns: cute.Tensor | None,  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
         scale: Float32,
         captured,  # tuple of tensors that the mods read
         scalars,  # tuple of run-time numbers that the mods read
@@ -88,16 +89,16 @@ class HopperBackward:
         ]
         q_len, kv_len = mQ.shape[0], mK.shape[0]
         group = mQ.shape[2] // mK.shape[2]
-        q_bytes = Int64(q_len) * group * ((tiling.d + tiling.dv) * dtype.width // 8)
-        order = WorkOrder.of(
-            kv_len, tiling.tile_n, mK.shape[3], mK.shape[2], mK.shape[2], q_bytes, self.plan.target.l2
-        )
+        # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
+        q_bytes = Int64(q_len) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
+        order = WorkOrder.of(kv_len, tiling.tile_n, mK.shape[3], mK.shape[2], mK.shape[2], q_bytes, tiling.l2)
         self.kernel(
             tuple(c[0] for c in copies),
             tuple(c[1] for c in copies),
             (q_layout, do_layout, k_layout, v_layout, ds_layout),
             statistics,
             dq_sum,
+            turns,
             order,
             scale,
             captured,
@@ -114,18 +115,18 @@ class HopperBackward:
 
     @cute.kernel
     def kernel(
-        self, tmas, tensors, layouts, statistics, dq_sum, order, scale, captured, scalars, q_len, kv_len, group
+        self, tmas, tensors, layouts, statistics, dq_sum, turns, order, scale, captured, scalars, q_len, kv_len, group
     ):
         tiling = self.tiling
-        call = Call(tmas, tensors, statistics, dq_sum, order, scale, captured, scalars, q_len, kv_len, group)
+        call = Call(tmas, tensors, statistics, dq_sum, turns, order, scale, captured, scalars, q_len, kv_len, group)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas:
                 cpasync.prefetch_descriptor(tma)
-        block = Block(tiling, layouts, self.dtype)
+        block = Block(tiling, layouts, self.dtype, self.plan.deterministic)
         if warp == 0:
             with cute.arch.elect_one():
-                for edge in (block.kv_edge, block.q_edge, block.do_edge):
+                for edge in block.edges:
                     edge.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -133,18 +134,31 @@ class HopperBackward:
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
                 self.produce(call, block)
+            if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
+                if warp == 1:
+                    self.take_turns(call, block)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
 
-    def leaves(self, call, work, head) -> Leaves:
-        first = work.m * self.tiling.tile_n
+    def work_tile(self, call) -> WorkTile:
+        """This block's keys: the first ones first, as a causal mask lets most queries see them.
+
+        In a fixed order of dQ the last ones first: a block waits only for blocks that started before it.
+        """
+        work = call.order.tile(cute.arch.block_idx()[0])
+        if self.plan.deterministic:
+            return work
+        return WorkTile(call.order.blocks - 1 - work.m, work.b, work.h, work.kv_head)
+
+    def leaves(self, call, work, head, m=None) -> Leaves:
+        first = (work.m if m is None else m) * self.tiling.tile_n
         last = cutlass.min(first + self.tiling.tile_n, call.kv_len) - 1
         return Leaves(work.b, head, call.q_len, call.kv_len, call.scale, call.captured, call.scalars, first, last)
 
-    def query_tiles(self, call, work, head) -> list[QueryRun]:
-        """The query tiles that a tile of keys visits for one head; producer and consumers ask alike."""
-        intervals = self.mods.intervals(self.leaves(call, work, head))
+    def query_tiles(self, call, work, head, m=None) -> list[QueryRun]:
+        """The query tiles that a tile of keys (this block's, or `m`) visits for one head; all roles ask alike."""
+        intervals = self.mods.intervals(self.leaves(call, work, head, m))
         # rows beyond the last query are 0 in Q and dO and have P = 0; a score mod may turn their scores to NaN
         return query_runs(intervals, call.q_len, self.tiling.tile_m, padding_is_harmless=self.mods.score is None)
 
@@ -153,7 +167,7 @@ class HopperBackward:
     @cute.jit
     def produce(self, call, block):
         tiling = self.tiling
-        work = call.order.tile(cute.arch.block_idx()[0])
+        work = self.work_tile(call)
         tma_q, tma_do, tma_k, tma_v = call.tmas[:4]
         tQ, tdO, tK, tV = call.tensors[:4]
         gK = cute.local_tile(tK[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.d), (work.m, 0))
@@ -189,13 +203,53 @@ class HopperBackward:
                         cute.copy(row, gDelta[None, m], block.sDelta[None, do_slot.index], mbar_ptr=bar)
                     do_slot = do_slot.next()
 
+    # --- turns: dQ of a query tile is added to by one tile of keys after another, the last one first ---------
+
+    @cute.jit
+    def take_turns(self, call, block):
+        work = self.work_tile(call)
+        lane = cute.arch.lane_idx()
+        slot = Slot.first(1)
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.first + i
+                    turn = call.turns[work.b, head, None].iterator + m
+                    before = self.blocks_before(call, work, head, m, lane)
+                    _wait_for(turn, before)
+                    cute.arch.sync_warp()
+                    block.turn_edge.acquire(slot)
+                    slot = slot.next()
+                    # empty again: all consumers have added their parts
+                    block.turn_edge.wait_empty(slot)
+                    _publish_if(turn, before + 1, lane == 0)
+
+    @cute.jit
+    def blocks_before(self, call, work, head, m, lane):
+        """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
+        count = Int32(0)
+        beyond = call.order.blocks - 1 - work.m
+        for step in cutlass.range((beyond + 31) // 32, unroll=1):
+            other = work.m + 1 + step * 32 + lane
+            visits = Boolean(False)
+            for run in self.query_tiles(call, work, head, cutlass.min(other, call.order.blocks - 1)):
+                visits = visits | run.visits(m)
+            count = count + Int32(visits & (other < call.order.blocks))
+        distance = 16
+        while const_expr(distance > 0):
+            count = count + cute.arch.shuffle_sync_bfly(count, distance)
+            distance //= 2
+        return count
+
     # --- consumers -----------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call, block):
         tiling = self.tiling
-        work = call.order.tile(cute.arch.block_idx()[0])
+        work = self.work_tile(call)
         me = Consumer(tiling, block, cute.arch.thread_idx()[0] - WARPGROUP, work)
+        turn_slot = Slot.first(1)
         q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
         ragged = (work.m + 1) * tiling.tile_n > call.kv_len
         block.kv_edge.wait(Slot.first(1))
@@ -205,7 +259,8 @@ class HopperBackward:
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.first + i
-                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot)
+                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot, turn_slot)
+                    turn_slot = turn_slot.next()
                     q_slot = q_slot.next()
                     do_slot = do_slot.next()
                     ds_slot = ds_slot.next()
@@ -220,6 +275,7 @@ class Call(Fixed):
     tensors: tuple
     statistics: cute.Tensor
     dq_sum: cute.Tensor | None
+    turns: cute.Tensor | None
     order: WorkOrder
     scale: Float32
     captured: tuple
@@ -232,7 +288,7 @@ class Call(Fixed):
 class Block(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
-    def __init__(self, tiling: BackwardTiling, layouts, dtype):
+    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool):
         self.dtype = dtype
         q_layout, do_layout, k_layout, v_layout, ds_layout = layouts
         wide = dtype.width // 8
@@ -242,6 +298,8 @@ class Block(Fixed):
             Edge(1, tiling.tile_n * (tiling.d + tiling.dv) * wide, warps),
             Edge(tiling.q_stages, tiling.tile_m * tiling.d * wide + statistic, warps),
             Edge(tiling.do_stages, tiling.tile_m * tiling.dv * wide + statistic, warps),
+            # full: this block may add to dQ; empty: it has
+            *((Edge(1, 0, warps),) if deterministic else ()),
         )
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
@@ -249,7 +307,9 @@ class Block(Fixed):
         for edge in edges:
             bound.append(edge.at(barriers))
             barriers = barriers + edge.barriers
-        self.kv_edge, self.q_edge, self.do_edge = bound
+        self.edges = tuple(bound)
+        self.kv_edge, self.q_edge, self.do_edge = bound[:3]
+        self.turn_edge = bound[3] if deterministic else None
         self.sLse = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.q_stages)), 128)
         self.sDelta = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.do_stages)), 128)
 
@@ -360,9 +420,9 @@ class Consumer(Fixed):
         """This thread's rows of a statistic."""
         return RowStatistic(shared[None, stage].iterator + self.row)
 
-    def step(self, call, m, tested, q_slot, do_slot, ds_slot):
+    def step(self, call, m, tested, q_slot, do_slot, ds_slot, turn_slot):
         """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
-        block, _dtype = self.block, self.block.dtype
+        block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         block.q_edge.wait(q_slot)
@@ -403,7 +463,12 @@ class Consumer(Fixed):
             _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
             warpgroup.wait_group(1)
             block.do_edge.release(do_slot, self.lane)
+            if const_expr(block.turn_edge is not None):
+                block.turn_edge.wait(turn_slot)
             self.add_dq(call.dq_sum[self.work.b, self.head, m, None], tQrdQ)
+            if const_expr(block.turn_edge is not None):
+                cute.arch.sync_warp()
+                block.turn_edge.release(turn_slot, self.lane)
         else:
             _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
             warpgroup.wait_group(1)
@@ -482,6 +547,29 @@ def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def _wait_for(turn: cute.Pointer, wanted: Int32):
+    """Until the number there is `wanted`; what was done before it was put there is seen from now on."""
+    found = _read(turn)
+    while found != wanted:
+        found = _read(turn)
+
+
+def _read(turn: cute.Pointer) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
+    )
+
+
+@cute.jit
+def _publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
+    if condition:
+        cute.arch.inline_ptx(
+            "{\n\tfence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [{$r0}], {$r1};\n\t}",
+            read_only_args=[turn, value],
+        )
+
+
+@cute.jit
 def store_if(condition: Boolean, tma, source, target):
     if condition:
         cute.copy(tma, source, target)
@@ -522,6 +610,7 @@ def fake_arguments(plan: BackwardPlan) -> tuple:
         else None,
         fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
         fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
+        fake_tensor(Int32, (batch, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,
         Float32(1.0),
         tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
         tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,

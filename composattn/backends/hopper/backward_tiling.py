@@ -27,10 +27,13 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
             f'the gradient on backend="hopper" takes D and Dv up to 128, got {problem.head_dim} and '
             f'{problem.head_dim_v}; use backend="streaming" for training'
         )
-    # the taller tile halves the reads of K and V a score, and has no registers left for addresses of captured tensors
-    tall = d <= 64 and dv <= 64 and not _reads_an_element(program)
+    # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors,
+    # with D 128 none for a score mod
+    reads = _reads_an_element(program)
+    tall = d <= 64 and dv <= 64 and not reads
+    wide = d == 128 and not reads and program.score is None
     return BackwardTiling(
-        tile_m=128 if tall else 64,
+        tile_m=128 if tall else 80 if wide else 64,
         tile_n=128,
         d=d,
         dv=dv,
@@ -38,10 +41,11 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         do_stages=2,
         ds_stages=2,
         warpgroups=2,
-        dq_split="rows" if tall else "columns",
+        dq_split="rows" if tall else "transposed" if wide else "columns",
         consumer_registers=240,
         producer_registers=24,
-        early_dv=not tall,
+        early_dv=not (tall or wide),
+        l2=16 << 20,
     )
 
 

@@ -26,19 +26,27 @@ class HopperGradient:
 
     def __init__(self, problem: Problem, program: Program, scale: float, target: Target) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
-        self._launchers: dict[bool, BackwardLauncher] = {}
+        self._launchers: dict[tuple[bool, bool], BackwardLauncher] = {}
         self.fused = True
         try:
             plan_backward(problem, program, target)
         except UnsupportedHeadDim:
             self.fused = False
 
-    def launcher(self, has_dlse: bool) -> BackwardLauncher:
-        """The compiled kernels, with or without a gradient through LSE."""
-        if has_dlse not in self._launchers:
-            plans = plan_backward(self.problem, self.program, self.target, has_dlse=has_dlse)
-            self._launchers[has_dlse] = BackwardLauncher(plans)
-        return self._launchers[has_dlse]
+    def launcher(self, has_dlse: bool, deterministic: bool) -> BackwardLauncher:
+        """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts."""
+        form = (has_dlse, deterministic)
+        if form not in self._launchers:
+            plans = plan_backward(
+                self.problem, self.program, self.target, has_dlse=has_dlse, deterministic=deterministic
+            )
+            self._launchers[form] = BackwardLauncher(plans)
+        return self._launchers[form]
+
+    def deterministic(self) -> bool:
+        """Whether dQ has to be bitwise repeatable: as the problem says, or as torch is set now."""
+        asked = self.problem.deterministic
+        return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
     def __call__(
         self,
@@ -63,7 +71,7 @@ class HopperGradient:
             return self._streamed(q, k, v, captured, lse, dout, dlse, wanted)
         grads: Grads = (None, None, None)
         if any(wanted[:3]):
-            launcher = self.launcher(dlse is not None)
+            launcher = self.launcher(dlse is not None, self.deterministic())
             reads = launcher.plans.main.captured
             refresh(reads)
             given = dict(zip((id(c.tensor) for c in self.program.captures), captured, strict=True))
