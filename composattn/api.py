@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from . import backends, errors
+from . import backends, errors, operators
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
@@ -56,7 +57,20 @@ class Attention:
         self.program = Program(score.expr, mask.expr)
         self.names = (score.name, mask.name)
         self.scale, self.backend = scale, backend
+        self._begin()
+
+    def _begin(self) -> None:
         self._prepared: dict[Any, backends.Call] = {}
+        # what compiled code sees of this object, see `composattn.operators`
+        self._number, self._inputs = operators.register(self), operators.inputs(self)
+        self._numbers = len(self.program.scalars)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("program", "names", "scale", "backend")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False
@@ -68,6 +82,15 @@ class Attention:
 
         Raises: the `InvalidArgument`s, `BackendUnavailable`, `GradientUnsupported`.
         """
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+        if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
+            return _as_operator(self, q, k, v, return_lse)
+        out, lse = self.prepared(q, k, v)(q, k, v, return_lse)
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
+        """The prepared call for inputs of this form, remembered."""
         try:
             form = _form(q, k, v)
         except (AttributeError, TypeError, RuntimeError):
@@ -78,11 +101,7 @@ class Attention:
             if len(self._prepared) >= _FORMS_LIMIT:
                 self._prepared.clear()
             call = self._prepared[form] = self.prepare(q, k, v)
-        out, lse = call(q, k, v, return_lse)
-        if not return_lse:
-            return out
-        assert lse is not None, "a backend must give the lse that it was asked for"
-        return out, lse
+        return call
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
@@ -111,6 +130,22 @@ def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
     )  # fmt: skip
+
+
+def _as_operator(plan: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
+    """A call as torch.compile and fake tensors see it."""
+    out, lse, _ = torch.ops.composattn.attend(q, k, v, plan._inputs, plan._number, plan._numbers, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors: Any) -> Any:
+    """Under autocast, q, k and v in its type, as `scaled_dot_product_attention` takes them."""
+    kind = getattr(getattr(tensors[0], "device", None), "type", None)
+    if kind is None or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    wide = torch.float64
+    return tuple([t.to(dtype) if t.is_floating_point() and t.dtype is not wide else t for t in tensors])
 
 
 def check_captures(program: Program, problem: Problem) -> None:
@@ -153,6 +188,17 @@ def attention(
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
     """
+    if torch.compiler.is_compiling():
+        ready = isinstance(score_mod, Score | None) and isinstance(mask_mod, Mask | None)
+        if not ready:
+            return _plan_outside(score_mod, mask_mod, scale, backend)(q, k, v, return_lse=return_lse)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+        return _as_operator(_plan_when_compiling(score_mod, mask_mod, scale, backend), q, k, v, return_lse)
+    return _plan(score_mod, mask_mod, scale, backend)(q, k, v, return_lse=return_lse)
+
+
+def _plan(score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float | None, backend: str | None) -> Attention:
     score = IDENTITY if score_mod is None else Score.of(score_mod)
     mask = ALL if mask_mod is None else Mask.of(mask_mod)
     key = (score.expr, mask.expr, scale, backend)
@@ -164,4 +210,22 @@ def attention(
             if len(_plain) >= _PLAIN_LIMIT:
                 _plain.clear()
             _plain[key] = planned
-    return planned(q, k, v, return_lse=return_lse)
+    return planned
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _plan_when_compiling(
+    score_mod: Score | None, mask_mod: Mask | None, scale: float | None, backend: str | None
+) -> Attention:
+    """Mods that are values are the same as long as they are the same objects, which the compiled code checks."""
+    return _plan(score_mod, mask_mod, scale, backend)
+
+
+@torch._dynamo.disable(  # type: ignore[untyped-decorator]
+    reason="a plain function as mask_mod or score_mod is traced by ca.attention at every call, which a compiled "
+    "region can't do: make ca.Attention(...), or ca.Mask.of / ca.Score.of, outside of it and use that inside"
+)
+def _plan_outside(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float | None, backend: str | None
+) -> Attention:
+    return _plan(score_mod, mask_mod, scale, backend)

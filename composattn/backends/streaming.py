@@ -14,7 +14,7 @@ Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAtte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,10 +53,9 @@ def attention(
 
 def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Pair]:
+) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
-    mods = Mods(program, scale)
-    return lambda q, k, v, return_lse: _attention(mods, q, k, v)
+    return StreamingCall(Mods(program, scale))
 
 
 def _attention(mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -93,13 +92,29 @@ class Mods:
         return [(leaf, d) for leaf, d in found.items() if leaf.op == "read"]
 
 
+class StreamingCall:
+    """One form of inputs."""
+
+    def __init__(self, mods: Mods) -> None:
+        self.mods = mods
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
+        return _attention(self.mods, q, k, v)
+
+    def begin(self, scalars: Sequence[float | int]) -> Streaming:
+        """One call with these run-time numbers."""
+        return Streaming(self.mods, scalars)
+
+
 class Streaming:
     """One call. A `Differentiable` in the sense of `composattn.autograd`."""
 
-    def __init__(self, mods: Mods) -> None:
+    def __init__(self, mods: Mods, scalars: Sequence[float | int] | None = None) -> None:
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
         self.score, self.mask = mods.program.score, mods.program.mask
-        self.scalars = {id(s): s.value for s in mods.program.scalars}  # of now: the backward must see no later ones
+        # of now, unless given: the backward must see no later ones
+        numbers = [s.value for s in mods.program.scalars] if scalars is None else scalars
+        self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
         self.visited: list[list[list[_Tile]]] = []  # by step and query tile: what the forward saw, for the backward
 
     def steps(self, q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]) -> Iterator[_Step]:
@@ -131,6 +146,12 @@ class Streaming:
             self.visited.append(visited)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
+    def visit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> None:
+        """Finds the tiles to visit, where the forward was another object's."""
+        q, k, v = _grouped(q, k, v)
+        for step in self.steps(q, k, captured):
+            self.visited.append([[tile for tile, _ in step.seen_from(rows)] for rows in step.query_tiles])
+
     def backward(
         self,
         q: torch.Tensor,
@@ -144,11 +165,13 @@ class Streaming:
         wanted: Sequence[bool],
     ) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
+        if not self.visited:
+            self.visit(q, k, v, captured)
         types = [x.dtype for x in (q, k, v)]
         q, k, v = _grouped(q, k, v)
         heads = q.shape[1:3]
-        out, lse = out.unflatten(1, heads), lse.unflatten(1, heads)
-        dout = torch.zeros_like(out) if dout is None else dout.unflatten(1, heads)
+        out, lse = out.to(q.dtype).unflatten(1, heads), lse.unflatten(1, heads)
+        dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype).unflatten(1, heads)
         # dS = P (dP - delta): rowsum(dO·O) is rowsum(P·dP), and d lse / dS is P.
         delta = (dout * out).sum(-1) if dlse is None else (dout * out).sum(-1) - dlse.unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)

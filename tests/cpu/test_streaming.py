@@ -304,9 +304,9 @@ def test_a_captured_tensor_written_to_before_the_backward_is_refused(generator):
         out.sum().backward()
 
 
-def test_autocast_does_not_reach_inside(generator):
+def test_autocast_rounds_the_inputs_and_does_not_reach_inside(generator):
     q, k, v = qkv(generator=generator, q_len=33, dim=8, requires_grad=True)
-    plain = attend(q, k, v, mask_mod=causal())
+    plain = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask_mod=causal())
     with torch.autocast("cpu", torch.bfloat16):
         inside = attend(q, k, v, mask_mod=causal())
         grads = torch.autograd.grad(inside.sum(), (q, k, v))

@@ -62,8 +62,12 @@ class HopperCall:
         if self.derived:
             refresh(self.derived)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(HopperAttend(self), q, k, v)
+            return attend(self.begin(self.scalars()), q, k, v)
         return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())
+
+    def begin(self, scalars: Sequence[float | int]) -> HopperAttend:
+        """One differentiable call with these run-time numbers."""
+        return HopperAttend(self, scalars)
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
@@ -77,8 +81,8 @@ class HopperCall:
 class HopperAttend:
     """One differentiable call, with the run-time numbers of its moment: a `Differentiable`."""
 
-    def __init__(self, call: HopperCall) -> None:
-        self.call, self.captures, self.scalars = call, call.captures, call.scalars()
+    def __init__(self, call: HopperCall, scalars: Sequence[float | int]) -> None:
+        self.call, self.captures, self.scalars = call, call.captures, scalars
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]

@@ -1,0 +1,249 @@
+"""Attention as `torch.library` operators: what torch.compile, torch.export and fake tensors see of a call.
+
+Outside of them nothing goes through here: an operator costs more host time than `composattn.autograd` does.
+
+    attend(q, k, v, captured, plan, numbers, with_lse) → (out, lse, kept)
+    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, plan, wanted) → [dq, dk, dv, *d captured]
+
+`plan` is the number of an `Attention` (`numbers` how many run-time numbers it reads) and no constant of the graph:
+another mask or another batch's captured tensors run the code compiled before. Captured tensors are inputs, so their gradients flow. `kept` holds the run-time numbers
+of the forward for the backward (one fp64 each, on the CPU) and keeps the `Attention` alive until then.
+
+Run-time numbers (`ca.scalar`) are read when the operator runs: set them outside of a compiled region.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .autograd import Differentiable, Grads
+from .captured import values
+from .errors import GradientUnsupported
+from .graph.derived import Derived
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from .api import Attention
+
+_attentions: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(attention: Attention) -> int:
+    """The number by which operators find `attention`, for as long as it lives."""
+    number = next(_numbers)
+    _attentions[number] = attention
+    return number
+
+
+def inputs(attention: Attention) -> list[torch.Tensor]:
+    """The captured tensors that an operator takes; those that the analysis derives from them it computes itself."""
+    return [c.tensor for c in attention.program.captures if not isinstance(c, Derived)]
+
+
+# --- the operators -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("composattn::attend", mutates_args=())
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    plan: int,
+    numbers: int,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, kept); see the file's head."""
+    attention = _attention(plan)
+    call = _differentiable(attention, None, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = call.forward(q, k, v, values(attention.program.captures, captured))
+    scalars = [float(s.value) for s in attention.program.scalars]
+    kept = _kept(q, numbers).copy_(torch.tensor(scalars, dtype=torch.float64))
+    kept.untyped_storage().composattn_attention = attention  # type: ignore[attr-defined]
+    return _in_form(out.to(q.dtype), _out_like(q, v)), lse, kept
+
+
+@attend.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    plan: int,
+    numbers: int,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    Problem.of(q, k, v)
+    out = _out_like(q, v)
+    return out, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype)), _kept(q, numbers)
+
+
+@torch.library.custom_op("composattn::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    plan: int,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Gradients of q, k, v and each of `captured`; an empty tensor stands for one that is not wanted."""
+    attention = _attention(plan)
+    captures = attention.program.captures
+    call = _differentiable(attention, kept, q, k, v)
+    given = [i for i, c in enumerate(captures) if not isinstance(c, Derived)]
+    asked = [False] * len(captures)
+    for i, want in zip(given, wanted[3:], strict=True):
+        asked[i] = want
+    tensors = values(captures, captured)
+    with torch.autocast(q.device.type, enabled=False):
+        found = call.backward(q, k, v, tensors, out, lse, grad_out, grad_lse, (*wanted[:3], *asked))
+    leaves = [q, k, v, *captured]
+    grads = [*found[:3], *(found[3 + i] for i in given)]
+    return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
+
+
+@attend_backward.register_fake
+def _(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    plan: int,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    return [_empty_gradient(t, want) for t, want in zip([q, k, v, *captured], wanted, strict=True)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, captured, ctx.plan, _, ctx.with_lse = inputs
+    out, lse, kept = output
+    ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(q, k, v, *captured, out, lse, kept)
+
+
+def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _grad_kept: Any) -> tuple[Any, ...]:
+    q, k, v, *captured, out, lse, kept = ctx.saved_tensors
+    need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
+    wanted = [need_q, need_k, need_v, *(need_captured or [])]
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = torch.ops.composattn.attend_backward(
+        grad_out, grad_lse if ctx.with_lse else None, q, k, v, captured, out, lse, kept, ctx.plan, wanted
+    )
+    found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
+    return (*found[:3], found[3:], None, None, None)
+
+
+attend.register_autograd(_backward, setup_context=_setup)
+
+
+# --- what they do ----------------------------------------------------------------------------------------------
+
+
+def _attention(plan: int) -> Attention:
+    attention = _attentions.get(plan)
+    if attention is None:
+        raise GradientUnsupported(
+            "the ca.Attention of this call is gone before its backward ran; keep a reference to it until then"
+        )
+    return attention
+
+
+def _differentiable(
+    attention: Attention, kept: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Differentiable:
+    """The call with the run-time numbers of `kept`, or those of now."""
+    call = attention.prepared(q, k, v)
+    program = attention.program
+    numbers = [s.value for s in program.scalars]
+    if kept is not None:
+        numbers = [type(now)(then) for now, then in zip(numbers, kept.tolist(), strict=True)]
+    begin = getattr(call, "begin", None)
+    return ForwardOnly(call, [c.tensor for c in program.captures]) if begin is None else begin(numbers)
+
+
+class ForwardOnly:
+    """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing."""
+
+    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor]) -> None:
+        self.call, self.captures = call, captures
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out, lse = self.call(q, k, v, True)
+        return out, lse
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Grads:
+        raise GradientUnsupported(
+            'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
+        )
+
+
+def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
+    """Memory for run-time numbers; where there are none, on q's device: a CPU tensor would rule out CUDA graphs."""
+    return torch.empty(numbers, dtype=torch.float64, device="cpu" if numbers else q.device)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _out_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Memory for the output, in q's order of dimensions."""
+    return _ordered(q, v.shape[3])
+
+
+def _ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
+    batch, heads, length, _ = t.shape
+    if t.stride(1) < t.stride(2):
+        return t.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return t.new_empty((batch, heads, length, width))
+
+
+def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
+    if not wanted:
+        return t.new_empty(0)
+    return _ordered(t, t.shape[3]) if t.ndim == 4 else t.new_empty(t.shape)
+
+
+def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:
+    empty = _empty_gradient(t, wanted)
+    if not wanted:
+        return empty
+    return empty.zero_() if found is None else _in_form(found.to(t.dtype), empty)
+
+
+def _in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+    """`t` in the strides of `form`: what compiled code has been promised."""
+    return t if t.stride() == form.stride() else form.copy_(t)

@@ -1,0 +1,281 @@
+"""Attention inside torch's machinery: torch.compile, checkpointing, torch.func, autocast, fake tensors, copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import composattn as ca
+from composattn.mods import alibi, causal, sliding_window, softcap
+
+Tensors = list[torch.Tensor]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> None:
+    torch._dynamo.reset()
+
+
+def draw(generator: torch.Generator, length: int = 50, dtype: torch.dtype = torch.float32) -> Tensors:
+    return [torch.randn(2, 2, length, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def gradients(forward: Callable[..., Any], inputs: Tensors, *more: torch.Tensor) -> list[Any]:
+    out, lse = forward(*inputs)
+    loss = out.sin().sum() + torch.where(lse == -math.inf, 0.0, lse).cos().sum()
+    return [out, lse, *torch.autograd.grad(loss, [*inputs, *more])]
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def biased(backend: str | None = None) -> tuple[ca.Attention, torch.Tensor]:
+    """Mods that read a learned table and a mask's tensor with a derived one."""
+    table, documents = torch.randn(2, 200, requires_grad=True), torch.arange(100) // 17
+    attention = ca.Attention(
+        score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 100],
+        mask_mod=lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv]),
+        backend=backend,
+    )
+    return attention, table
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+def test_a_compiled_call_gives_the_eager_gradients_in_one_graph(compiler: str, generator: torch.Generator) -> None:
+    attention, table = biased()
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q * 1.5, k, v, return_lse=True)
+
+    inputs = draw(generator)
+    compiled = torch.compile(forward, fullgraph=True, backend=compiler)
+    assert_same(gradients(compiled, inputs, table), gradients(forward, inputs, table))
+    assert torch._dynamo.explain(forward)(*inputs).graph_break_count == 0
+
+
+def test_the_reference_backend_compiles_without_its_gradient(generator: torch.Generator) -> None:
+    attention, _ = biased("reference")
+    inputs = draw(generator)
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    out = compiled(*inputs)
+    assert_same([out], [attention(*inputs)])
+    with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):
+        out.sum().backward()
+
+
+def test_transposed_inputs_keep_their_promised_strides(generator: torch.Generator) -> None:
+    base = [torch.randn(2, 50, 2, 16, generator=generator, requires_grad=True) for _ in range(3)]
+
+    def forward(*x: torch.Tensor) -> Any:
+        return ca.attention(*(t.transpose(1, 2) for t in x), mask_mod=CAUSAL, return_lse=True)
+
+    assert_same(gradients(torch.compile(forward, fullgraph=True, backend="aot_eager"), base), gradients(forward, base))
+
+
+CAUSAL = causal()
+
+
+def test_lengths_and_plans_change_without_recompiling(generator: torch.Generator) -> None:
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def forward(attention: ca.Attention, *x: torch.Tensor) -> torch.Tensor:
+        return attention(*x)
+
+    for length in (50, 61, 72, 83, 94):
+        documents = torch.randint(0, 3, (100,), generator=generator).sort().values
+        attention = ca.Attention(mask_mod=lambda b, h, q, kv, d=documents: d[q] == d[kv])
+        inputs = draw(generator, length)
+        assert_same([forward(attention, *inputs)], [attention(*inputs)])
+    assert counter.frame_count == 2  # the first, and one with lengths and plan left open
+
+
+def test_ready_mods_work_inside_a_compiled_region(generator: torch.Generator) -> None:
+    slopes = torch.rand(2, generator=generator, requires_grad=True)
+    score = alibi(slopes)
+
+    def forward(mask: ca.Mask, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=mask, score_mod=score, return_lse=True)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    inputs = draw(generator)
+    for mask in (causal(), sliding_window(3), sliding_window(5), causal() & sliding_window(9), sliding_window(3)):
+        found, wanted = (gradients(lambda *x, f=f: f(mask, *x), inputs, slopes) for f in (compiled, forward))  # noqa: B023
+        assert_same(found, wanted)
+
+
+def test_plain_functions_inside_a_compiled_region_break_the_graph_and_say_the_way_out(
+    generator: torch.Generator,
+) -> None:
+    def forward(width: int, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < width))
+
+    inputs = draw(generator)
+    compiled = torch.compile(forward, backend="aot_eager")
+    for width in (3, 4, 5, 6):
+        assert_same([compiled(width, *inputs)], [forward(width, *inputs)])
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ca\.Attention.*outside"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(3, *inputs)
+
+
+def test_a_scalar_changes_without_recompiling_and_its_backward_sees_the_value_of_the_forward(
+    generator: torch.Generator,
+) -> None:
+    counter = CompileCounter()
+    cap = ca.scalar(2.0)
+    attention = ca.Attention(score_mod=lambda s, b, h, q, kv: cap * torch.tanh(s / cap))
+    for backend in (counter, "aot_eager"):
+        compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend=backend)
+        for value in (2.0, 0.5):
+            inputs = draw(generator)
+            cap.value = value
+            wanted = torch.autograd.grad(attention(*inputs).sin().sum(), inputs)
+            loss = compiled(*inputs).sin().sum()
+            cap.value = 17.0
+            assert_same(list(torch.autograd.grad(loss, inputs)), list(wanted))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compiler", BACKENDS[1:])
+def test_the_backward_finds_an_attention_that_was_dropped(compiler: str, generator: torch.Generator) -> None:
+    @torch.compile(fullgraph=True, backend=compiler)
+    def forward(attention: ca.Attention, *x: torch.Tensor) -> Any:
+        return attention(*x, return_lse=True)
+
+    attention, table = biased()
+    inputs = draw(generator)
+    wanted = gradients(lambda *x, a=attention: a(*x, return_lse=True), inputs, table)
+    out, lse = forward(attention, *inputs)
+    del attention
+    gc.collect()
+    assert_same(list(torch.autograd.grad(out.sin().sum() + lse.cos().sum(), [*inputs, table])), wanted[2:])
+
+
+def test_derived_tensors_follow_a_mask_changed_in_place(generator: torch.Generator) -> None:
+    documents = torch.arange(50) // 10
+    attention = ca.Attention(mask_mod=lambda b, h, q, kv: documents[q] == documents[kv])
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    inputs = draw(generator)
+    for size in (10, 7, 23):
+        documents.copy_(torch.arange(50) // size)
+        assert_same([compiled(*inputs)], [attention(*inputs)])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activation_checkpointing(reentrant: bool, compiled: bool, generator: torch.Generator) -> None:
+    if reentrant and compiled:
+        compiled = False  # torch.compile takes the other kind only
+    attention, table = biased()
+
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q * 2.0, k, v, return_lse=True)
+
+    def forward(*x: torch.Tensor) -> Any:
+        return checkpoint(block, *x, use_reentrant=reentrant)
+
+    inputs = draw(generator)
+    wanted = gradients(block, inputs, table)
+    if reentrant:  # gives no gradient by torch.autograd.grad
+        out, lse = forward(*inputs)
+        (out.sin().sum() + lse.cos().sum()).backward()
+        assert_same([t.grad for t in (*inputs, table)], wanted[2:])
+        return
+    run = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+    assert_same(gradients(run, inputs, table), wanted)
+
+
+def test_torch_func_grad_and_vjp(generator: torch.Generator) -> None:
+    attention, _ = biased()
+    inputs = [t.detach() for t in draw(generator)]
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return attention(*x).sin().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    assert_same(list(found), list(wanted))
+    _, pull = torch.func.vjp(loss, *inputs)
+    assert_same(list(pull(torch.ones(()))), list(wanted))
+
+
+def test_double_backward_on_the_streaming_backend(generator: torch.Generator) -> None:
+    inputs = [t.detach().double().requires_grad_() for t in draw(generator, 7)]
+    attention = ca.Attention(mask_mod=causal(), score_mod=softcap(2.0))
+    assert torch.autograd.gradgradcheck(lambda *x: attention(*x), inputs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_computes_in_its_type(compiled: bool, generator: torch.Generator) -> None:
+    attention = ca.Attention(mask_mod=causal())
+
+    def forward(*x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention(*x)
+
+    inputs = draw(generator)
+    run = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+    out = run(*inputs)
+    assert out.dtype is torch.bfloat16
+    assert_same([out], [attention(*(t.bfloat16() for t in inputs))])
+    assert all(g.dtype is torch.float32 for g in torch.autograd.grad(out.sum(), inputs))
+    doubles = [t.double() for t in inputs]
+    assert run(*doubles).dtype is torch.float64
+
+
+def test_fake_tensors_pass_and_wrong_ones_are_refused_by_name(generator: torch.Generator) -> None:
+    attention, _ = biased()
+    real = draw(generator)
+    attention(*real)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        q, k, v = (mode.from_tensor(t) for t in real)
+        out, lse = attention(q, k, v, return_lse=True)
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype is torch.float32
+        with pytest.raises(ca.errors.ShapeMismatch):
+            attention(q, k[:, :, :5], v)
+
+
+def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
+    attention, _ = biased()
+    q, k, v = draw(generator)
+    arguments = (q, k, v, attention._inputs, attention._number, attention._numbers, True)
+    torch.library.opcheck(torch.ops.composattn.attend.default, arguments)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
+def test_copies_are_attentions_of_their_own(duplicate: Callable[[Any], Any], generator: torch.Generator) -> None:
+    attention = ca.Attention(mask_mod=causal(), score_mod=softcap(2.0))
+    inputs = draw(generator)
+    attention(*inputs)
+    other = duplicate(attention)
+    assert other._number != attention._number
+    assert_same([torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs)], [attention(*inputs)])
+
+
+def test_export(generator: torch.Generator) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = ca.Attention(mask_mod=causal())
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return self.attention(q, k, v)
+
+    inputs = tuple(t.detach() for t in draw(generator))
+    block = Block()
+    assert_same([torch.export.export(block, inputs).module()(*inputs)], [block(*inputs)])
