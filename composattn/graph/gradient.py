@@ -79,11 +79,16 @@ def times(partial: Expr, tangent: Expr) -> Expr:
     return apply("mul", partial, tangent)
 
 
-def _may_hide(expr: Expr) -> bool:
+_DEEPEST = 6  # sums and choices that are looked through; a product is not multiplied out beyond
+
+
+def _may_hide(expr: Expr, depth: int = _DEEPEST) -> bool:
     """Whether a choice between a constant and something else decides `expr`."""
+    if not depth:
+        return False
     if expr.op == "add":
-        return any(map(_may_hide, expr.args))
-    return expr.op == "where" and any(branch.is_const or _may_hide(branch) for branch in expr.args[1:])
+        return any(_may_hide(a, depth - 1) for a in expr.args)
+    return expr.op == "where" and any(branch.is_const or _may_hide(branch, depth - 1) for branch in expr.args[1:])
 
 
 def _factor(expr: Expr) -> tuple[float, Expr]:

@@ -93,8 +93,8 @@ def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
 
 
 def latex(expr: Expr, names: Names | None = None) -> str:
-    """`expr` as LaTeX; as typewriter text where it is no formula over the reals."""
-    found = to_sympy(expr, names)
+    """`expr` as LaTeX; as typewriter text where it is no formula over the reals, or too long for one."""
+    found = None if _ELIDED in formula(expr, names) else to_sympy(expr, names)
     return rf"\texttt{{{formula(expr, names)}}}" if found is None else sympy.latex(found)
 
 
@@ -111,6 +111,7 @@ _CALLED = {
 }  # fmt: skip
 _ASSOCIATIVE = {"add", "mul", "and", "or"}
 _ATOM = 11
+_LONGEST, _ELIDED = 2000, "…"  # parts that a graph shares are spelled each time: without a bound, text would explode
 
 
 def formula(expr: Expr, names: Names | None = None) -> str:
@@ -118,7 +119,8 @@ def formula(expr: Expr, names: Names | None = None) -> str:
     names = names or Names(expr)
     done: dict[Expr, tuple[str, int]] = {}
     for node in walk(expr):
-        done[node] = _text(node, [done[a] for a in node.args], names)
+        text, binding = _text(node, [done[a] for a in node.args], names)
+        done[node] = (text, binding) if len(text) <= _LONGEST else (_ELIDED, _ATOM)
     return done[expr][0]
 
 

@@ -150,11 +150,14 @@ def test_sympy_agrees_where_it_has_a_value(code: list[int], seed: int) -> None:
         for s in found.free_symbols
         if getattr(s, "name", None) in tensors and not tensors[s.name].ndim
     }
-    theirs = found.subs(values)
-    theirs = theirs.replace(
-        lambda e: isinstance(e, sympy.Indexed),
-        lambda e: sympy.Float(float(tensors[e.base.name].detach()[tuple(int(i) for i in e.indices)]), 30),
-    ).evalf()
+    try:
+        theirs = found.subs(values)
+        theirs = theirs.replace(
+            lambda e: isinstance(e, sympy.Indexed),
+            lambda e: sympy.Float(float(tensors[e.base.name].detach()[tuple(int(i) for i in e.indices)]), 30),
+        ).evalf()
+    except TypeError:  # the logarithm of a negative number is complex there and has no order; ours is NaN
+        return
     if theirs.is_real and theirs.is_finite and abs(ours) < 1e12 and ours == ours:
         assert abs(float(theirs) - ours) <= 1e-6 * (1 + abs(ours)), f"{program.expr} is {ours}, {found} is {theirs}"
 
@@ -165,3 +168,12 @@ def test_latex_of_ready_mods() -> None:
     assert r"\wedge" in latex((masks.causal() & masks.sliding_window(4)).expr)
     shifted = trace_mask(lambda b, h, q, kv: (q << 2) > kv)
     assert latex(shifted) == r"\texttt{q << 2 > kv}"
+
+
+def test_text_of_shared_parts_does_not_explode() -> None:
+    x = score()
+    for _ in range(200):
+        x = apply("add", apply("mul", x, x), x)
+    assert len(formula(x)) <= 2000 and "…" in formula(x)
+    assert len(latex(x)) < 3000
+    assert len(formula(derivative(x))) <= 2000
