@@ -16,6 +16,7 @@ from ..emulator.capture import Captured
 from ..emulator.cluster import EAGER, Mode
 from ..emulator.findings import EmulationTooLarge
 from ..emulator.launch import Result, run
+from ..emulator.program import KEPT
 from ..graph.derived import Derived
 from ..graph.program import Program
 from ..launch import _at_least_1d, _empty_like_queries, tidy
@@ -85,12 +86,16 @@ class EmulatedKernel:
 def _captured(plan: Any) -> Captured:
     """The plan's kernel and host function, compiled once a process (the PTX once a cache folder)."""
     key = content_hash(plan)
-    if key not in _kernels:
+    kernel = _kernels.pop(key, None)
+    if kernel is None:
         backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         text = compile_offline(plan).ptx_path.read_text()
         function, declared = backend.kernel(plan)
-        _kernels[key] = Captured(function, declared, plan.target.arch, text)
-    return _kernels[key]
+        kernel = Captured(function, declared, plan.target.arch, text)
+    _kernels[key] = kernel  # the last used is last
+    while len(_kernels) > KEPT:
+        del _kernels[next(iter(_kernels))]
+    return kernel
 
 
 class EmulatedForward:
@@ -124,11 +129,14 @@ class EmulatedForward:
 class EmulatedGradient(HopperGradient):
     """The fused backward's three kernels, emulated."""
 
-    def launcher(self, has_dlse: bool) -> BackwardLauncher:
-        if has_dlse not in self._launchers:
-            plans = plan_backward(self.problem, self.program, self.target, has_dlse=has_dlse)
-            self._launchers[has_dlse] = BackwardLauncher(plans, EmulatedKernel)
-        return self._launchers[has_dlse]
+    def launcher(self, has_dlse: bool, deterministic: bool) -> BackwardLauncher:
+        form = (has_dlse, deterministic)
+        if form not in self._launchers:
+            plans = plan_backward(
+                self.problem, self.program, self.target, has_dlse=has_dlse, deterministic=deterministic
+            )
+            self._launchers[form] = BackwardLauncher(plans, EmulatedKernel)
+        return self._launchers[form]
 
 
 class EmulatedCall(HopperCall):

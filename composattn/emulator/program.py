@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
+KEPT = 12  # programs kept for another launch; one takes 50 to 100 MB, its register files included
 _PROGRAMS: dict[str, Program] = {}
 
 
@@ -175,6 +176,8 @@ def _specials(block: Block, lanes: int) -> dict[str, Any]:
 def load(text: str) -> Program:
     """The program of a PTX text, made once a text."""
     key = hashlib.sha256(text.encode()).hexdigest()
-    if key not in _PROGRAMS:
-        _PROGRAMS[key] = Program(text)
-    return _PROGRAMS[key]
+    program = _PROGRAMS.pop(key, None) or Program(text)
+    _PROGRAMS[key] = program  # the last used is last
+    while len(_PROGRAMS) > KEPT:
+        del _PROGRAMS[next(iter(_PROGRAMS))]
+    return program

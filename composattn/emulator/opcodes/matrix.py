@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, MissingProxyFence, MissingWgmmaFence, UnknownInstruction
+from composattn.emulator.findings import (
+    BadDescriptor,
+    CollectiveMismatch,
+    MissingProxyFence,
+    MissingWgmmaFence,
+    UnknownInstruction,
+)
 from composattn.emulator.gang import Wait
 from composattn.emulator.opcodes.floats import E4M3, E5M2, bf16_to_f32
 from composattn.emulator.opcodes.registry import Handler, literal, source, sync
@@ -235,7 +241,7 @@ def multiply(instr: Instr, program: Any) -> Handler:
         if wait is not None:
             return wait
         if g.unfenced & (results | inputs):
-            raise MissingWgmmaFence("registers of this wgmma were used by others after the last wgmma.fence of its warps")
+            raise MissingWgmmaFence("registers of this wgmma were used by others after the last wgmma.fence")
         block = g.block
         unit = block.units[g.low // 4]
         b = Operand(_descriptor(desc_b(g)), n, kind_b, not trans_b)
