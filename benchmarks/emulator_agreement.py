@@ -112,7 +112,7 @@ def compare(c: Config) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "emulator_agreement.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement" / "emulator.json")
     options = parser.parse_args()
     rows = []
     for c in CONFIGS:
