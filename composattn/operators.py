@@ -6,8 +6,9 @@ Outside of them nothing goes through here: an operator costs more host time than
     attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, plan, wanted) → [dq, dk, dv, *d captured]
 
 `plan` is the number of an `Attention` (`numbers` how many run-time numbers it reads) and no constant of the graph:
-another mask or another batch's captured tensors run the code compiled before. Captured tensors are inputs, so their gradients flow. `kept` holds the run-time numbers
-of the forward for the backward (one fp64 each, on the CPU) and keeps the `Attention` alive until then.
+another mask or another batch's captured tensors run the code compiled before. Captured tensors are inputs, so their
+gradients flow. `kept` holds the run-time numbers of the forward for the backward (one fp64 each, on the CPU) and
+keeps the `Attention` alive until then.
 
 Run-time numbers (`ca.scalar`) are read when the operator runs: set them outside of a compiled region.
 """

@@ -20,9 +20,7 @@ from ..emulator.program import KEPT
 from ..graph.derived import Derived
 from ..graph.program import Program
 from ..launch import _at_least_1d, _empty_like_queries, tidy
-from ..launch_backward import BackwardLauncher
 from ..plan import ForwardPlan, plan_forward
-from ..plan_backward import plan_backward
 from ..problem import Problem
 from ..target import HOPPER
 from .hopper import HopperCall
@@ -129,14 +127,7 @@ class EmulatedForward:
 class EmulatedGradient(HopperGradient):
     """The fused backward's three kernels, emulated."""
 
-    def launcher(self, has_dlse: bool, deterministic: bool) -> BackwardLauncher:
-        form = (has_dlse, deterministic)
-        if form not in self._launchers:
-            plans = plan_backward(
-                self.problem, self.program, self.target, has_dlse=has_dlse, deterministic=deterministic
-            )
-            self._launchers[form] = BackwardLauncher(plans, EmulatedKernel)
-        return self._launchers[form]
+    kernel_of = EmulatedKernel
 
 
 class EmulatedCall(HopperCall):

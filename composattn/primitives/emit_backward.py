@@ -24,9 +24,11 @@ from cutlass import Boolean, Float32
 from cutlass.cute import math as cm
 
 from ..graph.bands import TileInterval
+from ..graph.captured_gradient import GradientProgram
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const
 from ..graph.gradient import derivative
 from ..graph.program import Program
+from .captured_gradient import CapturedSums
 from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear
 from .emit_ops import convert
 from .score_tile import ScoreTile
@@ -46,6 +48,7 @@ class BackwardMods:
         self.score, self.mask = program.score, program.mask
         slope = const(1.0) if program.score is None else derivative(program.score)
         self.slope: Expr | None = None if slope is const(1.0) else slope
+        self.sums = CapturedSums(program, self.mods.capture_slot) if isinstance(program, GradientProgram) else None
 
     @property
     def one_pass(self) -> bool:
@@ -88,6 +91,7 @@ class BoundBackwardMods(Fixed):
         for r, c in _places(at.tile):
             d_probabilities[r, c] = self._gradient(at, r, c, at.tile.values[r, c], d_probabilities[r, c] - delta[r])
             at.forget_element()
+        self._sum_captured(at, d_probabilities)
 
     def both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, tested: Boolean) -> None:
         """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
@@ -98,6 +102,11 @@ class BoundBackwardMods(Fixed):
             at.tile.values[r, c] = p
             at.forget_element()
         self._hide(at, tested, at.tile.values, d_probabilities)
+        self._sum_captured(at, d_probabilities)
+
+    def _sum_captured(self, at: Evaluator, ds: cute.Tensor) -> None:
+        if self.backward.sums is not None:
+            self.backward.sums.add(at, ds)
 
     def _gradient(self, at: Evaluator, r: int, c: int, p: Any, difference: Any) -> Any:
         slope = self.backward.slope

@@ -1,18 +1,24 @@
 """Gradients of an attention call on Hopper: the fused kernels where they serve, and what is computed beside them.
 
-dQ, dK and dV come from the fused backward. Gradients of captured tensors come from the tile-by-tile backward of
-`composattn.backends.streaming` on the same GPU: by index pattern, in a fixed order, O(S) memory, not fused.
+dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
+(`composattn.graph.captured_gradient`): 8 bytes an element of the tensor beside. Those of other reads come from the
+tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from ...autograd import Grads
+from ...compile import compile_plan
 from ...errors import GradientUnsupported, UnsupportedHeadDim
+from ...graph.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
 from ...graph.derived import refresh
+from ...graph.expr import Capture
+from ...graph.gradient import partials
 from ...graph.program import Program
 from ...launch_backward import BackwardLauncher
 from ...plan_backward import plan_backward
@@ -24,24 +30,57 @@ from ..streaming import Mods, Streaming
 class HopperGradient:
     """The backward of one form of inputs; its kernels are compiled when first needed."""
 
+    kernel_of: ClassVar[Callable[..., Any]] = staticmethod(compile_plan)
+
     def __init__(self, problem: Problem, program: Program, scale: float, target: Target) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
-        self._launchers: dict[tuple[bool, bool], BackwardLauncher] = {}
+        self._launchers: dict[Any, BackwardLauncher] = {}
+        self._summing: dict[frozenset[Capture], Program] = {}
         self.fused = True
         try:
-            plan_backward(problem, program, target)
+            plans = plan_backward(problem, program, target)
         except UnsupportedHeadDim:
             self.fused = False
+        # the kernel for larger head dimensions has dS in other hands
+        self.fusable = fused_reads(program) if self.fused and plans.main.module == "backward" else {}
 
-    def launcher(self, has_dlse: bool, deterministic: bool) -> BackwardLauncher:
-        """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts."""
-        form = (has_dlse, deterministic)
+    def launcher(
+        self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = frozenset()
+    ) -> BackwardLauncher:
+        """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts.
+
+        `summed`: of which captured tensors the kernel sums the gradient.
+        """
+        form = (has_dlse, deterministic, summed)
         if form not in self._launchers:
             plans = plan_backward(
-                self.problem, self.program, self.target, has_dlse=has_dlse, deterministic=deterministic
+                self.problem, self.summing(summed), self.target, has_dlse=has_dlse, deterministic=deterministic
             )
-            self._launchers[form] = BackwardLauncher(plans)
+            self._launchers[form] = BackwardLauncher(plans, self.kernel_of)
         return self._launchers[form]
+
+    def summing(self, summed: frozenset[Capture]) -> Program:
+        """The program, with sums of these captured tensors."""
+        if not summed:
+            return self.program
+        if summed not in self._summing:
+            reads = {c: reads for c, reads in self.fusable.items() if c in summed}
+            self._summing[summed] = GradientProgram(self.program, reads)
+        return self._summing[summed]
+
+    def describe(self) -> str:
+        """Who sums the gradient of each captured tensor that the score mod is differentiable in, and in what memory."""
+        if self.program.score is None:
+            return ""
+        lines = []
+        for capture in dict.fromkeys(leaf.attr for leaf in partials(self.program.score) if leaf.op == "read"):
+            tensor, reads = capture.tensor, self.fusable.get(capture)
+            who = "tile by tile in PyTorch, O(S) memory"
+            if reads:
+                patterns = " and ".join(dict.fromkeys(r.pattern.value for r in reads))
+                who = f"in the kernel, {patterns}, 64-bit fixed point: {8 * tensor.numel()} bytes, any order the same bits"
+            lines.append(f"{list(tensor.shape)}: {who}")
+        return "\n".join(lines)
 
     def deterministic(self) -> bool:
         """Whether dQ has to be bitwise repeatable: as the problem says, or as torch is set now."""
@@ -69,20 +108,50 @@ class HopperGradient:
             )
         if not self.fused:
             return self._streamed(q, k, v, captured, lse, dout, dlse, wanted)
+        asked = [c for c, want in zip(self.program.captures, wanted[3:], strict=True) if want]
+        summed = frozenset(c for c in asked if c in self.fusable)
+        found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
-        if any(wanted[:3]):
-            launcher = self.launcher(dlse is not None, self.deterministic())
-            reads = launcher.plans.main.captured
-            refresh(reads)
-            given = dict(zip((id(c.tensor) for c in self.program.captures), captured, strict=True))
-            tensors = [given.get(id(c.tensor), c.tensor) for c in reads]
+        if any(wanted[:3]) or summed:
             dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-            grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, tensors, scalars)
-        asked = tuple(wanted[3:])
-        if not any(asked):
-            return (*grads, *(None for _ in asked))
-        streamed = self._streamed(q, k, v, captured, lse, dout, dlse, (False, False, False, *asked))
-        return (*grads, *streamed[3:])
+            grads = self._fused(q, k, v, captured, scalars, out, lse, dout, dlse, summed, found)
+        if len(found) < len(asked):
+            also = [want and c not in found for c, want in zip(self.program.captures, wanted[3:], strict=True)]
+            streamed = self._streamed(q, k, v, captured, lse, dout, dlse, (False, False, False, *also))
+            found |= {c: g for c, g, want in zip(self.program.captures, streamed[3:], also, strict=True) if want}
+        return (*grads, *(found.get(c) for c in self.program.captures))
+
+    def _fused(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        summed: frozenset[Capture],
+        found: dict[Capture, torch.Tensor | None],
+    ) -> Grads:
+        """(dq, dk, dv); the gradients of `summed` are put into `found`."""
+        launcher = self.launcher(dlse is not None, self.deterministic(), summed)
+        program = self.summing(summed)
+        at_call = dict(zip(self.program.captures, captured, strict=True))
+        made: dict[Capture, torch.Tensor] = {}
+        if isinstance(program, GradientProgram):
+            made[program.units] = unit_counts(program.reads.values(), q, k, v, dout, dlse)
+            for c, total in program.totals.items():
+                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
+        reads = launcher.plans.main.captured
+        refresh(reads)
+        tensors = [made.get(c, at_call.get(c, c.tensor)) for c in reads]
+        grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, tensors, scalars)
+        if isinstance(program, GradientProgram):
+            for n, (c, total) in enumerate(program.totals.items()):
+                found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
+        return grads
 
     def _streamed(
         self,

@@ -1,0 +1,114 @@
+"""Gradients of captured tensors summed by the backward kernel, in the emulator against fp64; by every pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.backends import reference
+from composattn.graph.captured_gradient import Pattern, fused_reads
+from composattn.graph.expr import Capture
+from composattn.graph.mask import Mask
+from composattn.graph.program import Program
+from composattn.graph.score import Score
+from tests.support import outlier_normal
+
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+LENGTH = 260
+TABLES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "relative": lambda h: (h, 2 * LENGTH + 1),
+    "buckets": lambda h: (32, h),
+    "slopes": lambda h: (h,),
+    "row": lambda h: (h, LENGTH),
+    "column": lambda h: (LENGTH,),
+    "pair": lambda h: (h, LENGTH, LENGTH),
+    "number": lambda h: (),
+}
+Mod = Callable[..., Any]
+MODS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Mod], set[Pattern]]] = {
+    "relative": (lambda t: lambda s, b, h, q, kv: s + t["relative"][h, q - kv + LENGTH], {Pattern.DISTANCE}),
+    "relative-in-softcap": (
+        lambda t: lambda s, b, h, q, kv: 5 * torch.tanh((s + t["relative"][h, q - kv + LENGTH]) / 5),
+        {Pattern.DISTANCE},
+    ),
+    "buckets": (
+        lambda t: lambda s, b, h, q, kv: s + t["buckets"][torch.clamp((q - kv).abs() // 4, max=31), h],
+        {Pattern.DISTANCE},
+    ),
+    "slopes": (lambda t: lambda s, b, h, q, kv: s - t["slopes"][h] * (q - kv), {Pattern.HEAD}),
+    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t["row"][h, q] * (q - kv), {Pattern.ROW}),
+    "column": (lambda t: lambda s, b, h, q, kv: s + t["column"][kv], {Pattern.COLUMN}),
+    "pair": (lambda t: lambda s, b, h, q, kv: s + t["pair"][h, q, kv], {Pattern.PAIR}),
+    "several": (
+        lambda t: lambda s, b, h, q, kv: (
+            s + t["relative"][h, q - kv + LENGTH] + 0.5 * t["relative"][h, kv] + t["number"] * 0.1 * (q - kv)
+        ),
+        {Pattern.DISTANCE, Pattern.COLUMN, Pattern.HEAD},
+    ),
+    "score-dependent": (lambda t: lambda s, b, h, q, kv: s * t["slopes"][h] + t["column"][kv], set()),
+}
+SHAPES = {
+    "d64-gqa2-ragged": (2, 1, 150, 200, 64, torch.bfloat16, False),
+    "d128-causal-fp16": (1, 1, 150, 150, 128, torch.float16, True),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mods", MODS)
+def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator: torch.Generator) -> None:
+    heads, kv_heads, q_len, kv_len, d, dtype, causal = SHAPES[shape]
+    make, _ = MODS[mods]
+    tables = {n: torch.randn(size(heads), generator=generator).requires_grad_() for n, size in TABLES.items()}
+    score = make(tables)
+    mask = (lambda b, h, q, kv: q >= kv) if causal else None
+
+    def draw(heads: int, length: int) -> torch.Tensor:
+        return outlier_normal(1, heads, length, d, generator=generator, dtype=dtype).requires_grad_()
+
+    inputs = [draw(heads, q_len), draw(kv_heads, kv_len), draw(kv_heads, kv_len)]
+    dout, dlse = draw(heads, q_len).detach(), torch.randn(1, heads, q_len, generator=generator)
+    read = [c.tensor for c in Program(Score.of(score).expr).captures]
+    attention = ca.Attention(score_mod=score, mask_mod=mask, backend="hopper-emulated")
+    out = attention(*inputs, return_lse=True)
+    found = torch.autograd.grad(out, [*inputs, *read], [dout, dlse])
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out = reference.attention(
+        *exact, score=Score.of(score).expr, mask=None if mask is None else Mask.of(mask).expr, scale=d**-0.5
+    )
+    wanted = torch.autograd.grad(out, [*exact, *read], [dout.double(), dlse.double()])
+    sizes = [abs_sums(exact, out, dout, t) if t.ndim == 0 else want.norm() for t, want in zip(read, wanted[3:], strict=True)]
+    for got, want in zip(found[:3], wanted[:3], strict=True):
+        assert float((got.double() - want).norm() / want.norm()) <= 2 * torch.finfo(dtype).eps
+    for got, want, size in zip(found[3:], wanted[3:], sizes, strict=True):
+        # D comes from O as it was rounded, P and dP from rounded inputs: what a bf16 computation carries
+        assert float((got.double() - want.double()).norm()) <= 4 * torch.finfo(dtype).eps * float(size)
+
+
+def abs_sums(exact: list[torch.Tensor], out: Any, dout: torch.Tensor, tensor: torch.Tensor) -> float:
+    """The size of what cancels in a gradient that is one number: |dS| summed, times the largest factor."""
+    q, k, v = exact
+    return float((out[0].detach().abs() * dout.double().abs()).sum()) * 0.1 * q.shape[2]
+
+
+@pytest.mark.parametrize("mods", MODS)
+def test_patterns(mods: str) -> None:
+    make, wanted = MODS[mods]
+    tables = {name: torch.randn(size(2)).requires_grad_() for name, size in TABLES.items()}
+    reads = fused_reads(Program(Score.of(make(tables)).expr))
+    assert {r.pattern for group in reads.values() for r in group} == wanted
+    # a derivative that looks at the score has no bound, and dS over d score_mod / d score none either
+    assert (Capture(tables["slopes"]) in reads) == (mods == "slopes")
+
+
+def test_explain_says_who_sums_and_where() -> None:
+    table, gain = torch.randn(2, 601).requires_grad_(), torch.randn(2).requires_grad_()
+    attention = ca.Attention(
+        score_mod=lambda s, b, h, q, kv: s * gain[h] + table[h, q - kv + 300], backend="hopper-emulated"
+    )
+    text = str(attention.explain(*(torch.randn(1, 2, 64, 64).bfloat16() for _ in range(3))))
+    assert "tile by tile in PyTorch" in text and "[2]" in text
