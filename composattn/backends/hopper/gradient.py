@@ -78,7 +78,7 @@ class HopperGradient:
             who = "tile by tile in PyTorch, O(S) memory"
             if reads:
                 patterns = " and ".join(dict.fromkeys(r.pattern.value for r in reads))
-                who = f"in the kernel, {patterns}, 64-bit fixed point: {8 * tensor.numel()} bytes, any order the same bits"
+                who = f"in the kernel, {patterns}, in 64-bit fixed point, {8 * tensor.numel()} bytes, repeatable"
             lines.append(f"{list(tensor.shape)}: {who}")
         return "\n".join(lines)
 
