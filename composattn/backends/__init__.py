@@ -62,7 +62,8 @@ def _on_gpu(major: int, chip: str) -> Callable[[torch.device], str | None]:
             return f"q lies on {device}, the kernels run on a {chip} GPU"
         found = torch.cuda.get_device_capability(device)
         if found[0] != major:
-            return f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, {chip} has {major}.x"
+            name = torch.cuda.get_device_name(device)
+            return f"{name} has compute capability {found[0]}.{found[1]}, {chip} has {major}.x"
         return _without_compiler()
 
     return why
