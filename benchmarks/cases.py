@@ -34,12 +34,13 @@ class Pattern:
     alibi_slopes: torch.Tensor | None = None
     document_starts: tuple[int, ...] = ()  # offsets of packed documents, the end included
     prefix: int = 0
+    learned: tuple[torch.Tensor, ...] = ()  # captured tensors with a gradient, which a backward has to give
 
     @property
     def is_plain(self) -> bool:
         """Nothing but an optional causal mask: every implementation has it."""
-        special = self.left_window, self.softcap, self.alibi_slopes, self.document_starts, self.prefix
-        return special == (None, 0.0, None, (), 0)
+        special = self.left_window, self.softcap, self.alibi_slopes, self.document_starts, self.prefix, self.learned
+        return special == (None, 0.0, None, (), 0, ())
 
 
 PatternFactory = Callable[["Case", torch.device], Pattern]
@@ -71,6 +72,18 @@ def alibi(case: Case, device: torch.device) -> Pattern:
         return score - slopes[h] * (q - kv)
 
     return Pattern("alibi", causal_mask, score, causal=True, alibi_slopes=slopes)
+
+
+def relative(case: Case, device: torch.device) -> Pattern:
+    """A learned bias for every head and distance; its gradient is part of the backward."""
+    generator = torch.Generator().manual_seed(0)
+    table = (0.1 * torch.randn(case.heads, case.q_len + case.kv_len, generator=generator)).to(device)
+    table.requires_grad_(case.direction == "backward")
+
+    def score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return score + table[h, q - kv + case.kv_len]
+
+    return Pattern("relative bias", causal_mask, score, causal=True, learned=(table,))
 
 
 def softcap(case: Case, device: torch.device, cap: float = 30.0) -> Pattern:
@@ -186,9 +199,10 @@ def _all() -> Iterable[Case]:
                 for pattern in (full, causal):
                     core = dim == 128 and length >= 4096 and direction == "forward"
                     yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
-        for pattern in (causal, window, alibi, softcap, prefix, documents):
+        for pattern in (causal, window, alibi, relative, softcap, prefix, documents):
             core = direction == "forward" and pattern in (window, alibi, softcap)
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
+        yield _modded(relative, direction, (direction, "mods"), heads=32, dim=64)
         yield _modded(causal, direction, (direction, "mods"), heads=32, kv_heads=4)
     yield Case(
         "decode B16 q1 kv32768 GQA 32/8 D128",

@@ -41,6 +41,7 @@ class Job:
     leaves: tuple[torch.Tensor, ...]
     grad: torch.Tensor
     to_common: Callable[[torch.Tensor], torch.Tensor]
+    learned: tuple[torch.Tensor, ...] = ()
 
 
 class Implementation(Protocol):
@@ -59,8 +60,8 @@ def _leaves(case: Case, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.detach().clone().requires_grad_(wants_grad) for t in tensors)
 
 
-def _job(case: Case, inputs: Inputs, forward: Forward) -> Job:
-    return Job(forward, _leaves(case, inputs.q, inputs.k, inputs.v), inputs.grad, _same)
+def _job(case: Case, inputs: Inputs, forward: Forward, learned: tuple[torch.Tensor, ...] = ()) -> Job:
+    return Job(forward, _leaves(case, inputs.q, inputs.k, inputs.v), inputs.grad, _same, learned)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Composattn:
         import composattn as ca
 
         attention = ca.Attention(score_mod=pattern.score_mod, mask_mod=pattern.mask_mod, backend=self.backend)
-        return _job(case, inputs, attention)
+        return _job(case, inputs, attention, pattern.learned)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ class FlexAttention:
         forward = functools.partial(
             call, score_mod=pattern.score_mod, block_mask=block_mask, enable_gqa=case.kv_heads != case.heads
         )
-        return _job(case, inputs, forward)
+        if pattern.learned:
+            # A mod that reads memory doesn't fit with the default count of pipeline stages: shared memory runs out.
+            forward.keywords["kernel_options"] = {"num_stages": 1}
+        return _job(case, inputs, forward, pattern.learned)
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ class FlashAttention4:
             raise NotServed("16-bit types only")
         if pattern.prefix:
             raise NotServed("needs a mask in its kernel language and block lists of the user's making")
+        if pattern.learned:
+            raise NotServed("gives no gradient of a captured tensor, and wants the score mod in its kernel language")
         if pattern.document_starts:
             return self._documents(case, pattern, inputs)
         from flash_attn.cute import flash_attn_func
