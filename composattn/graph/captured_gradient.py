@@ -189,7 +189,7 @@ def unit_counts(
         most = most + dlse.float().abs().amax()
     rows = max(1, q.shape[0] * q.shape[1] * q.shape[2])
     bounds = [max(sum(r.bound(q.shape[2], k.shape[2]) for r in group), 1e-6) * rows for group in reads]
-    sums = most * torch.tensor(bounds, dtype=torch.float32).to(q.device, non_blocking=True)
+    sums = torch.stack([most * b for b in bounds])  # no copy from the host: CUDA graphs can't capture one
     # a factor of 4 for the rounding of P, dP and D
     return torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
 
