@@ -87,7 +87,7 @@ def explain(
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {problem.flops():.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes})"),
-        ("plan", str(getattr(call, "plan", None) or getattr(call, "__doc__", "") or "").strip()),
+        ("plan", str(getattr(call, "plan", ""))),
     ]
     if emulate:
         from .emulator.counts import instruction_counts

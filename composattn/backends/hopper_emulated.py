@@ -137,14 +137,10 @@ class EmulatedCall(HopperCall):
         self.problem, self.program, self.scale, self.target = problem, program, scale, HOPPER
         self.captures = [c.tensor for c in program.captures]
         self.derived = [c for c in program.captures if isinstance(c, Derived)]
-        self.plan = self._plan(return_lse=True)
-
-    def _plan(self, return_lse: bool) -> ForwardPlan:
-        positive = self.scale > 0
-        return plan_forward(self.problem, self.program, self.target, return_lse=return_lse, positive_scale=positive)
+        self.forward_plan(return_lse=True)  # refuses what the kernels can't do now, not at the first call
 
     def _launcher(self, return_lse: bool) -> Any:
-        return EmulatedForward(self._plan(return_lse))
+        return EmulatedForward(self.forward_plan(return_lse))
 
     @property
     def gradient(self) -> HopperGradient:  # type: ignore[override]

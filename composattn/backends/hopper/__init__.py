@@ -15,7 +15,8 @@ from ...autograd import Grads, attend
 from ...graph.derived import Derived, refresh
 from ...graph.program import Program
 from ...launch import ForwardLauncher
-from ...plan import plan_forward
+from ...plan import ForwardPlan, plan_forward
+from ...plan_backward import plan_backward
 from ...problem import Problem
 from ...target import Target
 from .gradient import HopperGradient
@@ -52,11 +53,13 @@ class HopperCall:
     def without_lse(self) -> ForwardLauncher:
         return self._launcher(return_lse=False)
 
-    def _launcher(self, return_lse: bool) -> ForwardLauncher:
-        plan = plan_forward(
+    def forward_plan(self, return_lse: bool) -> ForwardPlan:
+        return plan_forward(
             self.problem, self.program, self.target, return_lse=return_lse, positive_scale=self.scale > 0
         )
-        return ForwardLauncher(plan)
+
+    def _launcher(self, return_lse: bool) -> ForwardLauncher:
+        return ForwardLauncher(self.forward_plan(return_lse))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
         if self.derived:
@@ -72,6 +75,12 @@ class HopperCall:
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
         return [s.value for s in self.program.scalars]
+
+    @property
+    def plan(self) -> str:
+        """The plans of the kernels, forward and backward, for people to read."""
+        backward = plan_backward(self.problem, self.program, self.target) if self.gradient.fused else ""
+        return f"{self.forward_plan(return_lse=True)}\n{backward}".rstrip()
 
     @cached_property
     def gradient(self) -> HopperGradient:
