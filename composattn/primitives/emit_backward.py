@@ -28,8 +28,8 @@ from ..graph.captured_gradient import GradientProgram
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const
 from ..graph.gradient import derivative
 from ..graph.program import Program
-from .emit_captured import CapturedSums
 from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear
+from .emit_captured import CapturedSums
 from .emit_ops import convert
 from .score_tile import ScoreTile
 from .values import Fixed, choose
