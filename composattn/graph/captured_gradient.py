@@ -191,7 +191,8 @@ def unit_counts(
     bounds = [max(sum(r.bound(q.shape[2], k.shape[2]) for r in group), 1e-6) * rows for group in reads]
     sums = torch.stack([most * b for b in bounds])  # no copy from the host: CUDA graphs can't capture one
     # a factor of 4 for the rounding of P, dP and D
-    return torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
+    units = torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
+    return torch.where(torch.isfinite(sums), units, torch.nan)
 
 
 def _longest(t: torch.Tensor) -> torch.Tensor:
