@@ -24,12 +24,12 @@ Split = Literal["columns", "rows", "transposed"]
 class BackwardTiling:
     """How a backward kernel cuts the work; a backend chooses it (`backward_tiling`).
 
-    A block owns `tile_n` keys, a warpgroup 64 of them with their dK and dV in registers, and walks over queries in
-    tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `d` and `dv`
-    are the head dimensions as stored on chip. `dq_split` says how the warpgroups share dQ of a tile: by its columns,
-    by its rows, or transposed (rows of dQᵀ). `reduce_dq`: dQ is summed in memory here, not by a kernel of its own.
-    `early_dv`: the product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the
-    heads that are worked on together read and add to.
+    A block owns `tile_n` keys, a warpgroup 64 of them with their dK and dV in registers (or, `shared_keys`, one has dV
+    and one dK of all of them), and walks over queries in tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of
+    `do_stages`, dS in `ds_stages` buffers. `d` and `dv` are the head dimensions as stored on chip. `dq_split` says how
+    the warpgroups share dQ of a tile: by its columns, by its rows, or transposed (rows of dQᵀ). `early_dv`: the
+    product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the heads that are
+    worked on together read and add to.
     """
 
     tile_m: int
@@ -45,23 +45,24 @@ class BackwardTiling:
     producer_registers: int
     early_dv: bool
     l2: int
-    reduce_dq: bool = True
+    shared_keys: bool = False
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_stages * self.tile_m * self.tile_n if self.reduce_dq else 0
+        scores = self.ds_stages * self.tile_m * self.tile_n
         statistics = 4 * self.tile_m * (self.q_stages + self.do_stages)
-        return element_bytes * (stationary + moving + scores) + statistics + 2048
+        weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
+        return element_bytes * (stationary + moving + scores) + weights + statistics + 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
     """One kernel of a gradient, named by content: plans with equal `key` are served by one compiled kernel.
 
-    `module` is the step: `backward_prepare` (row statistics, an empty dQ), `backward` (dK, dV, dQ summed in fp32),
-    `backward_finish` (dQ scaled and rounded).
+    `module` is the step: `backward_prepare` (row statistics, an empty dQ), `backward` or `backward_wide` (dK, dV, dQ
+    summed in fp32), `backward_finish` (dQ scaled and rounded).
     """
 
     backend: str
@@ -96,17 +97,17 @@ class BackwardPlan:
 
     def __str__(self) -> str:
         t = self.tiling
-        dq = f"summed in fp32 in memory, shared by {t.dq_split}" if t.reduce_dq else "by a kernel of its own"
-        dq += ", from the last keys to the first" if self.deterministic else ""
+        keys = "the same 64 keys" if t.shared_keys else "64 keys each"
+        order = ", from the last keys to the first" if self.deterministic else ""
         return "\n".join(
             [
                 f"{self.module} on {self.backend} ({self.target.arch}), {self.dtype}, "
                 f"D {self.head_dim}, Dv {self.head_dim_v}",
                 f"  tiles      {t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}, "
                 f"stages Q {t.q_stages}, dO {t.do_stages}, dS {t.ds_stages}",
-                f"  roles      1 copying warp, {t.warpgroups} warpgroups of 64 keys; "
+                f"  roles      1 copying warp, {t.warpgroups} warpgroups of {keys}; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
-                f"  dQ         {dq}",
+                f"  dQ         summed in fp32 in memory, shared by {t.dq_split}{order}",
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
             ]
         )
@@ -157,7 +158,7 @@ def plan_backward(
         "intervals": (),
     }  # fmt: skip
     main = BackwardPlan(
-        module="backward",
+        module="backward_wide" if chosen.shared_keys else "backward",
         has_dlse=False,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, visited)),

@@ -40,6 +40,13 @@ def plans(mods: str, d: int, dtype: torch.dtype = torch.bfloat16) -> BackwardPla
 
 
 CASES = [(m, d) for m in MODS for d in (64, 128)] + [("plain-causal", 32), ("plain-causal", 96)]
+WIDE = [
+    ("plain-causal", 192),
+    ("plain-causal", 256),
+    ("alibi-causal", 256),
+    ("relative-full", 256),
+    ("softcap-causal", 256),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +70,26 @@ def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
         assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128 * t.warpgroups)
 
 
+@pytest.mark.parametrize(("mods", "d"), WIDE, ids=[f"{m}-d{d}" for m, d in WIDE])
+def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
+    plan = plans(mods, d).main
+    made = compile_offline(plan, folder)
+    assert plan.module == "backward_wide" and made.shared_memory <= HOPPER.shared_memory
+    if made.stack is not None:
+        assert made.stack == 0
+    if made.mnemonics:
+        t = plan.tiling
+        # of each side: scores, its sum, its half of dQ
+        assert made.mnemonics["HGMMA"] == t.d // 16 + t.dv // 16 + 2 * (t.tile_m // 16) + 2 * (t.tile_n // 16)
+        assert made.spills == 0
+        assert made.mnemonics["WARPGROUP"] <= 14
+        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+
+
+@pytest.mark.parametrize("d", [128, 256])
 @pytest.mark.parametrize("step", ["prepare", "finish"])
-def test_other_steps_spill_nothing(step: str, folder: Path) -> None:
-    made = compile_offline(getattr(plans("plain-full", 128), step), folder)
+def test_other_steps_spill_nothing(step: str, d: int, folder: Path) -> None:
+    made = compile_offline(getattr(plans("plain-full", d), step), folder)
     assert not made.stack and made.spills == 0
 
 

@@ -60,6 +60,10 @@ CASES = {
     "relative-d64": ("relative", torch.bfloat16, 2, 1, 150, 150, 64, 64, True, False),
     "choice-d80-dv40": ("choice", torch.float16, 1, 1, 150, 150, 80, 40, True, False),
     "causal-d128-in-order": ("causal", torch.bfloat16, 1, 1, 300, 300, 128, 128, False, True),
+    "causal-d256": ("causal", torch.bfloat16, 1, 1, 150, 150, 256, 256, True, False),
+    "softcap-d192-dv128": ("softcap", torch.float16, 1, 1, 150, 150, 192, 128, True, False),
+    "relative-gqa2-d64-dv256": ("relative", torch.bfloat16, 2, 1, 130, 130, 64, 256, True, False),
+    "window-d256-in-order": ("window", torch.bfloat16, 1, 1, 150, 150, 256, 256, False, True),
     "document-gqa2-d64-in-order": ("document", torch.float16, 2, 1, 290, 290, 64, 64, True, True),
 }
 

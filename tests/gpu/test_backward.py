@@ -44,6 +44,8 @@ SHAPES = {
     "d96": Shape(d=96, dv=96),
     "d80-dv128": Shape(d=80, dv=128),
     "d64-dv128": Shape(d=64, dv=128),
+    "d256": Shape(d=256, dv=256),
+    "d192-dv128-gqa2": Shape(kv_heads=2, d=192, dv=128),
     "gqa4": Shape(kv_heads=1),
     "gqa2-d64-fp16": Shape(kv_heads=2, d=64, dv=64, dtype=torch.float16),
     "ragged": Shape(q_len=129, kv_len=523),
@@ -211,7 +213,7 @@ def test_dk_and_dv_are_bitwise_repeatable(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("mods", ["plain", "causal", "window", "document", "relative-softcap-window"])
-@pytest.mark.parametrize("shape", ["d128", "gqa2-d64-fp16"])
+@pytest.mark.parametrize("shape", ["d128", "gqa2-d64-fp16", "d256"])
 def test_deterministic_gradients_are_bitwise_repeatable(shape: str, mods: str, generator: torch.Generator) -> None:
     s, m = dataclasses.replace(SHAPES[shape], q_len=LENGTH, kv_len=LENGTH), MODS[mods]
     captured = {name: t.detach() for name, t in tables(s, generator).items()}

@@ -58,7 +58,7 @@ class HopperBackward:
         v: cute.Tensor,  # (B, Hkv, Skv, Dv)
         dout: cute.Tensor,  # (B, Hq, Sq, Dv)
         statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32: LSE in log2 units, D
-        dq_sum: cute.Tensor | None,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+        dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
         dk: cute.Tensor,  # (B, Hkv, Skv, D)
         dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
         turns: cute.Tensor | None,  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
@@ -72,9 +72,7 @@ class HopperBackward:
         mQ, mK, mV, mdO, mdK, mdV = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, dout, dk, dv)]
         q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
         do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
-        # a warpgroup that computes some columns of dQ reads as many of K as a right operand: whole swizzles of them
-        part = tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
-        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=part)
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
         ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -274,7 +272,7 @@ class Call(Fixed):
     tmas: tuple
     tensors: tuple
     statistics: cute.Tensor
-    dq_sum: cute.Tensor | None
+    dq_sum: cute.Tensor
     turns: cute.Tensor | None
     order: WorkOrder
     scale: Float32
@@ -318,7 +316,16 @@ class Block(Fixed):
 
         self.sK, self.sV = tiles(k_layout), tiles(v_layout)
         self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
-        self.sdS = tiles(ds_layout) if tiling.reduce_dq else None  # (tile_m, tile_n, stage), keys contiguous
+        self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
+        # between warpgroups that share all keys: weights of dP - D in dS, in the order of registers
+        self.sW = None
+        if tiling.shared_keys:
+            self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
+
+
+def dq_columns(tiling: BackwardTiling) -> int:
+    """How many columns of dQ a warpgroup computes, so of K it reads as a right operand: whole swizzles of them."""
+    return tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
 
 
 def dq_product(tiling: BackwardTiling, dtype):
@@ -333,6 +340,35 @@ def dq_product(tiling: BackwardTiling, dtype):
         part = (tiling.tile_m // rows, tiling.d // width)
         majors = (k_major, mn_major)
     return hopper.make_trivial_tiled_mma(dtype, dtype, *majors, Float32, (1, 1, 1), (ROWS, part[1])), part
+
+
+def bind_dq(tiling: BackwardTiling, block: Block, warpgroup_index) -> tuple:
+    """A warpgroup's part of dQ = dS K: the product, the shape of its registers, its operands in shared memory."""
+    mma, part = dq_product(tiling, block.dtype)
+    dq = mma.get_slice(0)
+    sKt = _permuted(block.sK, (1, 0))  # (d, keys)
+    if tiling.dq_split == "transposed":
+        a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
+        b = block.sdS
+    elif tiling.dq_split == "columns":
+        a = block.sdS
+        b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))
+    else:
+        a = cute.local_tile(block.sdS, (part[0], tiling.tile_n), (warpgroup_index, 0, None))
+        b = sKt
+    operands = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
+    return mma, dq.partition_shape_C(part), *operands
+
+
+def add_to_sum(target: cute.Tensor, tQrdQ: cute.Tensor, warpgroup_index, thread) -> None:
+    """Registers added to fp32 memory: chunk j of thread t lies at 4 * (j * threads + t) of the warpgroup's part."""
+    count = cute.size(tQrdQ)
+    start = target.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
+    for j in range(count // 4):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[start + j * 4 * WARPGROUP, *(tQrdQ[4 * j + e] for e in range(4))],
+        )
 
 
 def _dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part) -> cute.Tensor:
@@ -377,8 +413,7 @@ class Consumer(Fixed):
         self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
-        if tiling.reduce_dq:
-            self._bind_dq(dtype)
+        self._bind_dq(dtype)
         # rows of the seam are queries (columns of this transposed product), columns are keys
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32)
@@ -387,20 +422,7 @@ class Consumer(Fixed):
 
     def _bind_dq(self, dtype):
         tiling, block = self.tiling, self.block
-        self.mma_dq, self.dq_part = dq_product(tiling, dtype)
-        dq = self.mma_dq.get_slice(0)
-        sKt = _permuted(block.sK, (1, 0))  # (d, keys)
-        if tiling.dq_split == "transposed":
-            a = cute.local_tile(sKt, (self.dq_part[0], tiling.tile_n), (self.warpgroup, 0))
-            b = block.sdS
-        elif tiling.dq_split == "columns":
-            a = block.sdS
-            b = cute.local_tile(sKt, (self.dq_part[1], tiling.tile_n), (self.warpgroup, 0))
-        else:
-            a = cute.local_tile(block.sdS, (self.dq_part[0], tiling.tile_n), (self.warpgroup, 0, None))
-            b = sKt
-        self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
-        self.dq_shape = dq.partition_shape_C(self.dq_part)
+        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, self.warpgroup)
         to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), dtype)
         self.store_ds = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
         sdSt = _permuted(block.sdS, (1, 0, 2))  # (keys, queries, stage)
@@ -451,28 +473,23 @@ class Consumer(Fixed):
             _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
-        if const_expr(self.tiling.reduce_dq):
-            stage = ds_slot.index
-            copy = self.store_ds
-            cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
-            cute.arch.fence_view_async_shared()
-            # with two buffers, whoever passes here has read the buffer that will be written next
-            self.sync_consumers()
-            tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-            _issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
-            _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
-            warpgroup.wait_group(1)
-            block.do_edge.release(do_slot, self.lane)
-            if const_expr(block.turn_edge is not None):
-                block.turn_edge.wait(turn_slot)
-            self.add_dq(call.dq_sum[self.work.b, self.head, m, None], tQrdQ)
-            if const_expr(block.turn_edge is not None):
-                cute.arch.sync_warp()
-                block.turn_edge.release(turn_slot, self.lane)
-        else:
-            _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
-            warpgroup.wait_group(1)
-            block.do_edge.release(do_slot, self.lane)
+        stage = ds_slot.index
+        copy = self.store_ds
+        cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
+        cute.arch.fence_view_async_shared()
+        # with two buffers, whoever passes here has read the buffer that will be written next
+        self.sync_consumers()
+        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
+        _issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
+        _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+        warpgroup.wait_group(1)
+        block.do_edge.release(do_slot, self.lane)
+        if const_expr(block.turn_edge is not None):
+            block.turn_edge.wait(turn_slot)
+        add_to_sum(call.dq_sum[self.work.b, self.head, m, None], tQrdQ, self.warpgroup, self.thread)
+        if const_expr(block.turn_edge is not None):
+            cute.arch.sync_warp()
+            block.turn_edge.release(turn_slot, self.lane)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
@@ -481,16 +498,6 @@ class Consumer(Fixed):
         if self.tiling.dq_split == "transposed":
             return a, b[None, None, None, stage]
         return a[None, None, None, stage], b
-
-    def add_dq(self, target: cute.Tensor, tQrdQ: cute.Tensor):
-        """Registers added to fp32 memory: chunk j of thread t lies at 4 * (j * threads + t) of the warpgroup's part."""
-        count = cute.size(tQrdQ)
-        start = target.iterator + (self.warpgroup * (count * WARPGROUP) + self.thread * 4)
-        for j in range(count // 4):
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[start + j * 4 * WARPGROUP, *(tQrdQ[4 * j + e] for e in range(4))],
-            )
 
     def sync_consumers(self):
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.tiling.warpgroups * WARPGROUP)
@@ -605,9 +612,7 @@ def fake_arguments(plan: BackwardPlan) -> tuple:
         fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
         fake_tensor(dtype, (batch, heads, q_len, dv)),
         fake_tensor(Float32, (2, batch, heads, rows), divisibility=4),
-        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4)
-        if tiling.reduce_dq
-        else None,
+        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
         fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
         fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
         fake_tensor(Int32, (batch, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,

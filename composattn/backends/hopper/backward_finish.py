@@ -8,7 +8,7 @@ from cutlass.memory import SmemAllocator
 
 from ...plan_backward import BackwardPlan
 from ...primitives.values import narrow
-from .backward import _dq_part, dq_product, element_type, fake_tensor, store_if, wait_if
+from .backward import _dq_part, dq_columns, dq_product, element_type, fake_tensor, store_if, wait_if
 from .forward import WARPGROUP, _partition, _permuted, tile_layout
 
 
@@ -31,7 +31,7 @@ class BackwardFinish:
     ):
         tiling = self.tiling
         self.dtype = dq.element_type
-        layout = tile_layout(self.dtype, tiling.tile_m, tiling.d)
+        layout = tile_layout(self.dtype, tiling.tile_m, tiling.d, slice_columns=dq_columns(tiling))
         tma, tensor = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), _permuted(dq, (2, 3, 1, 0)), layout, (tiling.tile_m, tiling.d)
         )

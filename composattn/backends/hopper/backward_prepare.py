@@ -7,6 +7,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ...plan_backward import BackwardPlan
 from ...primitives.delta import row_product, row_statistics
+from ...primitives.values import choose
 from .backward import element_type, fake_tensor
 
 THREADS = 256
@@ -36,7 +37,7 @@ class BackwardPrepare:
         lse: cute.Tensor,  # (B, Hq, Sq) fp32
         dlse: cute.Tensor | None,  # (B, Hq, Sq) fp32
         statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32
-        dq_sum: cute.Tensor | None,  # (B, Hq, tiles, tile_m * d) fp32
+        dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32
         stream,
     ):
         tiles = cute.ceil_div(out.shape[2], self.tiling.tile_m)
@@ -51,6 +52,7 @@ class BackwardPrepare:
         q_len = out.shape[2]
         member = thread % self.lanes
         at_once = THREADS // self.lanes
+        rows, products = [], []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
             local = step * at_once + thread // self.lanes
             q = tile * self.tiling.tile_m + local
@@ -62,34 +64,34 @@ class BackwardPrepare:
                     out[batch, head, None, None], dout[batch, head, None, None], q, column,
                     inside & (column < self.plan.head_dim_v),
                 )  # fmt: skip
-            product = row_product(product, self.lanes)
-            _store_statistics(
-                lse, dlse, statistics, batch, head, q, inside,
-                (member == 0) & (local < self.tiling.tile_m), product,
-            )  # fmt: skip
-        if const_expr(dq_sum is not None):
-            zeros = cute.make_rmem_tensor(4, Float32)
-            zeros.fill(0.0)
-            whole = dq_sum[batch, head, tile, None]
-            for chunk in cutlass.range_constexpr(self.tiling.tile_m * self.tiling.d // (4 * THREADS)):
-                place = whole.iterator + (chunk * THREADS + thread) * 4
-                cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
+            rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
+            products.append(product)
+        self.clear(dq_sum[batch, head, tile, None], thread)
+        for step in cutlass.range_constexpr(len(rows)):
+            _store_statistics(lse, dlse, statistics, batch, head, *rows[step], row_product(products[step], self.lanes))
+
+    def clear(self, whole: cute.Tensor, thread: Int32) -> None:
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for chunk in range(self.tiling.tile_m * self.tiling.d // (4 * THREADS)):
+            place = whole.iterator + (chunk * THREADS + thread) * 4
+            cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
 
 
-@cute.jit
 def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, inside: Boolean) -> Float32:
-    """Products of one thread's elements of a row, summed."""
+    """Products of one thread's elements of a row, summed; 0 where not `inside`."""
+    # no branch, so that the loads of all rows are under way at once: what lies outside reads the first row
+    q, column = choose(inside, q, 0), choose(inside, column, 0)
+    parts = []
+    for tensor in (out, dout):
+        row = tensor[q, None]
+        registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
+        cute.autovec_copy(cute.make_tensor(_aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
+        parts.append(registers)
     product = Float32(0.0)
-    if inside:
-        parts = []
-        for tensor in (out, dout):
-            row = tensor[q, None]
-            registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
-            cute.autovec_copy(cute.make_tensor(_aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
-            parts.append(registers)
-        for e in cutlass.range_constexpr(ELEMENTS):
-            product = product + parts[0][e].to(Float32) * parts[1][e].to(Float32)
-    return product
+    for e in range(ELEMENTS):
+        product = product + parts[0][e].to(Float32) * parts[1][e].to(Float32)
+    return choose(inside, product, Float32(0.0))
 
 
 def _aligned(pointer: cute.Pointer) -> cute.Pointer:
@@ -125,9 +127,7 @@ def kernel(plan: BackwardPlan) -> tuple:
         statistic(),
         statistic() if plan.has_dlse else None,
         fake_tensor(Float32, (2, batch, heads, rows), divisibility=4),
-        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4)
-        if tiling.reduce_dq
-        else None,
+        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return BackwardPrepare(plan), arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ...errors import UnsupportedHeadDim
 from ...graph.expr import Rate, walk
 from ...graph.program import Program
@@ -22,11 +24,13 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
     Raises `UnsupportedHeadDim`.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if max(d, dv) > 128:
+    if max(d, dv) > 256:
         raise UnsupportedHeadDim(
-            f'the gradient on backend="hopper" takes D and Dv up to 128, got {problem.head_dim} and '
+            f'the gradient on backend="hopper" takes D and Dv up to 256, got {problem.head_dim} and '
             f'{problem.head_dim_v}; use backend="streaming" for training'
         )
+    if max(d, dv) > 128:
+        return _shared_keys(d, dv, target)
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors,
     # with D 128 none for a score mod
     reads = _reads_an_element(program)
@@ -47,6 +51,16 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         early_dv=not (tall or wide),
         l2=16 << 20,
     )
+
+
+def _shared_keys(d: int, dv: int, target: Target) -> BackwardTiling:
+    """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
+    tiling = BackwardTiling(
+        tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
+        consumer_registers=240, producer_registers=24, early_dv=True, l2=16 << 20, shared_keys=True,
+    )  # fmt: skip
+    fits = tiling.shared_memory(2) <= target.shared_memory
+    return tiling if fits else dataclasses.replace(tiling, do_stages=1)
 
 
 def _reads_an_element(program: Program) -> bool:

@@ -1,0 +1,265 @@
+"""The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...plan_backward import BackwardPlan, BackwardTiling
+from ...primitives.emit_backward import BackwardMods
+from ...primitives.pipelines import Slot
+from ...primitives.score_tile import FragmentShape, ScoreTile
+from ...primitives.values import Fixed, narrow
+from .backward import (
+    CONSUMERS_BARRIER,
+    ROWS,
+    Block,
+    HopperBackward,
+    RowStatistic,
+    _queries_first,
+    add_to_sum,
+    bind_dq,
+    fake_arguments,
+    store_if,
+    wait_if,
+)
+from .forward import WARPGROUP, _issue, _partition, _permuted
+
+WEIGHTS_BARRIER = 2
+
+
+class HopperBackwardWide(HopperBackward):
+    """Roles: warp 0 copies; one warpgroup has P and dV of all keys of the block, the other one dS and dK.
+
+    Edges as in `HopperBackward`, and weights (P m'(s), fp32, registers of the one for registers of the other) and dS
+    through shared memory. Timeline for query tile i:
+
+        first:   Sᵀ issued | P, weights written | dV issued |         all: dS written | dQ issued | dQ to memory
+        second:  dPᵀ issued |        | dS from weights, written |                     | dQ, dK issued | dQ to memory
+
+    Each computes half of the columns of dQ.
+    """
+
+    def __repr__(self):
+        return "backward_wide"  # becomes part of the kernel's name
+
+    @cute.jit
+    def consume(self, call, block):
+        work = self.work_tile(call)
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
+            self.walk(call, block, ProbabilitySide(self.tiling, block, thread, work, 0))
+        else:
+            self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, work, 1))
+
+    @cute.jit
+    def walk(self, call, block, me):
+        tiling, work = self.tiling, me.work
+        q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
+        turn_slot = Slot.first(1)
+        ragged = (work.m + 1) * tiling.tile_n > call.kv_len
+        block.kv_edge.wait(Slot.first(1))
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            me.begin_head(self.mods, head, self.leaves(call, work, head))
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.first + i
+                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot, turn_slot)
+                    turn_slot = turn_slot.next()
+                    q_slot = q_slot.next()
+                    do_slot = do_slot.next()
+                    ds_slot = ds_slot.next()
+        me.finish(call)
+
+
+class Side(Fixed):
+    """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
+
+    def __init__(self, tiling: BackwardTiling, block: Block, thread, work, number: int):
+        self.tiling, self.block, self.work = tiling, block, work
+        self.warpgroup, self.thread = number, thread
+        self.lane = cute.arch.lane_idx()
+        stationary, moving, partner, columns = self.operands()
+        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        dtype = block.dtype
+        self.mma_s = hopper.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_m)
+        )
+        self.mma_sum = hopper.make_trivial_tiled_mma(
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, columns),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
+        self.tSra = s.make_fragment_A(s.partition_A(stationary))
+        self.tSrb = s.make_fragment_B(s.partition_B(moving))
+        self.tTrb = total.make_fragment_B(total.partition_B(_permuted(partner, (1, 0, 2))))
+        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
+        self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
+        self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
+        self.total.fill(0.0)
+        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
+        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
+        self.shape = FragmentShape(queries, (0, 8), 32)
+        self.first_kv = work.m * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
+        self.row = (self.lane % 4) * 2
+
+    def begin_head(self, mods: BackwardMods, head, leaves):
+        self.head = head
+
+    def statistics(self, shared: cute.Tensor, stage) -> RowStatistic:
+        return RowStatistic(shared[None, stage].iterator + self.row)
+
+    def left(self, values: cute.Tensor) -> cute.Tensor:
+        """Scores as left operand of the sum."""
+        operand = self.mma_sum.get_slice(0).make_fragment_A(self.left_shape)
+        narrow(operand, values)
+        return operand
+
+    def weights(self) -> list[cute.Tensor]:
+        """Shared memory of this thread's weights, four at a time."""
+        start = self.block.sW + self.thread * 4
+        count = self.tiling.tile_m * ROWS // (4 * WARPGROUP)
+        return [cute.make_tensor((start + j * 4 * WARPGROUP).align(16), cute.make_layout(4)) for j in range(count)]
+
+    def issue_dq(self, stage) -> cute.Tensor:
+        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
+        _issue(self.mma_dq, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
+        return tQrdQ
+
+    def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot):
+        edge = self.block.turn_edge
+        if const_expr(edge is not None):
+            edge.wait(turn_slot)
+        add_to_sum(call.dq_sum[self.work.b, self.head, m, None], tQrdQ, self.warpgroup, self.thread)
+        if const_expr(edge is not None):
+            cute.arch.sync_warp()
+            edge.release(turn_slot, self.lane)
+
+    def sync_consumers(self):
+        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    def finish(self, call):
+        """The sum through the shared memory of the stationary operand to its tensor."""
+        block, tiling, work = self.block, self.tiling, self.work
+        shared, number, columns = self.result(call)
+        self.sync_consumers()  # K has been read by all products
+        rounded = cute.make_rmem_tensor_like(self.total, block.dtype)
+        narrow(rounded, self.total)
+        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
+        copy = cute.make_tiled_copy_C(to_shared, self.mma_sum).get_slice(self.thread)
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
+        tensor = call.tensors[number]
+        tile = cute.local_tile(tensor[None, None, work.kv_head, work.b], (tiling.tile_n, columns), (work.m, 0))
+        source, target = _partition(call.tmas[number], shared, tile)
+        is_first = self.thread // 32 == 0
+        store_if(is_first, call.tmas[number], source, target)
+        wait_if(is_first)
+
+
+class ProbabilitySide(Side):
+    """S, P and dV."""
+
+    def operands(self):
+        block = self.block
+        return block.sK, block.sQ, block.sdO, self.tiling.dv
+
+    def begin_head(self, mods: BackwardMods, head, leaves):
+        self.head = head
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        self.has_slope = mods.slope is not None
+
+    def tile(self, scores, m) -> ScoreTile:
+        first_q = m * self.tiling.tile_m + self.row
+        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
+
+    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+        block = self.block
+        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        block.q_edge.wait(q_slot)
+        _issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
+        lse = self.statistics(block.sLse, q_slot.index)
+        scores = _queries_first(tSrS)
+        at = self.mods.evaluator(self.tile(scores, m))
+        warpgroup.wait_group(0)
+        weights = tSrS
+        if const_expr(self.has_slope):
+            # dS for dP - D = 1
+            weights = cute.make_rmem_tensor(self.scores_shape, Float32)
+            weights.fill(1.0)
+            self.mods.both(at, lse, _queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
+        else:
+            self.mods.probabilities(at, lse, tested)
+        block.q_edge.release(q_slot, self.lane)
+        for j, place in enumerate(self.weights()):
+            cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        tTrP = self.left(tSrS)
+        block.do_edge.wait(do_slot)
+        _issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
+        self.sync_consumers()
+        tQrdQ = self.issue_dq(ds_slot.index)
+        warpgroup.wait_group(1)
+        block.do_edge.release(do_slot, self.lane)
+        warpgroup.wait_group(0)
+        self.add_dq(call, m, tQrdQ, turn_slot)
+
+    def result(self, call):
+        return self.block.sV, 5, self.tiling.dv
+
+
+class GradientSide(Side):
+    """dP, dS and dK."""
+
+    def operands(self):
+        block = self.block
+        return block.sV, block.sdO, block.sQ, self.tiling.d
+
+    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+        block, stage = self.block, ds_slot.index
+        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        block.do_edge.wait(do_slot)
+        _issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
+        delta = self.statistics(block.sDelta, do_slot.index)
+        warpgroup.wait_group(0)
+        gradients = _queries_first(tSrdP)
+        for r in range(self.shape.rows):
+            for c in range(self.shape.columns):
+                gradients[r, c] = gradients[r, c] - delta[r]
+        block.do_edge.release(do_slot, self.lane)
+        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        for j, place in enumerate(self.weights()):
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(place, four)
+            for e in range(4):
+                tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
+        tTrdS = self.left(tSrdP)
+        copy, place = self.dS_store()
+        cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])
+        cute.arch.fence_view_async_shared()
+        self.sync_consumers()
+        tQrdQ = self.issue_dq(stage)
+        block.q_edge.wait(q_slot)
+        _issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
+        warpgroup.wait_group(1)
+        self.add_dq(call, m, tQrdQ, turn_slot)
+        warpgroup.wait_group(0)
+        block.q_edge.release(q_slot, self.lane)
+
+    def dS_store(self):
+        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), self.block.dtype)
+        copy = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
+        return copy, copy.partition_D(_permuted(self.block.sdS, (1, 0, 2)))  # (keys, queries, stage)
+
+    def result(self, call):
+        for i in range(cute.size(self.total)):
+            self.total[i] = self.total[i] * call.scale
+        return self.block.sK, 4, self.tiling.d
+
+
+def kernel(plan: BackwardPlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    return HopperBackwardWide(plan), fake_arguments(plan)
