@@ -177,6 +177,10 @@ class Suite:
     def test_random_calls(self, number: int, seed: int) -> None:
         check(self.attention, random_case(seed + number, FUSED).without_gradients())
 
+    @pytest.mark.parametrize("number", range(FUZZED))
+    def test_random_gradients(self, number: int, seed: int) -> None:
+        check(self.attention, random_case(seed + number, FUSED))
+
 
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
