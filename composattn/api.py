@@ -6,6 +6,7 @@ Everything but the last step is remembered by `Attention` for each form of input
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ class Attention:
     mask_mod: `(b, h, q_idx, kv_idx) -> bool`, a plain function or a `Mask`, True where q may attend to kv.
     scale: factor of q·k before the score mod; None is 1/sqrt(D).
     backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
+    deterministic: whether the fused backward sums in a fixed order, so that gradients are bitwise the same in every
+        run; None is as torch is set when they are computed (`torch.use_deterministic_algorithms`).
 
     The mods are traced here, once: Python numbers and globals that they use are constants from now on, captured
     tensors are held by reference and read at every call, and `ca.scalar` values are read at every call.
@@ -49,6 +52,7 @@ class Attention:
         mask_mod: MaskMod | None = None,
         scale: float | None = None,
         backend: str | None = None,
+        deterministic: bool | None = None,
     ) -> None:
         score = IDENTITY if score_mod is None else Score.of(score_mod)
         mask = ALL if mask_mod is None else Mask.of(mask_mod)
@@ -56,7 +60,7 @@ class Attention:
         backends.check_name(backend)
         self.program = Program(score.expr, mask.expr)
         self.names = (score.name, mask.name)
-        self.scale, self.backend = scale, backend
+        self.scale, self.backend, self.deterministic = scale, backend, deterministic
         self._begin()
 
     def _begin(self) -> None:
@@ -66,7 +70,7 @@ class Attention:
         self._numbers = len(self.program.scalars)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("program", "names", "scale", "backend")}
+        return {name: getattr(self, name) for name in ("program", "names", "scale", "backend", "deterministic")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -105,7 +109,7 @@ class Attention:
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
-        problem = Problem.of(q, k, v)
+        problem = dataclasses.replace(Problem.of(q, k, v), deterministic=self.deterministic)
         check_captures(self.program, problem)
         backend = backends.choose(self.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
@@ -180,6 +184,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
@@ -191,20 +196,27 @@ def attention(
     if torch.compiler.is_compiling():
         ready = isinstance(score_mod, Score | None) and isinstance(mask_mod, Mask | None)
         if not ready:
-            return _plan_outside(score_mod, mask_mod, scale, backend)(q, k, v, return_lse=return_lse)
+            return _plan_outside(score_mod, mask_mod, scale, backend, deterministic)(q, k, v, return_lse=return_lse)
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
-        return _as_operator(_plan_when_compiling(score_mod, mask_mod, scale, backend), q, k, v, return_lse)
-    return _plan(score_mod, mask_mod, scale, backend)(q, k, v, return_lse=return_lse)
+        plan = _plan_when_compiling(score_mod, mask_mod, scale, backend, deterministic)
+        return _as_operator(plan, q, k, v, return_lse)
+    return _plan(score_mod, mask_mod, scale, backend, deterministic)(q, k, v, return_lse=return_lse)
 
 
-def _plan(score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float | None, backend: str | None) -> Attention:
+def _plan(
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    backend: str | None,
+    deterministic: bool | None,
+) -> Attention:
     score = IDENTITY if score_mod is None else Score.of(score_mod)
     mask = ALL if mask_mod is None else Mask.of(mask_mod)
-    key = (score.expr, mask.expr, scale, backend)
+    key = (score.expr, mask.expr, scale, backend, deterministic)
     planned = _plain.get(key)
     if planned is None:
-        planned = Attention(score_mod=score, mask_mod=mask, scale=scale, backend=backend)
+        planned = Attention(score_mod=score, mask_mod=mask, scale=scale, backend=backend, deterministic=deterministic)
         # a remembered plan would keep captured tensors alive, so only plans without any are remembered
         if not planned.program.captures and not planned.program.scalars:
             if len(_plain) >= _PLAIN_LIMIT:
@@ -215,10 +227,14 @@ def _plan(score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float | N
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _plan_when_compiling(
-    score_mod: Score | None, mask_mod: Mask | None, scale: float | None, backend: str | None
+    score_mod: Score | None,
+    mask_mod: Mask | None,
+    scale: float | None,
+    backend: str | None,
+    deterministic: bool | None,
 ) -> Attention:
     """Mods that are values are the same as long as they are the same objects, which the compiled code checks."""
-    return _plan(score_mod, mask_mod, scale, backend)
+    return _plan(score_mod, mask_mod, scale, backend, deterministic)
 
 
 @torch._dynamo.disable(  # type: ignore[untyped-decorator]
@@ -226,6 +242,10 @@ def _plan_when_compiling(
     "region can't do: make ca.Attention(...), or ca.Mask.of / ca.Score.of, outside of it and use that inside"
 )
 def _plan_outside(
-    score_mod: ScoreMod | None, mask_mod: MaskMod | None, scale: float | None, backend: str | None
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    backend: str | None,
+    deterministic: bool | None,
 ) -> Attention:
-    return _plan(score_mod, mask_mod, scale, backend)
+    return _plan(score_mod, mask_mod, scale, backend, deterministic)
