@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .errors import GradientUnsupported
+
 Grads = tuple[torch.Tensor | None, ...]
 
 
@@ -43,8 +45,8 @@ class Differentiable(Protocol):
     ) -> Grads:
         """(dq, dk, dv, *d captured); `wanted` says which of them matter, the others may be None.
 
-        Where grad mode is on, the results have to be differentiable functions of all tensor arguments, or the
-        backend refuses.
+        Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a backend with
+        an attribute `differentiable_twice` that is False is not called so, and who differentiates again is refused.
         """
 
 
@@ -76,6 +78,34 @@ class _Attend(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (len(wanted) + 1)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = ctx.call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
+        if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
+            grads = _Once.apply(ctx.call, wanted, q, k, v, out, lse, dout, dlse, *captured)
+        else:
+            with torch.autocast(q.device.type, enabled=False):
+                grads = ctx.call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
         return (None, *(g if w else None for g, w in zip(grads, wanted, strict=True)))
+
+
+class _Once(torch.autograd.Function):
+    """A backward that can't be differentiated again, where grad mode is on: torch.func.grad, create_graph=True.
+
+    Being a Function, it receives plain tensors where torch.func wraps them, and refuses only who asks for more.
+    """
+
+    @staticmethod
+    def forward(call: Differentiable, wanted: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+        out, lse, dout, dlse, *captured = more
+        with torch.autocast(q.device.type, enabled=False):
+            grads = call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
+        return tuple(q.new_empty(0) if g is None else g for g in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise GradientUnsupported(
+            'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
+            "whose gradients are"
+        )

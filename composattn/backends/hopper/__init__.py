@@ -90,6 +90,8 @@ class HopperCall:
 class HopperAttend:
     """One differentiable call, with the run-time numbers of its moment: a `Differentiable`."""
 
+    differentiable_twice = False
+
     def __init__(self, call: HopperCall, scalars: Sequence[float | int]) -> None:
         self.call, self.captures, self.scalars = call, call.captures, scalars
 

@@ -1,0 +1,51 @@
+"""The generated kernels, emulated, inside torch's machinery: what needs no GPU to go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+
+def biased() -> tuple[ca.Attention, torch.Tensor]:
+    table = torch.randn(1, 301, requires_grad=True)
+    attention = ca.Attention(
+        score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 150],
+        mask_mod=lambda b, h, q, kv: q >= kv,
+        backend="hopper-emulated",
+    )
+    return attention, table
+
+
+def draw(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randn(1, 1, 100, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def loss(attention: ca.Attention, *x: torch.Tensor) -> torch.Tensor:
+    out, lse = attention(*x, return_lse=True)
+    return out.float().sin().sum() + lse.cos().sum()
+
+
+def test_compile_func_and_second_derivatives(generator: torch.Generator) -> None:
+    attention, table = biased()
+    inputs = draw(generator)
+    wanted = torch.autograd.grad(loss(attention, *inputs), [*inputs, table])
+
+    compiled = torch.compile(lambda *x: loss(attention, *x), fullgraph=True, backend="aot_eager")
+    for got, want in zip(torch.autograd.grad(compiled(*inputs), [*inputs, table]), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+    plain = [t.detach() for t in inputs]
+    found: Any = torch.func.grad(lambda *x: loss(attention, *x), argnums=(0, 1, 2))(*plain)
+    for got, want in zip(found, wanted[:3], strict=True):
+        torch.testing.assert_close(got, want)
+
+    (dq,) = torch.autograd.grad(loss(attention, *inputs), inputs[:1], create_graph=True)
+    torch.testing.assert_close(dq, wanted[0])
+    with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):
+        torch.autograd.grad(dq.float().pow(2).sum(), inputs)
