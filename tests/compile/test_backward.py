@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+from composattn.backends.hopper.gradient import HopperGradient
 from composattn.compile import Artifact, compile_offline
 from composattn.graph.mask import Mask
 from composattn.graph.program import Program
@@ -33,10 +35,11 @@ MODS = {
 }
 
 
-def plans(mods: str, d: int, dtype: torch.dtype = torch.bfloat16) -> BackwardPlans:
+def plans(mods: str, d: int, dtype: torch.dtype = torch.bfloat16, *, deterministic: bool = False) -> BackwardPlans:
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
-    return plan_backward(Problem(1, 4, 2, 8, 8, d, d, dtype, torch.device("cuda")), program, HOPPER)
+    problem = Problem(1, 4, 2, 8, 8, d, d, dtype, torch.device("cuda"))
+    return plan_backward(problem, program, HOPPER, deterministic=deterministic)
 
 
 CASES = [(m, d) for m in MODS for d in (64, 128)] + [("plain-causal", 32), ("plain-causal", 96)]
@@ -84,6 +87,32 @@ def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
         assert made.spills == 0
         assert made.mnemonics["WARPGROUP"] <= 14
         assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mods", ["plain-causal", "document"])
+def test_a_fixed_order_costs_no_registers(mods: str, d: int, folder: Path) -> None:
+    plan = plans(mods, d, deterministic=True).main
+    made = compile_offline(plan, folder)
+    assert not made.stack and made.spills == 0
+    if made.mnemonics:
+        assert made.mnemonics["WARPGROUP"] <= 14
+    assert plan.key != plans(mods, d).main.key
+
+
+def test_who_asks_for_a_fixed_order_gets_it() -> None:
+    problem = Problem(1, 4, 2, 8, 8, 64, 64, torch.bfloat16, torch.device("cuda"))
+    answers = []
+    for asked in (None, False, True):
+        gradient = HopperGradient(dataclasses.replace(problem, deterministic=asked), Program(None, None), 1.0, HOPPER)
+        was = torch.are_deterministic_algorithms_enabled()
+        try:
+            for setting in (False, True):
+                torch.use_deterministic_algorithms(setting)
+                answers.append(gradient.deterministic())
+        finally:
+            torch.use_deterministic_algorithms(was)
+    assert answers == [False, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("d", [128, 256])
