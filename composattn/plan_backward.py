@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from .graph import bands
-from .graph.bands import TileInterval
+from .graph.bands import TileInterval, tile_intervals_transposed
 from .graph.expr import Capture, const, content_key, index
 from .graph.expr import captures as captures_of
 from .graph.program import PLAIN, Program
@@ -178,16 +177,12 @@ def plan_backward(
 EVERY_QUERY = (TileInterval(const(0), index("q_len"), const(0), index("q_len")),)
 """No mask: every query, without a test."""
 
-UNKNOWN_QUERIES = (TileInterval(const(0), index("q_len"), const(0), const(0)),)
-"""Nothing is known of the mask: every query, with the test."""
-
 
 def query_intervals(program: Program) -> tuple[TileInterval, ...]:
     """Which queries a tile of keys visits (`first` and `last` are keys there), from the mask."""
     if program.mask is None:
         return EVERY_QUERY
-    derive = getattr(bands, "tile_intervals_transposed", None)
-    return UNKNOWN_QUERIES if derive is None else derive(program.mask)
+    return tile_intervals_transposed(program.mask)
 
 
 def _captured(program: Program, intervals: tuple[TileInterval, ...]) -> tuple[Capture, ...]:
