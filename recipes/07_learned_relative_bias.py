@@ -4,7 +4,7 @@ A teacher attends with a hidden bias; the student starts from none and learns th
 """
 
 import torch
-from common import best_device, training_backend
+from common import best_device
 
 import composattn as ca
 from composattn.mods import causal
@@ -27,7 +27,7 @@ def by_distance(bias):
 
 
 teacher = ca.Attention(score_mod=by_distance(hidden), mask_mod=causal())
-student = ca.Attention(score_mod=by_distance(learned), mask_mod=causal(), backend=training_backend(device))
+student = ca.Attention(score_mod=by_distance(learned), mask_mod=causal())
 optimizer = torch.optim.Adam([learned], lr=0.05)
 
 first = None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import OUT, best_device, training_backend
+from common import OUT, best_device
 from torch import Tensor, nn
 
 import composattn as ca
@@ -169,13 +169,12 @@ def main() -> None:
 
     device, dtype = best_device()
     dtype = torch.bfloat16 if options.bf16 else dtype
-    backend = training_backend(device)
     corpus = Corpus.of_standard_library(options.bytes)
     frequencies = corpus.bits_of_frequencies()
     print(f"{len(corpus.names)} files, {len(corpus.data)} bytes; from frequencies alone {frequencies:.3f} bits each")
 
     print(f"training on {device}, attention in {str(dtype)[6:]}:")
-    ours = train(corpus, options.steps, options.steps, backend, device, dtype)
+    ours = train(corpus, options.steps, options.steps, None, device, dtype)
     print('the same with backend="reference":')
     repeated = min(options.steps, options.reference_steps)
     reference = train(corpus, repeated, options.steps, "reference", device, dtype)
