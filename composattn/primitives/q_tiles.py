@@ -21,11 +21,17 @@ class QueryRun(Fixed):
     full_start: Any
     full_stop: Any
 
+    def tile(self, i: Any) -> Any:
+        """The tile visited `i`-th, 0 <= i < count."""
+        return self.first + i
+
+    def tested(self, i: Any) -> Any:
+        """Whether an element of the `i`-th tile may be invisible."""
+        tile = self.tile(i)
+        return (tile < self.full_start) | (tile >= self.full_stop)
+
     def visits(self, tile: Any) -> Any:
         return (tile >= self.first) & (tile < self.first + self.count)
-
-    def tested(self, tile: Any) -> Any:
-        return (tile < self.full_start) | (tile >= self.full_stop)
 
 
 def query_runs(

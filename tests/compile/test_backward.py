@@ -130,13 +130,13 @@ def test_query_tiles_are_visited_once_and_cover_the_intervals() -> None:
         begins, stops = sorted(e[0] for e in ends), sorted(e[1] for e in ends)
         intervals = [(b, s, b + 5, s - 5) for b, s in zip(begins, stops, strict=True)]
         runs = query_runs(intervals, q_len, 64, padding_is_harmless=True)
-        visited = [r.first + i for r in runs for i in range(max(r.count, 0))]
+        visited = [r.tile(i) for r in runs for i in range(max(r.count, 0))]
         assert len(visited) == len(set(visited)) and visited == sorted(visited)
         wanted = {q // 64 for b, s, _, _ in intervals for q in range(max(b, 0), min(s, q_len))}
         assert wanted <= set(visited)
         for r in runs:
             for i in range(max(r.count, 0)):
-                tile = r.first + i
-                if not r.tested(tile):
+                tile = r.tile(i)
+                if not r.tested(i):
                     rows = range(tile * 64, min(tile * 64 + 64, q_len))
                     assert any(all(fb <= q < fe for q in rows) for _, _, fb, fe in intervals)

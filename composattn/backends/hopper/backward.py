@@ -189,7 +189,7 @@ class HopperBackward:
             tdOsdO, tdOgdO = _partition(tma_do, block.sdO, gdO)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
-                    m = run.first + i
+                    m = run.tile(i)
                     bar = block.q_edge.acquire(q_slot)
                     cute.copy(tma_q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
                     with cute.arch.elect_one():
@@ -212,7 +212,7 @@ class HopperBackward:
             head = work.kv_head * call.group + member
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
-                    m = run.first + i
+                    m = run.tile(i)
                     turn = call.turns[work.b, head, None].iterator + m
                     before = self.blocks_before(call, work, head, m, lane)
                     _wait_for(turn, before)
@@ -244,9 +244,13 @@ class HopperBackward:
 
     @cute.jit
     def consume(self, call, block):
-        tiling = self.tiling
         work = self.work_tile(call)
-        me = Consumer(tiling, block, cute.arch.thread_idx()[0] - WARPGROUP, work)
+        self.walk(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP, work))
+
+    @cute.jit
+    def walk(self, call, block, me):
+        """One warpgroup over all query tiles of all heads of the group."""
+        tiling, work = self.tiling, me.work
         turn_slot = Slot.first(1)
         q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
         ragged = (work.m + 1) * tiling.tile_n > call.kv_len
@@ -256,8 +260,7 @@ class HopperBackward:
             me.begin_head(self.mods, head, self.leaves(call, work, head))
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
-                    m = run.first + i
-                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot, turn_slot)
+                    me.step(call, run.tile(i), ragged | run.tested(i), q_slot, do_slot, ds_slot, turn_slot)
                     turn_slot = turn_slot.next()
                     q_slot = q_slot.next()
                     do_slot = do_slot.next()

@@ -1,6 +1,5 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -8,7 +7,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...plan_backward import BackwardPlan, BackwardTiling
 from ...primitives.emit_backward import BackwardMods
-from ...primitives.pipelines import Slot
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.values import Fixed, narrow
 from .backward import (
@@ -52,26 +50,6 @@ class HopperBackwardWide(HopperBackward):
             self.walk(call, block, ProbabilitySide(self.tiling, block, thread, work, 0))
         else:
             self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, work, 1))
-
-    @cute.jit
-    def walk(self, call, block, me):
-        tiling, work = self.tiling, me.work
-        q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
-        turn_slot = Slot.first(1)
-        ragged = (work.m + 1) * tiling.tile_n > call.kv_len
-        block.kv_edge.wait(Slot.first(1))
-        for member in cutlass.range(call.group, unroll=1):
-            head = work.kv_head * call.group + member
-            me.begin_head(self.mods, head, self.leaves(call, work, head))
-            for run in self.query_tiles(call, work, head):
-                for i in cutlass.range(run.count, unroll=1):
-                    m = run.first + i
-                    me.step(call, m, ragged | run.tested(m), q_slot, do_slot, ds_slot, turn_slot)
-                    turn_slot = turn_slot.next()
-                    q_slot = q_slot.next()
-                    do_slot = do_slot.next()
-                    ds_slot = ds_slot.next()
-        me.finish(call)
 
 
 class Side(Fixed):
