@@ -1,9 +1,10 @@
 """Which kv tiles a q tile visits, in which order, and which of them need a test.
 
-Comes in as runs of kv positions (`TileInterval` of the graph, evaluated for the q tile at hand) and goes out as
-tiles: from the highest to the lowest, so that the one tile that may reach beyond the sequence comes first. That
-first tile is always tested and stands apart, as pipelines start with it; what follows are loops whose tiles are all
-tested or all free of tests. Takes Python ints as well as kernel values, so the rule is checked with no GPU.
+Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
+of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
+with it; what follows are loops whose tiles are all tested or all free of tests. Runs go from the highest tile to the
+lowest, so that the one tile that may reach beyond the sequence comes first; in a list it stands among the tested ones.
+Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 from .interval_shape import IntervalShape
 from .values import Fixed, choose, larger, smaller
 
+WHOLE: tuple[Any, Any] = (0, 1)
+"""The split (s, n) of who visits all tiles; any other visits the s-th of n parts of each interval, or of a list."""
+
 
 @dataclasses.dataclass
 class Segment(Fixed):
@@ -22,6 +26,9 @@ class Segment(Fixed):
     first: Any
     count: Any
     tested: bool
+
+    def tile(self, i: Any) -> Any:
+        return self.first - i
 
 
 @dataclasses.dataclass
@@ -37,6 +44,9 @@ class Run(Fixed):
     full_stop: Any
     shape: IntervalShape
 
+    def tile(self, i: Any) -> Any:
+        return self.first - i
+
     def segments(self) -> list[Segment]:
         if not self.shape.full:
             return [Segment(self.first, self.count, True)]
@@ -47,12 +57,28 @@ class Run(Fixed):
 
 
 @dataclasses.dataclass
+class ListedRun(Fixed):
+    """`count` tiles of a list, `row[start]` and on; `tested` as of a `Segment`, which a run of a list is as well."""
+
+    row: Any
+    start: Any
+    count: Any
+    tested: bool
+
+    def tile(self, i: Any) -> Any:
+        return self.row[self.start + i]
+
+    def segments(self) -> list[ListedRun]:
+        return [self]
+
+
+@dataclasses.dataclass
 class TileSequence(Fixed):
     """`first` is the first tile visited, if `count` (all tiles) is above 0; the rest follows in `runs`."""
 
     first: Any
     count: Any
-    runs: list[Run]
+    runs: list[Run] | list[ListedRun]
 
 
 def visit(
@@ -60,19 +86,21 @@ def visit(
     shapes: tuple[IntervalShape, ...],
     kv_len: Any,
     tile_n: int,
+    split: tuple[Any, Any] = WHOLE,
 ) -> TileSequence:
     """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
     bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
     first, total, runs = 0, 0, []
     for (begin, end, full_begin, full_end), shape in reversed(list(zip(intervals, shapes, strict=True))):
-        start = larger(begin, 0) // tile_n
+        begin, end = larger(begin, 0), smaller(end, kv_len)
+        start = begin // tile_n
         stop = smaller((larger(end, 0) + (tile_n - 1)) // tile_n, bound)
-        count = larger(stop - start, 0)
-        some = count > 0
-        bound = choose(some, start, bound)
+        count = choose(end > begin, larger(stop - start, 0), 0)
+        bound = choose(count > 0, start, bound)
+        start, count = _part(start, count, split)
         # the first tile of all is taken out of the first interval that has any
-        taken = choose(some & (total == 0), 1, 0)
-        first = choose(taken == 1, stop - 1, first)
+        taken = choose((count > 0) & (total == 0), 1, 0)
+        first = choose(taken == 1, start + count - 1, first)
         total = total + count
         stop, count = start + count - taken, count - taken
         full_stop, full_start = stop, start
@@ -85,3 +113,29 @@ def visit(
                 full_start = smaller(full_start, full_stop)
         runs.append(Run(stop - 1, count, full_start, full_stop, shape))
     return TileSequence(first, total, runs)
+
+
+def listed(row: Any, partial: Any, full: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
+    """Tiles of a list: `partial` ones that need a test, then `full` ones that don't. `row` has at least one entry."""
+    tested, tests = _part(0, partial, split)
+    free, frees = _part(partial, full, split)
+    from_tested = choose(tests > 0, 1, 0)
+    from_free = choose((frees > 0) & (from_tested == 0), 1, 0)
+    first = row[choose(from_tested == 1, tested, choose(from_free == 1, free, 0))]
+    return TileSequence(
+        first,
+        tests + frees,
+        [
+            ListedRun(row, tested + from_tested, tests - from_tested, True),
+            ListedRun(row, free + from_free, frees - from_free, False),
+        ],
+    )
+
+
+def _part(start: Any, count: Any, split: tuple[Any, Any]) -> tuple[Any, Any]:
+    """(start, count) of the part of `count` tiles from `start` on that a split visits."""
+    if split is WHOLE:
+        return start, count
+    s, n = split
+    low, high = count * s // n, count * (s + 1) // n
+    return start + low, high - low

@@ -45,9 +45,10 @@ def query_runs(
     seen: Any = 0  # tiles below it have been visited
     runs = []
     for begin, end, full_begin, full_end in intervals:
-        start = larger(larger(begin, 0) // tile_m, seen)
+        begin, end = larger(begin, 0), smaller(end, q_len)
+        start = larger(begin // tile_m, seen)
         stop = smaller((larger(end, 0) + (tile_m - 1)) // tile_m, tiles)
-        count = larger(stop - start, 0)
+        count = choose(end > begin, larger(stop - start, 0), 0)
         seen = choose(count > 0, stop, seen)
         full_start = (larger(full_begin, 0) + (tile_m - 1)) // tile_m
         full_stop = larger(smaller(full_end, q_len), 0) // tile_m

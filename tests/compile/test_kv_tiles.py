@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import TileSequence, visit
+from composattn.primitives.kv_tiles import WHOLE, TileSequence, listed, visit
 
 
 def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
@@ -19,7 +19,8 @@ def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
     for run in sequence.runs:
         for segment in run.segments():
             assert segment.count >= 0
-            tiles += [(segment.first - i, segment.tested) for i in range(segment.count)]
+            tiles += [(segment.tile(i), segment.tested) for i in range(segment.count)]
+        assert [run.tile(i) for i in range(run.count)] == [tile for tile, _ in tiles[len(tiles) - run.count :]]
     return tiles
 
 
@@ -67,3 +68,40 @@ def test_visits_what_is_visible_once_and_tests_what_is_partly_hidden() -> None:
                 untested += 1
                 assert full.issuperset(range(tile * tile_n, (tile + 1) * tile_n))
     assert untested > 1000
+
+
+def test_an_empty_interval_visits_no_tile() -> None:
+    for begin, end in ((5, 5), (13, 2), (60, 90), (-9, 0), (-9, -3)):
+        sequence = visit([(begin, end, begin, end)], (IntervalShape(),), 60, 8)
+        assert sequence.count == 0 and visited(sequence) == []
+
+
+def test_parts_of_a_split_visit_together_what_the_whole_does() -> None:
+    rng = random.Random(1)
+    for _ in range(5_000):
+        tile_n, kv_len, n = rng.choice((4, 8)), rng.randint(0, 60), rng.randint(1, 5)
+        intervals, shapes = draw(rng, kv_len)
+        whole = dict(visited(visit(intervals, shapes, kv_len, tile_n)))
+        parts = [visited(visit(intervals, shapes, kv_len, tile_n, (s, n))) for s in range(n)]
+        together = [tile for part in parts for tile, _ in part]
+        assert sorted(together) == sorted(whole)
+        for part in parts:  # the first tile of a part is tested, whatever the whole does with it
+            assert all(tested == whole[tile] or tile == next(iter(whole)) for tile, tested in part[1:])
+            assert [tile for tile, _ in part] == sorted((tile for tile, _ in part), reverse=True)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
+    rng = random.Random(2)
+    for _ in range(5_000):
+        partial, full = rng.randint(0, 5), rng.randint(0, 5)
+        row = rng.sample(range(50), partial + full + rng.randint(0, 3)) or [0]
+        splits = [WHOLE] if n == 1 else [(s, n) for s in range(n)]
+        tiles = [visited(listed(row, partial, full, s)) for s in splits]
+        together = [tile for part in tiles for tile, _ in part]
+        assert sorted(together) == sorted(row[: partial + full])
+        for part in tiles:
+            tests = [tested for _, tested in part]
+            assert tests == sorted(tests, reverse=True)
+            assert {tile for tile, tested in part if not tested} <= set(row[partial : partial + full])
+            assert {tile for tile, tested in part[1:] if tested} <= set(row[:partial])

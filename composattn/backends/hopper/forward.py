@@ -176,13 +176,14 @@ class HopperForward:
             before = tiles.first  # V follows K one tile behind, as consumers want it
             for run in tiles.runs:
                 for i in cutlass.range(run.count, unroll=1):
+                    tile = run.tile(i)
                     bar = block.k_edge.acquire(k_slot)
-                    cute.copy(tma_k, tKgK[None, run.first - i], tKsK[None, k_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tma_k, tKgK[None, tile], tKsK[None, k_slot.index], tma_bar_ptr=bar)
                     k_slot = k_slot.next()
                     bar = block.v_edge.acquire(v_slot)
                     cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
                     v_slot = v_slot.next()
-                    before = run.first - i
+                    before = tile
             bar = block.v_edge.acquire(v_slot)
             cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
             v_slot = v_slot.next()
@@ -216,7 +217,7 @@ class HopperForward:
             for run in tiles.runs:
                 for segment in run.segments():
                     for i in cutlass.range(segment.count, unroll=1):
-                        me.step(segment.first - i, segment.tested, k_slot, v_slot)
+                        me.step(segment.tile(i), segment.tested, k_slot, v_slot)
                         k_slot = k_slot.next()
                         v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
