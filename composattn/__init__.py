@@ -7,6 +7,8 @@ from .flex import flex_attention
 from .graph.mask import Mask
 from .graph.score import Score
 from .graph.trace import Scalar
+from .schedule import Schedule
+from .sequences import Paged, Varlen
 
 __version__ = "0.1.0"
 
@@ -23,8 +25,11 @@ __all__ = [
     "Attention",
     "ComposattnError",
     "Mask",
+    "Paged",
     "Scalar",
+    "Schedule",
     "Score",
+    "Varlen",
     "attention",
     "backends",
     "errors",

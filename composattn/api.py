@@ -18,10 +18,13 @@ from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
 from .problem import Problem, softmax_scale
+from .schedule import AUTO, Schedule
+from .sequences import Paged, Sequences, Varlen
 
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
 
+_STATE = ("program", "names", "scale", "backend", "deterministic", "schedule")  # what copies and pickles keep
 _FORMS_LIMIT = 4096  # forms of inputs that one Attention remembers, before it starts anew
 
 
@@ -38,11 +41,13 @@ class Attention:
     backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
     deterministic: whether the fused backward sums in a fixed order, so that gradients are bitwise the same in every
         run; None is as torch is set when they are computed (`torch.use_deterministic_algorithms`).
+    schedule: order and division of the work, see `Schedule`; None is all as the plan chooses.
 
     The mods are traced here, once: Python numbers and globals that they use are constants from now on, captured
     tensors are held by reference and read at every call, and `ca.scalar` values are read at every call.
 
-    Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`.
+    Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`,
+    `InvalidSchedule`.
     """
 
     def __init__(
@@ -53,14 +58,18 @@ class Attention:
         scale: float | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         score = IDENTITY if score_mod is None else Score.of(score_mod)
         mask = ALL if mask_mod is None else Mask.of(mask_mod)
         softmax_scale(scale, 1)
         backends.check_name(backend)
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
         self.program = Program(score.expr, mask.expr)
         self.names = (score.name, mask.name)
         self.scale, self.backend, self.deterministic = scale, backend, deterministic
+        self.schedule = AUTO if schedule is None else schedule
         self._begin()
 
     def _begin(self) -> None:
@@ -70,46 +79,72 @@ class Attention:
         self._numbers = len(self.program.scalars)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("program", "names", "scale", "backend", "deterministic")}
+        return {name: getattr(self, name) for name in _STATE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool = False,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
 
-        q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. A row with nothing to
-        attend gives out 0, lse -inf and zero gradients. Differentiable in q, k, v, captured tensors, through both.
+        q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. With `varlen` packed
+        (total, H, D) tensors and lse (Hq, total_q); with `paged` k and v in pages. A row with nothing to attend gives
+        out 0, lse -inf and zero gradients. Differentiable in q, k, v, captured tensors, through both; not `paged`.
 
         Raises: the `InvalidArgument`s, `BackendUnavailable`, `GradientUnsupported`.
         """
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return _as_operator(self, q, k, v, return_lse)
-        out, lse = self.prepared(q, k, v)(q, k, v, return_lse)
+            return _as_operator(self, q, k, v, return_lse, varlen, paged)
+        call = self.prepared(q, k, v, varlen, paged)
+        if paged is not None:
+            refuse_gradient(q, k, v, *self.program.captures)
+        out, lse = call(q, k, v, return_lse, Sequences.of(varlen, paged))
         return (out, lse) if return_lse else out  # type: ignore[return-value]
 
-    def prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
+    def prepared(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> backends.Call:
         """The prepared call for inputs of this form, remembered."""
         try:
-            form = _form(q, k, v)
+            form = _form(q, k, v, varlen, paged)
         except (AttributeError, TypeError, RuntimeError):
-            Problem.of(q, k, v)  # not tensors, or not strided ones: says which
+            Problem.of(q, k, v, varlen, paged)  # not tensors, or not strided ones: says which
             raise
         call = self._prepared.get(form)
         if call is None:
             if len(self._prepared) >= _FORMS_LIMIT:
                 self._prepared.clear()
-            call = self._prepared[form] = self.prepare(q, k, v)
+            call = self._prepared[form] = self.prepare(q, k, v, varlen, paged)
         return call
 
-    def prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.Call:
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
-        problem = dataclasses.replace(Problem.of(q, k, v), deterministic=self.deterministic)
+        problem = Problem.of(q, k, v, varlen, paged)
+        problem = dataclasses.replace(problem, deterministic=self.deterministic, schedule=self.schedule)
         check_captures(self.program, problem)
         backend = backends.choose(self.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
@@ -128,18 +163,40 @@ class Attention:
         return f"Attention(score_mod={score}, mask_mod={mask})"
 
 
-def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+def _form(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None, paged: Paged | None
+) -> tuple[Any, ...]:
     """All that planning may look at; what `Attention` remembers a prepared call by."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        None if varlen is None else varlen.form, None if paged is None else paged.form,
     )  # fmt: skip
 
 
-def _as_operator(plan: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
+def _as_operator(
+    plan: Attention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: bool,
+    varlen: Varlen | None,
+    paged: Paged | None,
+) -> Any:
     """A call as torch.compile and fake tensors see it."""
+    if varlen is not None or paged is not None:
+        raise errors.UnsupportedSequences("varlen and paged are not taken inside of torch.compile yet; call it outside")
     out, lse, _ = torch.ops.composattn.attend(q, k, v, plan._inputs, plan._number, plan._numbers, return_lse)
     return (out, lse) if return_lse else out
+
+
+def refuse_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captures: Any) -> None:
+    """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *(c.tensor for c in captures))):
+        raise errors.GradientUnsupported(
+            "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
+            "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
+        )
 
 
 def _autocast(*tensors: Any) -> Any:
@@ -185,6 +242,9 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
     deterministic: bool | None = None,
+    varlen: Varlen | None = None,
+    paged: Paged | None = None,
+    schedule: Schedule | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
@@ -192,16 +252,20 @@ def attention(
     call (tens of microseconds), so what it closes over may change between calls; ready mods and `Attention` are not.
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
+    Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
+    (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
     if torch.compiler.is_compiling():
         ready = isinstance(score_mod, Score | None) and isinstance(mask_mod, Mask | None)
         if not ready:
-            return _plan_outside(score_mod, mask_mod, scale, backend, deterministic)(q, k, v, return_lse=return_lse)
+            plan = _plan_outside(score_mod, mask_mod, scale, backend, deterministic, schedule)
+            return plan(q, k, v, return_lse=return_lse, varlen=varlen, paged=paged)
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
-        plan = _plan_when_compiling(score_mod, mask_mod, scale, backend, deterministic)
-        return _as_operator(plan, q, k, v, return_lse)
-    return _plan(score_mod, mask_mod, scale, backend, deterministic)(q, k, v, return_lse=return_lse)
+        plan = _plan_when_compiling(score_mod, mask_mod, scale, backend, deterministic, schedule)
+        return _as_operator(plan, q, k, v, return_lse, varlen, paged)
+    plan = _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)
+    return plan(q, k, v, return_lse=return_lse, varlen=varlen, paged=paged)
 
 
 def _plan(
@@ -210,13 +274,21 @@ def _plan(
     scale: float | None,
     backend: str | None,
     deterministic: bool | None,
+    schedule: Schedule | None,
 ) -> Attention:
     score = IDENTITY if score_mod is None else Score.of(score_mod)
     mask = ALL if mask_mod is None else Mask.of(mask_mod)
-    key = (score.expr, mask.expr, scale, backend, deterministic)
+    key = (score.expr, mask.expr, scale, backend, deterministic, schedule)
     planned = _plain.get(key)
     if planned is None:
-        planned = Attention(score_mod=score, mask_mod=mask, scale=scale, backend=backend, deterministic=deterministic)
+        planned = Attention(
+            score_mod=score,
+            mask_mod=mask,
+            scale=scale,
+            backend=backend,
+            deterministic=deterministic,
+            schedule=schedule,
+        )
         # a remembered plan would keep captured tensors alive, so only plans without any are remembered
         if not planned.program.captures and not planned.program.scalars:
             if len(_plain) >= _PLAIN_LIMIT:
@@ -232,9 +304,10 @@ def _plan_when_compiling(
     scale: float | None,
     backend: str | None,
     deterministic: bool | None,
+    schedule: Schedule | None,
 ) -> Attention:
     """Mods that are values are the same as long as they are the same objects, which the compiled code checks."""
-    return _plan(score_mod, mask_mod, scale, backend, deterministic)
+    return _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)
 
 
 @torch._dynamo.disable(  # type: ignore[untyped-decorator]
@@ -247,5 +320,6 @@ def _plan_outside(
     scale: float | None,
     backend: str | None,
     deterministic: bool | None,
+    schedule: Schedule | None,
 ) -> Attention:
-    return _plan(score_mod, mask_mod, scale, backend, deterministic)
+    return _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)

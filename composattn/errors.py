@@ -94,15 +94,15 @@ class InvalidArgument(ComposattnError, ValueError):
 
 
 class NotATensor(InvalidArgument, TypeError):
-    """q, k or v is not a torch.Tensor."""
+    """q, k, v or a tensor of sequence lengths is not a torch.Tensor."""
 
 
 class WrongRank(InvalidArgument):
-    """q, k or v does not have the four dimensions (B, H, S, D)."""
+    """q, k or v does not have the dimensions (B, H, S, D), or (total, H, D) where packed; cu_seqlens is not 1-d, ..."""
 
 
 class ShapeMismatch(InvalidArgument):
-    """Batch, head dimension or length of q, k and v disagree."""
+    """Batch, head dimension or length of q, k and v, or the number of sequences, disagree."""
 
 
 class GroupMismatch(InvalidArgument):
@@ -123,6 +123,30 @@ class UnsupportedDType(InvalidArgument, TypeError):
 
 class DeviceMismatch(InvalidArgument):
     """q, k, v or a captured tensor lie on different devices."""
+
+
+class UnsupportedIndexDType(InvalidArgument, TypeError):
+    """cu_seqlens, seqused or a page table that is not int32."""
+
+
+class InvalidLength(InvalidArgument):
+    """A maximum of sequence lengths that is no number from 0."""
+
+
+class SequencesMismatch(InvalidArgument):
+    """A Varlen or Paged that does not belong to these q, k and v."""
+
+
+class UnsupportedPageSize(InvalidArgument):
+    """A page size that is no power of two of 16 to 256."""
+
+
+class UnsupportedSequences(InvalidArgument):
+    """Packed or paged tensors, for a backend that takes none."""
+
+
+class InvalidSchedule(InvalidArgument):
+    """A field of a Schedule that is none of its values."""
 
 
 class InvalidScale(InvalidArgument):

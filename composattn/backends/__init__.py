@@ -12,15 +12,21 @@ import torch
 from .. import errors
 from ..graph.program import Program
 from ..problem import Problem
+from ..sequences import NO_SEQUENCES, Sequences
 
 
 class Call(Protocol):
     """A prepared call: everything decided but the tensors' contents."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool,
+        sequences: Sequences = NO_SEQUENCES,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse); lse may be None where it was not asked for."""
+        """(out, lse); lse may be None where it was not asked for. `sequences` are as the problem's layout says."""
 
 
 class Prepare(Protocol):
@@ -118,6 +124,16 @@ def choose(name: str | None, problem: Problem) -> Backend:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
         raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
     return backend
+
+
+def refuse_sequences(backend: str, problem: Problem) -> None:
+    """Raises `UnsupportedSequences` unless the problem is dense: for a backend that takes nothing else."""
+    if not problem.layout.is_dense:
+        lies = "packed q, k and v" if problem.layout.kv == "packed" else "keys in pages"
+        raise errors.UnsupportedSequences(
+            f'backend="{backend}" does not take {lies} yet; use backend="streaming", or pad them and hide the padding '
+            "with mods.padding"
+        )
 
 
 def default_for(device: torch.device) -> str:

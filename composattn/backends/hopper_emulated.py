@@ -23,6 +23,7 @@ from ..launch import _at_least_1d, _empty_like_queries, tidy
 from ..plan import ForwardPlan, plan_forward
 from ..problem import Problem
 from ..target import HOPPER
+from . import refuse_sequences
 from .hopper import HopperCall
 from .hopper.gradient import HopperGradient
 
@@ -153,6 +154,7 @@ def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> EmulatedCall:
     """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
+    refuse_sequences("hopper-emulated", problem)
     check_size(problem)
     return EmulatedCall(problem, program, scale)
 

@@ -18,6 +18,8 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from ..graph.program import Program
 from ..problem import Problem
+from ..sequences import NO_SEQUENCES, Sequences
+from . import refuse_sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -68,9 +70,17 @@ def attention(
 
 def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Pair]:
+) -> Callable[..., Pair]:
     """A call of this backend; see `composattn.backends.Prepare`."""
-    return lambda q, k, v, return_lse: _attention(_Dense(program, scale), q, k, v)
+    refuse_sequences("reference", problem)
+
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, sequences: Sequences = NO_SEQUENCES
+    ) -> Pair:
+        return _attention(_Dense(program, scale), q, k, v)
+
+    return call
 
 
 def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -180,9 +190,7 @@ class _Dense:
         return values.to(scores.dtype).expand(at_pairs.shape)
 
     def env(self, index: dict[str, torch.Tensor | int], device: torch.device) -> Env:
-        return Env(
-            index, float_dtype=self.working, device=device, tensors=self.tensors, scalars=self.scalars, reads=[]
-        )
+        return Env(index, float_dtype=self.working, device=device, tensors=self.tensors, scalars=self.scalars, reads=[])
 
     @staticmethod
     def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -28,6 +28,8 @@ from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.program import Program
 from ..problem import Problem
+from ..sequences import NO_SEQUENCES, Sequences
+from . import refuse_sequences
 from .gathered import accumulate, total_for
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -55,6 +57,7 @@ def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
+    refuse_sequences("streaming", problem)
     return StreamingCall(Mods(program, scale))
 
 
@@ -98,11 +101,18 @@ class StreamingCall:
     def __init__(self, mods: Mods) -> None:
         self.mods = mods
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool,
+        sequences: Sequences = NO_SEQUENCES,
+    ) -> Pair:
         return _attention(self.mods, q, k, v)
 
-    def begin(self, scalars: Sequence[float | int]) -> Streaming:
-        """One call with these run-time numbers."""
+    def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> Streaming:
+        """One call with these run-time numbers and sequences."""
         return Streaming(self.mods, scalars)
 
 
@@ -129,9 +139,7 @@ class Streaming:
             for h in range(0, kv_heads, heads):
                 yield _Step(self, slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads)), q, k, captured)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Pair:
         """(out in the working precision, lse)."""
         q, k, v = _grouped(q, k, v)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])

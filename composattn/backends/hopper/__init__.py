@@ -18,7 +18,9 @@ from ...launch import ForwardLauncher
 from ...plan import ForwardPlan, plan_forward
 from ...plan_backward import plan_backward
 from ...problem import Problem
+from ...sequences import NO_SEQUENCES, Sequences
 from ...target import Target
+from .. import refuse_sequences
 from .gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -29,9 +31,10 @@ def prepare(
 ) -> HopperCall:
     """A call of this backend, planned; see `composattn.backends.Prepare`.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `BackendUnavailable`; `UnsupportedLayout`
-    when called.
+    Raises: `UnsupportedSequences`, `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
+    `BackendUnavailable`; `UnsupportedLayout` when called.
     """
+    refuse_sequences("hopper", problem)
     return HopperCall(problem, program, scale)
 
 
@@ -61,16 +64,23 @@ class HopperCall:
     def _launcher(self, return_lse: bool) -> ForwardLauncher:
         return ForwardLauncher(self.forward_plan(return_lse))
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Pair:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool,
+        sequences: Sequences = NO_SEQUENCES,
+    ) -> Pair:
         if self.derived:
             refresh(self.derived)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(self.begin(self.scalars()), q, k, v)
+            return attend(self.begin(self.scalars(), sequences), q, k, v)
         return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())
 
-    def begin(self, scalars: Sequence[float | int]) -> HopperAttend:
-        """One differentiable call with these run-time numbers."""
-        return HopperAttend(self, scalars)
+    def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> HopperAttend:
+        """One differentiable call with these run-time numbers and sequences."""
+        return HopperAttend(self, scalars, sequences)
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
@@ -88,12 +98,12 @@ class HopperCall:
 
 
 class HopperAttend:
-    """One differentiable call, with the run-time numbers of its moment: a `Differentiable`."""
+    """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
 
     differentiable_twice = False
 
-    def __init__(self, call: HopperCall, scalars: Sequence[float | int]) -> None:
-        self.call, self.captures, self.scalars = call, call.captures, scalars
+    def __init__(self, call: HopperCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
+        self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
