@@ -27,8 +27,8 @@ class Layout:
     page_size: int = 0
     used_q: bool = False
     used_kv: bool = False
-    max_q_len: int | None = dataclasses.field(default=None, compare=False)
-    max_kv_len: int | None = dataclasses.field(default=None, compare=False)
+    max_q_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
+    max_kv_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def is_dense(self) -> bool:

@@ -46,10 +46,10 @@ def query_runs(
     runs = []
     for begin, end, full_begin, full_end in intervals:
         begin, end = larger(begin, 0), smaller(end, q_len)
+        end = choose(end > begin, end, 0)  # else an empty interval within a tile would visit it
         start = larger(begin // tile_m, seen)
-        stop = smaller((larger(end, 0) + (tile_m - 1)) // tile_m, tiles)
-        count = choose(end > begin, larger(stop - start, 0), 0)
-        seen = choose(count > 0, stop, seen)
+        count = larger((end + (tile_m - 1)) // tile_m - start, 0)
+        seen = choose(count > 0, start + count, seen)
         full_start = (larger(full_begin, 0) + (tile_m - 1)) // tile_m
         full_stop = larger(smaller(full_end, q_len), 0) // tile_m
         if padding_is_harmless:
