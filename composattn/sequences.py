@@ -135,6 +135,10 @@ class Sequences(NamedTuple):
     used_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
 
+    @property
+    def is_dense(self) -> bool:
+        return self.cu_q is None and self.page_table is None
+
     @staticmethod
     def of(varlen: Varlen | None, paged: Paged | None) -> Sequences:
         """The tensors of both, what was left out filled in."""

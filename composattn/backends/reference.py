@@ -19,7 +19,7 @@ from ..graph.expr import Expr
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
-from . import refuse_sequences
+from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,11 +51,13 @@ def attention(
     precision: torch.dtype = torch.float64,
     tensors: Mapping[int, torch.Tensor] | None = None,
     rounding: Rounding | None = None,
+    sequences: Sequences = NO_SEQUENCES,
 ) -> Pair:
     """Attention by its definition.
 
     q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv) in q's dtype; lse (B, Hq, Sq),
-    natural logarithm, fp32 (fp64 for fp64 tensors).
+    natural logarithm, fp32 (fp64 for fp64 tensors). With `sequences` packed, or k and v in pages, see `ca.Varlen` and
+    `ca.Paged`: each sequence is then computed alone.
     `score` and `mask` are graphs over the leaves of `composattn.graph`. A pair is visible where the mask is true and
     its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients.
 
@@ -65,36 +67,51 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    return _attention(_Dense(Program(score, mask), scale, precision, tensors or {}, rounding), q, k, v)
+    return _attention(_Dense(Program(score, mask), scale, precision, tensors or {}, rounding), q, k, v, sequences)
 
 
 def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Callable[..., Pair]:
     """A call of this backend; see `composattn.backends.Prepare`."""
-    refuse_sequences("reference", problem)
 
 
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, sequences: Sequences = NO_SEQUENCES
     ) -> Pair:
-        return _attention(_Dense(program, scale), q, k, v)
+        return _attention(_Dense(program, scale), q, k, v, sequences)
 
     return call
 
 
-def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Pair:
+    if sequences.is_dense:
+        return _batch(call, q, k, v, 0)
+    form = arrange(sequences, q, k)
+    q, k, v = form.queries(q), form.keys(k), form.keys(v)
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
+    for b, queries, keys in form.parts:
+        out[:, :, queries], lse[:, :, queries] = _batch(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], b)
+    return form.queries_back(out), form.statistics_back(lse)
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _batch(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int) -> Pair:
+    """Dense tensors of the sequences from number b0 on, so many heads at a time as memory holds."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     step = max(1, PAIRS_AT_ONCE // max(1, q_len * k.shape[2] * group))  # kv heads at once
     if step >= batch * k.shape[1]:
-        return call(q, k, v, 0, 0)
+        return call(q, k, v, b0, 0)
     outs, lses = [], []
     for b in range(batch):
         for h in range(0, k.shape[1], step):
             kv_heads = slice(h, h + step)
             q_heads = slice(h * group, (h + step) * group)
-            part = (q[b : b + 1, q_heads], k[b : b + 1, kv_heads], v[b : b + 1, kv_heads], b, h * group)
+            part = (q[b : b + 1, q_heads], k[b : b + 1, kv_heads], v[b : b + 1, kv_heads], b0 + b, h * group)
             out, lse = checkpoint(call, *part, use_reentrant=False) if torch.is_grad_enabled() else call(*part)
             outs.append(out)
             lses.append(lse)
@@ -124,7 +141,7 @@ class _Dense:
         self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Pair:
-        out_dtype, lse_dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        out_dtype, lse_dtype = q.dtype, _lse_dtype(q.dtype)
         q, k, v = (x.to(self.precision) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -8,6 +8,9 @@ as rows over their one K/V head, which is never expanded. Sums run in fp32 (fp64
 order. The backward is written in differentiable operations, so double backward works; only then autograd keeps what
 every tile computes, which is O(S²).
 
+Packed sequences are computed one after the other, and keys in pages gathered before: their lengths are read on the
+host, which waits for the device.
+
 Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAttention, algorithms 1 and 4.
 """
 
@@ -29,8 +32,8 @@ from ..graph.gradient import derivative, partials
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
-from . import refuse_sequences
 from .gathered import accumulate, total_for
+from .rows import Part, arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,13 +60,14 @@ def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
-    refuse_sequences("streaming", problem)
     return StreamingCall(Mods(program, scale))
 
 
-def _attention(mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+def _attention(
+    mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences = NO_SEQUENCES
+) -> Pair:
     refresh(mods.program.captures)
-    out, lse = attend(Streaming(mods), q, k, v)
+    out, lse = attend(Streaming(mods, sequences=sequences), q, k, v)
     return out.to(q.dtype), lse
 
 
@@ -109,17 +113,20 @@ class StreamingCall:
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
     ) -> Pair:
-        return _attention(self.mods, q, k, v)
+        return _attention(self.mods, q, k, v, sequences)
 
     def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> Streaming:
         """One call with these run-time numbers and sequences."""
-        return Streaming(self.mods, scalars)
+        return Streaming(self.mods, scalars, sequences)
 
 
 class Streaming:
     """One call. A `Differentiable` in the sense of `composattn.autograd`."""
 
-    def __init__(self, mods: Mods, scalars: Sequence[float | int] | None = None) -> None:
+    def __init__(
+        self, mods: Mods, scalars: Sequence[float | int] | None = None, sequences: Sequences = NO_SEQUENCES
+    ) -> None:
+        self.sequences = sequences
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
         self.score, self.mask = mods.program.score, mods.program.mask
         # of now, unless given: the backward must see no later ones
@@ -127,37 +134,43 @@ class Streaming:
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
         self.visited: list[list[list[_Tile]]] = []  # by step and query tile: what the forward saw, for the backward
 
-    def steps(self, q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]) -> Iterator[_Step]:
-        """The call cut into groups of heads whose tiles are not too large together."""
+    def steps(
+        self, parts: Sequence[Part], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> Iterator[_Step]:
+        """The sequences cut into groups of heads whose tiles are not too large together."""
         batch, kv_heads, group = q.shape[:3]
         budget = SCORES_AT_ONCE.get(q.device.type, SCORES_AT_ONCE["cuda"])
-        tile = min(SMALLEST_TILE, q.shape[3]) * min(SMALLEST_TILE, k.shape[2]) * group
-        at_once = max(1, budget // max(1, tile))
-        heads = min(kv_heads, at_once)
-        batches = max(1, min(batch, at_once // kv_heads))
-        for b in range(0, batch, batches):
-            for h in range(0, kv_heads, heads):
-                yield _Step(self, slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads)), q, k, captured)
+        for part in parts:
+            q_len, kv_len = (s.stop - s.start for s in (part.queries, part.keys))
+            tile = min(SMALLEST_TILE, q_len) * min(SMALLEST_TILE, kv_len) * group
+            at_once = max(1, budget // max(1, tile))
+            heads = min(kv_heads, at_once)
+            batches = max(1, min(batch, at_once // kv_heads))
+            for b in range(0, batch, batches):
+                for h in range(0, kv_heads, heads):
+                    at = slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads))
+                    yield _Step(self, part, *at, q, k, captured)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Pair:
         """(out in the working precision, lse)."""
-        q, k, v = _grouped(q, k, v)
+        form = arrange(self.sequences, q, k)
+        q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full(q.shape[:-1], -math.inf)
-        for step in self.steps(q, k, captured):
+        for step in self.steps(form.parts, q, k, captured):
+            out_here, lse_here, v_here = step.queries(out), step.queries(lse), step.keys(v)
             visited = []
             for rows in step.query_tiles:
-                tiles, out_tile, lse_tile = _forward_rows(step, rows, v[step.heads])
-                at = (*step.heads, slice(None), rows)
-                out[at], lse[at] = out_tile, lse_tile
+                tiles, out_here[:, :, :, rows], lse_here[:, :, :, rows] = _forward_rows(step, rows, v_here)
                 visited.append(tiles)
             self.visited.append(visited)
-        return out.flatten(1, 2), lse.flatten(1, 2)
+        return form.queries_back(out.flatten(1, 2)), form.statistics_back(lse.flatten(1, 2))
 
     def visit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> None:
         """Finds the tiles to visit, where the forward was another object's."""
-        q, k, v = _grouped(q, k, v)
-        for step in self.steps(q, k, captured):
+        form = arrange(self.sequences, q, k)
+        q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
+        for step in self.steps(form.parts, q, k, captured):
             self.visited.append([[tile for tile, _ in step.seen_from(rows)] for rows in step.query_tiles])
 
     def backward(
@@ -176,31 +189,36 @@ class Streaming:
         if not self.visited:
             self.visit(q, k, v, captured)
         types = [x.dtype for x in (q, k, v)]
-        q, k, v = _grouped(q, k, v)
+        form = arrange(self.sequences, q, k)
+        q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         heads = q.shape[1:3]
-        out, lse = out.to(q.dtype).unflatten(1, heads), lse.unflatten(1, heads)
-        dout = torch.zeros_like(out) if dout is None else dout.to(q.dtype).unflatten(1, heads)
+        out, lse = form.queries(out).to(q.dtype).unflatten(1, heads), form.statistics(lse).unflatten(1, heads)
+        dout = torch.zeros_like(out) if dout is None else form.queries(dout).to(q.dtype).unflatten(1, heads)
         # dS = P (dP - delta): rowsum(dO·O) is rowsum(P·dP), and d lse / dS is P.
-        delta = (dout * out).sum(-1) if dlse is None else (dout * out).sum(-1) - dlse.unflatten(1, heads)
+        delta = (dout * out).sum(-1)
+        delta = delta if dlse is None else delta - form.statistics(dlse).unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         asked = {id(t): t for t, w in zip(self.captures, wanted[3:], strict=True) if w and t.is_floating_point()}
         totals = {key: total_for(t, q.dtype, q.device) for key, t in asked.items()}
         slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in asked]
-        for step, visited in zip(self.steps(q, k, captured), self.visited, strict=True):
+        for step, visited in zip(self.steps(form.parts, q, k, captured), self.visited, strict=True):
+            dq_here, dk_here, dv_here = step.queries(dq), step.keys(dk), step.keys(dv)
+            k_here, v_here = step.keys(k), step.keys(v)
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
-                at = (*step.heads, slice(None), rows)
-                q_tile, do_tile = step.stack(q[at]) * self.scale, step.stack(dout[at])
+                q_tile, do_tile, lse_tile, delta_tile = (step.queries(x)[:, :, :, rows] for x in (q, dout, lse, delta))
+                q_tile, do_tile = step.stack(q_tile) * self.scale, step.stack(do_tile)
                 dq_tile = torch.zeros_like(q_tile)
                 for tile in tiles:
-                    columns = (*step.heads, tile.columns)
-                    dp = do_tile @ v[columns].mT
-                    p, ds = _backward_tile(step, tile, q_tile, dp, lse[at], delta[at], slopes, totals)
-                    dv[columns] += p.mT @ do_tile
-                    dk[columns] += ds.mT @ q_tile
-                    dq_tile = dq_tile + ds @ k[columns]
-                dq[at] = (dq_tile * self.scale).view(dq[at].shape)
-        grads = [g.to(t) for g, t in zip((dq.flatten(1, 2), dk, dv), types, strict=True)]
+                    columns = tile.columns
+                    dp = do_tile @ v_here[:, :, columns].mT
+                    p, ds = _backward_tile(step, tile, q_tile, dp, lse_tile, delta_tile, slopes, totals)
+                    dv_here[:, :, columns].add_(p.mT @ do_tile)
+                    dk_here[:, :, columns].add_(ds.mT @ q_tile)
+                    dq_tile = dq_tile + ds @ k_here[:, :, columns]
+                dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
+        dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
+        grads = [g.to(t) for g, t in zip((dq, dk, dv), types, strict=True)]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 
@@ -277,26 +295,27 @@ class _Tile:
 
 
 class _Step:
-    """What one step needs to know: its heads, its tiles, and the mods on them."""
+    """What one step needs to know: its sequence (or all of a dense call's), heads and tiles, and the mods on them."""
 
     def __init__(
         self,
         call: Streaming,
+        part: Part,
         batches: slice,
         kv_heads: slice,
         q: torch.Tensor,
         k: torch.Tensor,
         captured: Sequence[torch.Tensor],
     ) -> None:
-        self.call = call
+        self.call, self.part = call, part
         self.heads = (batches, kv_heads)
-        self.q, self.k = q[self.heads], k[self.heads]
+        self.q, self.k = self.queries(q), self.keys(k)
         self.shape = tuple(self.q.shape[:3])
-        self.q_len, self.kv_len = q.shape[3], k.shape[2]
+        self.q_len, self.kv_len = self.q.shape[3], self.k.shape[2]
         self.tensors = {id(t): given for t, given in zip(call.captures, captured, strict=True)}
         group = self.shape[2]
         self.index = {
-            "b": self.arange(batches, -1, 1, 1, 1, 1),
+            "b": self.arange(slice(part.b + batches.start, part.b + batches.stop), -1, 1, 1, 1, 1),
             "h": self.arange(slice(kv_heads.start * group, kv_heads.stop * group), 1, -1, group, 1, 1),
             "q_len": self.arange(slice(self.q_len, self.q_len + 1), 1),
             "kv_len": self.arange(slice(self.kv_len, self.kv_len + 1), 1),
@@ -304,6 +323,14 @@ class _Step:
         budget = SCORES_AT_ONCE.get(q.device.type, SCORES_AT_ONCE["cuda"]) // max(1, math.prod(self.shape))
         self.q_tile = min(_tile(math.isqrt(budget)), max(1, self.q_len))
         self.kv_tile = min(_tile(budget // self.q_tile), max(1, self.kv_len))
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """The step's of (B, kv head, group, rows, ...)."""
+        return x[self.heads][:, :, :, self.part.queries]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """The step's of (B, kv head, columns, ...)."""
+        return x[self.heads][:, :, self.part.keys]
 
     @cached_property
     def query_tiles(self) -> list[slice]:

@@ -9,77 +9,18 @@ then the same in fp32 and fp64, and an error is an error.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .. import mods
 from ..graph.mask import Mask
 from ..graph.score import Score
+from .packed import draw_paged, draw_varlen
+from .site import SMALL, Choices, Seeded, Site, Space, draw_site
 from .tolerance import Case, describe
-
-T = TypeVar("T")
-
-
-class Choices(Protocol):
-    """Where a case's decisions come from."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer of [low, high]."""
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of `options`."""
-
-
-class Seeded:
-    """Choices of a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        return self.random.randint(low, high)
-
-    def choice(self, options: Sequence[T]) -> T:
-        return self.random.choice(options)
-
-
-@dataclass(frozen=True)
-class Space:
-    """What cases are drawn from.
-
-    Lengths: 1, primes, powers of two and their neighbours, up to `longest`. `gradients`: whether cases have gradients
-    of out and lse; `learned`: whether captured float tensors may require grad.
-    """
-
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    head_dims: tuple[int, ...] = (1, 3, 8, 16)
-    longest: int = 40
-    kv_heads: tuple[int, ...] = (1, 2, 3)
-    groups: tuple[int, ...] = (1, 2, 3)
-    batches: tuple[int, ...] = (1, 2, 3)
-    gradients: bool = True
-    learned: bool = True
-    device: str | torch.device = "cpu"
-
-
-SMALL = Space()
-"""Small calls of every kind, for a CPU."""
-
-FUSED = Space(
-    dtypes=(torch.bfloat16, torch.float16),
-    head_dims=(8, 40, 64, 64, 72, 96, 128, 128, 128, 192, 256),
-    longest=700,
-    groups=(1, 1, 2, 3, 4, 8),
-    device="cuda",
-)
-"""Calls for the fused kernels, of several tiles."""
-
-_LENGTHS = (1, 2, 3, 7, 8, 13, 16, 17, 23, 31, 32, 33, 37, 61, 64, 65, 97, 127, 128, 129, 131, 192, 211, 256, 257, 311)
-_LONG = (384, 509, 512, 641, 700, 1021, 1024, 1025, 2039, 2048, 4093, 4096)
 
 
 def random_case(seed: int, space: Space = SMALL) -> Case:
@@ -90,26 +31,38 @@ def random_case(seed: int, space: Space = SMALL) -> Case:
 def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1)."""
     site = draw_site(choices, space)
-    dtype, dim, v_dim = site.dtype, choices.choice(space.head_dims), choices.choice(space.head_dims)
+    dim, v_dim = choices.choice(space.head_dims), choices.choice(space.head_dims)
     if choices.integer(0, 2):
         v_dim = dim
-    batch, heads, kv_heads = site.batch, site.heads, site.kv_heads
-    q = site.normal(batch, heads, site.q_len, dim, outliers=True).to(dtype)
-    k = site.normal(batch, kv_heads, site.kv_len, dim, outliers=True).to(dtype)
-    v = site.normal(batch, kv_heads, site.kv_len, v_dim, outliers=True).to(dtype)
+    layout = space.layouts[0] if len(space.layouts) == 1 else choices.choice(space.layouts)
+    case = {"dense": _dense_case, "varlen": draw_varlen, "paged": draw_paged}[layout](site, dim, v_dim)
     mask = draw_mask(site) if choices.integer(0, 4) else None
     score = draw_score(site) if choices.integer(0, 3) else None
     if choices.integer(0, 9) == 0:  # a mask in the old style; last, because what follows must not see the infinity
         score = HIDING if score is None else score >> HIDING
     scale = choices.choice((None, None, 0.1, 0.5))
     flows = choices.choice(("both", "both", "out", "lse")) if space.gradients else "none"
-    dout = site.normal(batch, heads, site.q_len, v_dim).to(dtype) if flows in ("both", "out") else None
-    dlse = site.normal(batch, heads, site.q_len) if flows in ("both", "lse") else None
-    case = Case(q, k, v, score, mask, scale, dout, dlse)
+    case = dataclasses.replace(
+        case,
+        score_mod=score,
+        mask_mod=mask,
+        scale=scale,
+        dout=case.dout if flows in ("both", "out") else None,
+        dlse=case.dlse if flows in ("both", "lse") else None,
+    )
     parts = [x.name for x in (mask, score) if x is not None] or ["plain"]
     name = f"{', '.join(parts)}, {describe(case)}"
     name += "" if flows in ("both", "none") else f", through {flows} only"
-    return Case(q, k, v, score, mask, scale, dout, dlse, name)
+    return dataclasses.replace(case, name=name)
+
+
+def _dense_case(site: Site, dim: int, v_dim: int) -> Case:
+    batch, heads, kv_heads, dtype = site.batch, site.heads, site.kv_heads, site.dtype
+    q = site.normal(batch, heads, site.q_len, dim, outliers=True).to(dtype)
+    k = site.normal(batch, kv_heads, site.kv_len, dim, outliers=True).to(dtype)
+    v = site.normal(batch, kv_heads, site.kv_len, v_dim, outliers=True).to(dtype)
+    dout = site.normal(batch, heads, site.q_len, v_dim).to(dtype)
+    return Case(q, k, v, dout=dout, dlse=site.normal(batch, heads, site.q_len))
 
 
 def make_case(
@@ -145,67 +98,6 @@ def make_case(
     dout = site.normal(batch, heads, q_len, v_dim).to(dtype) if gradients else None
     dlse = site.normal(batch, heads, q_len) if gradients else None
     return Case(q, k, v, score_mod, mask_mod, scale, dout, dlse)
-
-
-# --- where mods are drawn for --------------------------------------------------------------------------------
-
-
-@dataclass
-class Site:
-    """The shapes that mods are drawn for, and the sources of choices and numbers."""
-
-    choices: Choices
-    space: Space
-    generator: torch.Generator
-    batch: int
-    kv_heads: int
-    group: int
-    q_len: int
-    kv_len: int
-    dtype: torch.dtype
-
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.group
-
-    def normal(self, *shape: int, outliers: bool = False) -> torch.Tensor:
-        """N(0, 1), with outliers N(0, 10²) at one element of a thousand; fp64, or less where the dtype is less."""
-        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        if outliers:
-            rare = torch.rand(shape, generator=self.generator) < 1e-3
-            drawn = drawn + torch.where(rare, 10.0 * torch.randn(shape, generator=self.generator), 0.0)
-        return drawn.to(torch.promote_types(self.dtype, torch.float32)).to(self.space.device)
-
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Integers of [low, high], int32 or int64."""
-        dtype = self.choices.choice((torch.int32, torch.int64))
-        return torch.randint(low, high + 1, shape, generator=self.generator).to(self.space.device, dtype)
-
-    def table(self, *shape: int, size: float = 1.0, positive: bool = False) -> torch.Tensor:
-        """A captured float tensor; it may ask for its gradient, and may be as narrow as q."""
-        drawn = size * self.normal(*shape)
-        drawn = drawn.abs() + 0.5 if positive else drawn
-        if self.choices.integer(0, 3) == 0:
-            drawn = drawn.to(self.dtype)
-        return drawn.requires_grad_(self.space.learned and self.choices.integer(0, 2) > 0)
-
-
-def draw_site(choices: Choices, space: Space = SMALL) -> Site:
-    """Shapes, dtype and a source of numbers."""
-    lengths = [n for n in (*_LENGTHS, *_LONG) if n <= space.longest]
-    q_len = choices.choice(lengths)
-    kv_len = q_len if choices.integer(0, 1) else choices.choice(lengths)
-    return Site(
-        choices,
-        space,
-        torch.Generator().manual_seed(choices.integer(0, 2**31 - 1)),
-        choices.choice(space.batches),
-        choices.choice(space.kv_heads),
-        choices.choice(space.groups),
-        q_len,
-        kv_len,
-        choices.choice(space.dtypes),
-    )
 
 
 # --- masks ---------------------------------------------------------------------------------------------------

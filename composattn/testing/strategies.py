@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from ..graph.mask import Mask
 from ..graph.score import Score
-from .cases import SMALL, Site, Space, draw_case, draw_mask, draw_score, draw_site
+from .cases import draw_case, draw_mask, draw_score
+from .site import SMALL, Site, Space, draw_site
 from .tolerance import Case
 
 T = TypeVar("T")

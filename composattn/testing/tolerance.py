@@ -27,10 +27,12 @@ from typing import Any
 import torch
 
 from ..backends import reference
+from ..backends.rows import arrange
 from ..graph.mask import ALL, Mask
 from ..graph.program import Program
 from ..graph.score import IDENTITY, Score
-from ..problem import softmax_scale
+from ..problem import Problem, softmax_scale
+from ..sequences import Paged, Sequences, Varlen
 from .memory import poisoned
 
 Results = dict[str, torch.Tensor]
@@ -56,6 +58,12 @@ class Case:
     dout: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
     name: str = ""
+    varlen: Varlen | None = None
+    paged: Paged | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        return Sequences.of(self.varlen, self.paged)
 
     @property
     def program(self) -> Program:
@@ -78,11 +86,19 @@ class Case:
 
 def describe(case: Case) -> str:
     """Shapes and dtype of a case, short: B2 H4/2 S17x33 D16/8 bfloat16."""
-    (batch, heads, q_len, dim), (_, kv_heads, kv_len, v_dim) = case.q.shape, case.v.shape
-    lengths = f"S{q_len}" if q_len == kv_len else f"S{q_len}x{kv_len}"
-    dims = f"D{dim}" if dim == v_dim else f"D{dim}/{v_dim}"
-    group = f"H{heads}" if heads == kv_heads else f"H{heads}/{kv_heads}"
-    return f"B{batch} {group} {lengths} {dims} {str(case.q.dtype).removeprefix('torch.')}"
+    p = Problem.of(case.q, case.k, case.v, case.varlen, case.paged)
+    lengths = f"S{p.q_len}" if p.q_len == p.kv_len else f"S{p.q_len}x{p.kv_len}"
+    dims = f"D{p.head_dim}" if p.head_dim == p.head_dim_v else f"D{p.head_dim}/{p.head_dim_v}"
+    group = f"H{p.q_heads}" if p.q_heads == p.kv_heads else f"H{p.q_heads}/{p.kv_heads}"
+    return f"B{p.batch} {group} {lengths} {dims} {str(p.dtype).removeprefix('torch.')}{_where_rows_lie(case)}"
+
+
+def _where_rows_lie(case: Case) -> str:
+    """The tensors of a packed or paged case, by name."""
+    page = "" if case.paged is None else f" pages of {case.paged.page_size}"
+    named = [f" {name} {t.tolist()}" for name, t in zip(Sequences._fields, case.sequences, strict=True)
+             if t is not None and t.ndim == 1]  # fmt: skip
+    return page + "".join(named)
 
 
 def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
@@ -96,6 +112,8 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
         case.q,
         case.k,
         case.v,
+        varlen=case.varlen,
+        paged=case.paged,
         score_mod=case.score_mod,
         mask_mod=case.mask_mod,
         scale=case.scale,
@@ -109,7 +127,11 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
 def run(attention: Attention, case: Case) -> Results:
     """{"out", "lse", and where gradients flow "dq", "dk", "dv", "d captured 0", ...} of `attention` on `case`."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
-    mods = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "scale": case.scale}
+    mods: dict[str, Any] = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "scale": case.scale}
+    if case.varlen is not None:
+        mods["varlen"] = case.varlen
+    if case.paged is not None:
+        mods["paged"] = case.paged
     with poisoned(case.q.device):
         if case.dout is None and case.dlse is None:
             with torch.no_grad():
@@ -132,6 +154,8 @@ def assert_attention_close(
     dlse: torch.Tensor | None = None,
     factor: float = FACTOR,
     name: str = "",
+    varlen: Varlen | None = None,
+    paged: Paged | None = None,
 ) -> None:
     """Holds the results of an attention call to the tolerance of this page.
 
@@ -139,22 +163,23 @@ def assert_attention_close(
     "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
     read them first.
     dout, dlse: the gradients of out and lse that the computed ones belong to; None is no gradient through it.
+    varlen, paged: as of the call; shapes are then those of a packed one.
 
     Raises: AssertionError, with a table of errors and what they may be.
     """
-    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name)
+    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged)
     exact = _reference(case, torch.float64)
     for key in actual:
         if key not in exact:
             raise KeyError(f"{key!r} is not a result of this call; there are {', '.join(exact)}")
-    problems = [*_wrong_forms(actual, exact), *_wrong_rows(actual, exact)]
+    problems = [*_wrong_forms(actual, exact), *_wrong_rows(actual, exact, case)]
     errors = {key: _errors(actual[key], exact[key]) for key in actual} if not problems else {}
     allowed: dict[str, tuple[float, ...]] = {}
     factor += q.dtype == torch.float64  # the oracle itself then errs as much as plain PyTorch does
     for run in range(9):
         plain = _reference(case, q.dtype, _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else None)
         for key in errors:
-            rounding = tuple(torch.finfo(actual[key].dtype).eps / 2 * size for size in _sizes(exact[key]))
+            rounding = tuple(torch.finfo(actual[key].dtype).eps / 2 * size for size in _sizes(_finite(exact[key])))
             now = tuple(factor * e + r for e, r in zip(_errors(plain[key], exact[key]), rounding, strict=True))
             allowed[key] = tuple(map(max, now, allowed.get(key, now)))
         if all(e <= a for key in errors for e, a in zip(errors[key], allowed[key], strict=True)):
@@ -180,18 +205,32 @@ def _wrong_forms(actual: Mapping[str, torch.Tensor], exact: Results) -> list[str
     return wrong
 
 
-def _wrong_rows(actual: Mapping[str, torch.Tensor], exact: Results) -> list[str]:
-    """Rows that see nothing are exact."""
+def _wrong_rows(actual: Mapping[str, torch.Tensor], exact: Results, case: Case) -> list[str]:
+    """Rows that see nothing are exact, and so are keys of no sequence."""
     wrong = []
     empty = exact["lse"] == -math.inf
+    empty_rows = empty if case.q.ndim == 4 else empty.mT  # lse (H, total), out (total, H, Dv)
+    unused = _unused_keys(case)
     for key, value in actual.items():
         if value.shape != exact[key].shape:
             continue
         if key == "lse" and not torch.equal(value == -math.inf, empty):
             wrong.append(f"lse is -inf in {int((value == -math.inf).sum())} rows, should be in {int(empty.sum())}")
-        if key in ("out", "dq") and bool((value[empty] != 0).any()):
+        if key in ("out", "dq") and bool((value[empty_rows] != 0).any()):
             wrong.append(f"{key} is not 0 in rows that see nothing")
+        if key in ("dk", "dv") and unused is not None and bool((value[unused] != 0).any()):
+            wrong.append(f"{key} is not 0 in rows of no sequence")
     return wrong
+
+
+def _unused_keys(case: Case) -> torch.Tensor | None:
+    """(total_k,): which packed keys are of no sequence."""
+    if case.varlen is None or case.paged is not None:
+        return None
+    unused = torch.ones(case.k.shape[0], dtype=torch.bool, device=case.k.device)
+    for part in arrange(case.sequences, case.q, case.k).parts:
+        unused[part.keys] = False
+    return unused
 
 
 def _errors(value: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
@@ -203,8 +242,7 @@ def _errors(value: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
 def _sizes(x: torch.Tensor) -> tuple[float, float]:
     if x.numel() == 0:
         return 0.0, 0.0
-    finite = _finite(x) if x.ndim == 3 else x  # lse of rows that see nothing
-    return float(finite.abs().max()), float(finite.square().mean().sqrt())
+    return float(x.abs().max()), float(x.square().mean().sqrt())
 
 
 # --- the runs that a result is compared with -----------------------------------------------------------------
@@ -228,6 +266,7 @@ def _reference(case: Case, precision: torch.dtype, rounding: reference.Rounding 
             precision=precision,
             tensors=tensors,
             rounding=rounding,
+            sequences=case.sequences,
         )
     return _with_gradients(out, lse, q, k, v, list(tensors.values()), case)
 
