@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from .graph.derived import Derived, refresh
+from .graph.derived import Derived, refresh, value_of
 from .graph.expr import Capture
+from .plan import ForwardPlan
+from .sequences import NO_SEQUENCES, Sequences
 
 
 def values(captures: Iterable[Capture], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -19,18 +21,23 @@ def values(captures: Iterable[Capture], given: Iterable[torch.Tensor]) -> list[t
     captures, taken = tuple(captures), iter(given)
     refresh(captures)
     replaced = {c: next(taken) for c in captures if not isinstance(c, Derived)}
-    return [_value(c, replaced) for c in captures]
+    return [value_of(c, replaced) for c in captures]
 
 
-def _value(capture: Capture, replaced: dict[Capture, torch.Tensor]) -> torch.Tensor:
-    if not isinstance(capture, Derived):
-        return replaced.get(capture, capture.tensor)
-    sources = [_value(s, replaced) for s in capture.sources]
-    if all(_same_memory(now, s.tensor) for now, s in zip(sources, capture.sources, strict=True)):
-        return capture.tensor
-    with torch.no_grad():
-        return capture.recipe(*sources).contiguous()
-
-
-def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+def read_by(
+    plan: ForwardPlan,
+    captured: Sequence[torch.Tensor],
+    scalars: Sequence[float | int],
+    sequences: Sequences = NO_SEQUENCES,
+) -> list[torch.Tensor]:
+    """What the kernel of `plan` reads: the tensors of the mods, and lists of tiles where it has them, up to date."""
+    if plan.lists is None:
+        return list(captured)
+    program = plan.program
+    lists = plan.lists.of_call(
+        dict(zip(program.captures, captured, strict=True)),
+        dict(zip(program.scalars, scalars, strict=True)),
+        (sequences.cu_q, sequences.used_q),
+        (sequences.cu_k, sequences.used_k),
+    )
+    return [*captured, *lists]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .captured import read_by
 from .compile import Launchable, compile_plan
 from .errors import UnsupportedLayout
 from .plan import ForwardPlan
@@ -47,7 +48,7 @@ class ForwardLauncher:
         return out, lse
 
     def _launch(self, q, k, v, out, lse, scale, captured, scalars) -> None:  # type: ignore[no-untyped-def]
-        reads = tuple([_at_least_1d(t) for t in captured]) or None
+        reads = tuple([_at_least_1d(t) for t in read_by(self.plan, captured, scalars)]) or None
         numbers = tuple(scalars) or None
         try:
             self.compiled(q, k, v, out, lse, scale, reads, numbers)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from .graph.bands import TileInterval
+from .graph.block_map import Extent, KeyLists, made_lists
 from .graph.expr import index
 from .graph.program import Program
 from .primitives.interval_shape import IntervalShape
@@ -67,11 +68,12 @@ class ForwardPlan:
     tiling: Tiling
     return_lse: bool
     positive_scale: bool
-    intervals: tuple[IntervalShape, ...]
+    intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[type, ...]  # int or float
     program_key: Hashable
     program: Program = dataclasses.field(compare=False, repr=False)
+    lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
 
     @property
     def key(self) -> str:
@@ -99,9 +101,14 @@ class ForwardPlan:
                 f"when a maximum rose by 2^{t.slack:g}",
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
                 f"  mods       {mods}",
-                f"  kv tiles   {' + '.join(map(_interval_words, self.intervals))}",
+                f"  kv tiles   {self._kv_tiles()}",
             ]
         )
+
+    def _kv_tiles(self) -> str:
+        if self.lists is None:
+            return " + ".join(map(_interval_words, self.intervals))
+        return f"by lists made on the device, as {self.lists.reason}; those to test first"
 
 
 def plan_forward(
@@ -119,21 +126,36 @@ def plan_forward(
     """
     backend = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
     backend.check(problem, program)
+    tiling = tiling or backend.forward_tiling(problem, program, target)
+    lists = key_lists(problem, program, (tiling.tile_m, tiling.tile_n))
+    read = (*program.captures, *(() if lists is None else lists.captures))
     return ForwardPlan(
         backend=target.backend,
         target=target,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        tiling=tiling or backend.forward_tiling(problem, program, target),
+        tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,
-        intervals=tuple(interval_shape(i) for i in program.intervals),
-        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in program.captures),
+        intervals=tuple(interval_shape(i) for i in program.intervals) if lists is None else (),
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in read),
         scalars=tuple(type(s.value) for s in program.scalars),
         program_key=program.key,
         program=program,
+        lists=lists,
     )
+
+
+def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyLists | None:
+    """Lists of the kv tiles of each query tile, where they leave out more than the mask's bands do."""
+    return made_lists(KeyLists, program.mask, extent_of(problem), tile)
+
+
+def extent_of(problem: Problem) -> Extent:
+    """What lists of tiles are made for."""
+    p = problem
+    return Extent(p.q_len, p.kv_len, p.batch, p.q_heads, p.device)
 
 
 def interval_shape(interval: TileInterval) -> IntervalShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..captured import read_by
 from ..compile import compile_offline, content_hash
 from ..emulator.capture import Captured
 from ..emulator.cluster import EAGER, Mode
@@ -120,7 +122,8 @@ class EmulatedForward:
             return out, lse
         if not k.shape[2]:
             return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
+        reads = tuple(_at_least_1d(t) for t in read_by(self.plan, captured, scalars)) or None
+        numbers = tuple(scalars) or None
         self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, reads, numbers)
         return out, lse
 
@@ -170,7 +173,8 @@ def random_run(problem: Problem, program: Program) -> Result:
     q = tensor(problem.q_heads, problem.q_len, problem.head_dim)
     k = tensor(problem.kv_heads, problem.kv_len, problem.head_dim)
     v = tensor(problem.kv_heads, problem.kv_len, problem.head_dim_v)
-    forward = EmulatedForward(plan_forward(problem, program, HOPPER))
+    here = dataclasses.replace(problem, device=torch.device("cpu"))
+    forward = EmulatedForward(plan_forward(here, program, HOPPER))
     tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
     forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
     if forward.kernel.result is None:

@@ -11,7 +11,7 @@ the tensor was written to between the last call and the capture: capture a call 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,25 @@ def refresh(captures: Iterable[Capture]) -> None:
     for capture in captures:
         if isinstance(capture, Derived):
             capture.refresh()
+
+
+def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
+    """What is to be read for `capture` where other tensors stand in for captured ones.
+
+    Where their memory is another than the captures hold (compiled code copies its inputs at times), what is derived
+    from it is computed anew.
+    """
+    if not isinstance(capture, Derived):
+        return replaced.get(capture, capture.tensor)
+    sources = [value_of(s, replaced) for s in capture.sources]
+    if all(_same_memory(now, s.tensor) for now, s in zip(sources, capture.sources, strict=True)):
+        return capture.tensor
+    with torch.no_grad():
+        return capture.recipe(*sources).contiguous()
+
+
+def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
 def _version(source: Capture) -> int | None:

@@ -11,14 +11,19 @@ Every node gets bounds (integers and floats) or the two answers it may give (boo
 - besides, every integer carries a congruence (value ≡ residue mod step) that holds in all tiles.
 
 Captured tensors are bounded by their minima and maxima over the positions that a tile reads: block reductions where the
-index is q or kv itself, range minima over one more dimension, the whole of a dimension otherwise.
+index is q or kv itself, range minima where it changes with the query tile or the kv tile alone and over one more
+dimension, the whole of a dimension otherwise.
+
+Nothing here looks at a value on the host: on a GPU the analysis is a queue of launches, with no synchronisation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,12 +45,16 @@ class Bools:
 
 @dataclass
 class Ints:
-    """low <= value <= high and value ≡ residue (mod step); step 0: the value is residue everywhere."""
+    """low <= value <= high and value ≡ residue (mod step); step 0: the value is residue everywhere.
+
+    `width`: high - low in any tile is at most this; None where only the tensors know.
+    """
 
     low: T
     high: T
     step: int = 1
     residue: int = 0
+    width: int | None = None
 
 
 @dataclass
@@ -68,7 +77,12 @@ _FAST = 2.0**-9  # of a transcendental in the fastest form that a kernel may use
 
 @dataclass
 class Tiles:
-    """A grid of tiles over (B|1, H|1, Tq, Tkv) and the lengths behind it."""
+    """A grid of tiles over (B|1, H|1, Tq, Tkv) and the lengths behind it.
+
+    `q_lens`, `kv_lens`: int tensors (B,) where sequences have lengths of their own, at most `q_len` and `kv_len`; of
+    tiles that begin beyond a sequence's end nothing is said. `tensors`: what is read in place of a captured tensor, by
+    its id; `scalars`: the value of a run-time number, by its id.
+    """
 
     q_len: int
     kv_len: int
@@ -76,7 +90,10 @@ class Tiles:
     batch: int = 1
     heads: int = 1
     device: torch.device | str = "cpu"
-    cache: dict[Expr, Value] = field(default_factory=dict)
+    q_lens: T | None = None
+    kv_lens: T | None = None
+    tensors: Mapping[int, T] = field(default_factory=dict)
+    scalars: Mapping[int, float] = field(default_factory=dict)
 
     def starts(self, which: int) -> T:
         """First position of every tile: of queries (0) or keys (1)."""
@@ -88,16 +105,25 @@ class Tiles:
         if name in ("q", "kv"):
             which = int(name == "kv")
             low, length = self.starts(which), (self.q_len, self.kv_len)[which]
-            return Ints(low, (low + (self.tile[which] - 1)).clamp(max=length - 1))
+            lens = (self.q_lens, self.kv_lens)[which]
+            last = length - 1 if lens is None else (lens.view(-1, 1, 1, 1).to(torch.int64) - 1).clamp(min=0)
+            high = low + (self.tile[which] - 1)
+            if isinstance(last, int):
+                return Ints(low, high.clamp(max=last), width=self.tile[which] - 1)
+            return Ints(torch.minimum(low, last), torch.minimum(high, last), width=self.tile[which] - 1)
         if name in ("b", "h"):
             n, shape = (self.batch, (-1, 1, 1, 1)) if name == "b" else (self.heads, (1, -1, 1, 1))
             value = torch.arange(n, device=self.device).view(shape)
-            return Ints(value, value)
+            return Ints(value, value, width=0)
+        lens = self.q_lens if name == "q_len" else self.kv_lens
+        if lens is not None:
+            value = lens.view(-1, 1, 1, 1).to(torch.int64)
+            return Ints(value, value, width=0)
         return self.exactly(self.q_len if name == "q_len" else self.kv_len)
 
     def exactly(self, value: int) -> Ints:
         v = torch.full((1, 1, 1, 1), value, dtype=torch.int64, device=self.device)
-        return Ints(v, v, 0, value)
+        return Ints(v, v, 0, value, width=0)
 
     def constant(self, value: Any, dtype: DType) -> Value:
         if dtype is DType.BOOL:
@@ -110,13 +136,33 @@ class Tiles:
 
     def value(self, root: Expr) -> Value:
         """Bounds of `root` in every tile."""
+        users = Counter(a for node in walk(root) for a in node.args)
+        values: dict[Expr, Value] = {}
         try:
             for node in walk(root):
-                if node not in self.cache:
-                    self.cache[node] = self._node(node, [self.cache[a] for a in node.args])
+                values[node] = self._node(node, [values[a] for a in node.args])
+                for a in node.args:  # what nobody asks for any more frees its memory
+                    users[a] -= 1
+                    if not users[a]:
+                        values.pop(a, None)
         finally:
             forget()
-        return self.cache[root]
+        return values[root]
+
+    def range(self, node: Expr) -> tuple[int, int]:
+        """Bounds of the integer `node` that hold in all tiles, known on the host."""
+        v = self._everywhere.value(node)
+        assert isinstance(v, Ints)
+        return int(v.low.min()), int(v.high.max())
+
+    @cached_property
+    def _everywhere(self) -> _OneTile:
+        return _OneTile(
+            self.q_len, self.kv_len, (self.q_len, self.kv_len), self.batch, self.heads, scalars=self.scalars
+        )
+
+    def read(self, node: Expr, at: list[Any]) -> Value:
+        return _read(node, at, self)
 
     def _node(self, node: Expr, args: list[Value]) -> Value:
         if node.op == "const":
@@ -124,16 +170,55 @@ class Tiles:
         if node.op == "index":
             return self.leaf(node.attr)
         if node.op == "scalar":
-            return self.constant(node.attr.value, node.dtype)
+            return self.constant(self.scalars.get(id(node.attr), node.attr.value), node.dtype)
         if node.op == "read":
-            return _read(node, args, self)  # type: ignore[arg-type]
+            return self.read(node, args)
         if node.op.startswith("cast_"):
-            return _cast(node.op.removeprefix("cast_"), args[0])
+            return self._fitted(node, _cast(node.op.removeprefix("cast_"), args[0]))
         if node.op == "mul" and node.args[0] is node.args[1]:
             node, args = node, [_RULES["abs", _kind(node, args)](*_as_kind(node, args)[:1])] * 2
         rule = _RULES.get((node.op, _kind(node, args)))
         result = None if rule is None else rule(*_as_kind(node, args))
-        return _anything(node.dtype, self) if result is None else _fitted(node, result)
+        return _anything(node.dtype, self) if result is None else self._fitted(node, result)
+
+    def _fitted(self, node: Expr, v: Value) -> Value:
+        """An int32 that may have wrapped may be anything."""
+        if not isinstance(v, Ints):
+            return v
+        low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
+        least, most = bounds(node)
+        if low <= least and most <= high:  # for every position: no need to look at the tiles
+            return v
+        least, most = self.range(node)
+        if low < least and most < high:  # what is clamped below has its end there
+            return v
+        lost = (v.low < low) | (v.high > high)
+        v = Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
+        return Ints(v.low.clamp(min=-_WIDE), v.high.clamp(max=_WIDE))
+
+
+class _OneTile(Tiles):
+    """All positions, batches and heads as one tile, on the host, of tensors whose contents are not looked at."""
+
+    def leaf(self, name: str) -> Ints:
+        most = {"q": self.q_len - 1, "kv": self.kv_len - 1, "b": self.batch - 1, "h": self.heads - 1}
+        # lengths too: a sequence's own may be any up to it
+        low, high = self.exactly(0), self.exactly(most.get(name, self.q_len if name == "q_len" else self.kv_len))
+        return Ints(low.low, high.high)
+
+    def read(self, node: Expr, at: list[Any]) -> Value:
+        dtype = node.attr.tensor.dtype
+        if not node.dtype.is_integer or dtype is torch.int64:
+            return _anything(node.dtype, self)
+        info = torch.iinfo(dtype)
+        return Ints(self.exactly(info.min).low, self.exactly(info.max).high)
+
+    def _fitted(self, node: Expr, v: Value) -> Value:
+        if not isinstance(v, Ints):
+            return v
+        low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
+        lost = (v.low < low) | (v.high > high)
+        return Ints(torch.where(lost, low, v.low), torch.where(lost, high, v.high))
 
 
 def _kind(node: Expr, args: list[Value]) -> type:
@@ -150,21 +235,6 @@ def _as_kind(node: Expr, args: list[Value]) -> list[Any]:
     if node.op == "where":
         return [args[0], *map(convert, args[1:])]
     return [convert(a) for a in args]
-
-
-def _fitted(node: Expr, v: Value) -> Value:
-    """An int32 that may have wrapped may be anything."""
-    if not isinstance(v, Ints):
-        return v
-    low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
-    least, most = bounds(node)
-    if low <= least and most <= high:  # for every position: no need to look at the tiles
-        return v
-    lost = (v.low < low) | (v.high > high)
-    if not bool(lost.any()):
-        return v
-    v = Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
-    return Ints(v.low.clamp(min=-_WIDE), v.high.clamp(max=_WIDE))
 
 
 def _anything(dtype: DType, tiles: Tiles) -> Value:
@@ -195,8 +265,10 @@ def _to_floats(v: Value) -> Floats:
     i = _to_ints(v)
     low, high = i.low.to(torch.float64), i.high.to(torch.float64)
     nan = torch.zeros_like(low, dtype=torch.bool)
-    exact = max(low.abs().max().item(), high.abs().max().item()) <= 2**24 if low.numel() else True
-    return Floats(low, high, nan) if exact else _widened(low, high, nan)
+    wide = _widened(low, high, nan)
+    return Floats(
+        torch.where(low.abs() <= 2**24, low, wide.low), torch.where(high.abs() <= 2**24, high, wide.high), nan
+    )
 
 
 def _cast(name: str, v: Value) -> Value:
@@ -209,7 +281,7 @@ def _cast(name: str, v: Value) -> Value:
         return Bools(~never | v.nan, hits_zero) if isinstance(v, Floats) else Bools(~never, hits_zero)
     if type_.is_integer:
         if not isinstance(v, Floats):
-            return _to_ints(v) if type_ is DType.INT64 else _narrowed(_to_ints(v))
+            return _to_ints(v)
         limit = 2.0**31 if type_ is DType.INT32 else 2.0**61
         lost = v.nan | (v.low <= -limit) | (v.high >= limit)
         low = torch.where(lost, -limit, v.low).trunc().to(torch.int64)
@@ -220,13 +292,6 @@ def _cast(name: str, v: Value) -> Value:
     if dtype is torch.float32:
         return f
     return Floats(f.low.to(dtype).to(torch.float64), f.high.to(dtype).to(torch.float64), f.nan)
-
-
-def _narrowed(v: Ints) -> Ints:
-    lost = (v.low < _INT32[0]) | (v.high > _INT32[1])
-    low = torch.where(lost, v.low.clamp(max=_INT32[0]), v.low)
-    high = torch.where(lost, v.high.clamp(min=_INT32[1]), v.high)
-    return Ints(low, high) if bool(lost.any()) else v
 
 
 def _widened(low: T, high: T, nan: T, by: float = _ROUNDING) -> Floats:
@@ -244,26 +309,32 @@ def _widened(low: T, high: T, nan: T, by: float = _ROUNDING) -> Floats:
 
 
 def _i_add(x: Ints, y: Ints) -> Ints:
-    return Ints(x.low + y.low, x.high + y.high, math.gcd(x.step, y.step), x.residue + y.residue)
+    width = None if x.width is None or y.width is None else x.width + y.width
+    return Ints(x.low + y.low, x.high + y.high, math.gcd(x.step, y.step), x.residue + y.residue, width)
 
 
 def _i_neg(x: Ints) -> Ints:
-    return Ints(-x.high, -x.low, x.step, -x.residue)
+    return Ints(-x.high, -x.low, x.step, -x.residue, x.width)
 
 
 def _i_sub(x: Ints, y: Ints) -> Ints:
     return _i_add(x, _i_neg(y))
 
 
-def _i_mul(x: Ints, y: Ints) -> Ints | None:
-    if any(bool((v.abs() > 2**31).any()) for v in (x.low, x.high, y.low, y.high)):
-        return None
-    corners = [x.low * y.low, x.low * y.high, x.high * y.low, x.high * y.high]
+def _i_mul(x: Ints, y: Ints) -> Ints:
+    corners = [_times(x.low, y.low), _times(x.low, y.high), _times(x.high, y.low), _times(x.high, y.high)]
     low, high = _span(corners)
     for a, b in ((x, y), (y, x)):
         if a.step == 0:
-            return Ints(low, high, b.step * abs(a.residue), b.residue * a.residue)
+            width = None if b.width is None else b.width * abs(a.residue)
+            return Ints(low, high, b.step * abs(a.residue), b.residue * a.residue, width)
     return Ints(low, high)
+
+
+def _times(a: T, b: T) -> T:
+    """The product, at most ±_WIDE: int64 must not wrap."""
+    far = (a.to(torch.float64) * b).abs() >= _WIDE
+    return torch.where(far, (a.sign() * b.sign()) * _WIDE, a * b)
 
 
 def _span(corners: list[T]) -> tuple[T, T]:
@@ -274,10 +345,18 @@ def _span(corners: list[T]) -> tuple[T, T]:
 
 
 def _i_divide(mode: str) -> Callable[[Ints, Ints], Ints | None]:
-    def rule(x: Ints, y: Ints) -> Ints | None:
-        if bool(((y.low <= 0) & (y.high >= 0)).any()):
-            return None
-        return Ints(*_span([torch.div(a, b, rounding_mode=mode) for a in (x.low, x.high) for b in (y.low, y.high)]))
+    def rule(x: Ints, y: Ints) -> Ints:
+        if y.step == 0 and y.residue > 0:  # rising
+            low, high = (
+                (x.low, x.high)
+                if y.residue == 1
+                else (torch.div(x.low, y.residue, rounding_mode=mode), torch.div(x.high, y.residue, rounding_mode=mode))
+            )
+            return Ints(low, high, width=None if x.width is None else -(-x.width // y.residue))
+        by_zero = (y.low <= 0) & (y.high >= 0)
+        ends = [torch.where(by_zero, 1, end) for end in (y.low, y.high)]
+        low, high = _span([torch.div(a, b, rounding_mode=mode) for a in (x.low, x.high) for b in ends])
+        return Ints(torch.where(by_zero, -_WIDE, low), torch.where(by_zero, _WIDE, high))
 
     return rule
 
@@ -528,38 +607,31 @@ _RULES: dict[tuple[str, type], Callable[..., Any]] = {
 
 def _read(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
     """A captured tensor between its smallest and largest element among those that a tile reads."""
-    tensor = node.attr.tensor.detach().to(tiles.device)
-    if tensor.numel() == 0:
+    held = node.attr.tensor
+    x = tiles.tensors.get(id(held), held).detach().to(tiles.device)
+    if x.numel() == 0:
         return _anything(node.dtype, tiles)
-    kind = torch.float64 if node.dtype is DType.FLOAT else torch.int64
-    x = tensor.to(kind)
-    nan = x.isnan() if node.dtype is DType.FLOAT else None
-    floor, ceiling = (
-        (x, x)
-        if nan is None
-        else (x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf))
-    )
-    low, high = _extreme(floor, node, at, tiles, False), _extreme(ceiling, node, at, tiles, True)
-    if node.dtype is DType.BOOL:
-        return Bools(high > 0, low < 1)
-    if nan is None:
+    if node.dtype is not DType.FLOAT:
+        low, high = (_extreme(x, node, at, tiles, largest) for largest in (False, True))
+        if node.dtype is DType.BOOL:
+            return Bools(high, ~low)
+        low, high = low.to(torch.int64), high.to(torch.int64)
         return Ints(low.clamp(min=-_WIDE), high.clamp(max=_WIDE))
-    any_nan = _extreme(nan.to(torch.int64), node, at, tiles, True) > 0
-    return _widened(low, high, any_nan)
+    low = _extreme(x.nan_to_num(math.inf, math.inf, -math.inf), node, at, tiles, False)
+    high = _extreme(x.nan_to_num(-math.inf, math.inf, -math.inf), node, at, tiles, True)
+    return _widened(low.to(torch.float64), high.to(torch.float64), _extreme(x.isnan(), node, at, tiles, True))
 
 
 def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T:
-    reduce = torch.amax if largest else torch.amin
+    """The smallest (largest) of `x` over what each tile reads, in the dtype of `x`."""
     indices: list[T | None] = []  # position in each dimension left, None for the one that is a range
-    ranged: tuple[int, T, T] | None = None
+    ranged: tuple[int, T, T, int] | None = None
     for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
         size = x.shape[d]
         if index.op == "index" and index.attr in ("q", "kv"):
             which = int(index.attr == "kv")
-            x = _by_tiles(x, d, tiles.tile[which], len(tiles.starts(which).flatten()), reduce)
-            indices.append(
-                torch.arange(x.shape[d], device=x.device).view((1, 1, -1, 1) if which == 0 else (1, 1, 1, -1))
-            )
+            x = _by_tiles(x, d, tiles.tile[which], tiles.starts(which).numel(), largest)
+            indices.append(_numbers(x, d, 2 + which))
             continue
         wraps = v.low < 0
         if v.low is v.high:
@@ -567,18 +639,29 @@ def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T
             continue
         low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
         low, high = torch.where(wraps, 0, low), torch.where(wraps, size - 1, high)
-        if ranged is None:
-            ranged = (d, low, high)
+        # negative positions count from the end: then any
+        width = size - 1 if v.width is None or tiles.range(index)[0] < 0 else min(v.width, size - 1)
+        axis = 3 - (low.shape[3] == 1)
+        if low.shape[axis] == low.numel():  # the same for all heads, and moves along one axis of the grid only
+            x = _over_range(x, (d, low.flatten(), high.flatten(), width), None, largest)
+            indices.append(_numbers(x, d, axis))
+        elif ranged is None:
+            ranged = (d, low, high, width)
             indices.append(None)
-        else:  # a second range: the whole of that dimension
-            x = reduce(x, d, keepdim=True)
+        else:  # a second range that moves along both: the whole of that dimension
+            x = (torch.amax if largest else torch.amin)(x, d, keepdim=True)
             indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=x.device))
     if ranged is None:
         return x[tuple(torch.broadcast_tensors(*indices))] if indices else x.view(1, 1, 1, 1)  # type: ignore[arg-type]
     return _over_range(x, ranged, indices, largest)
 
 
-def _by_tiles(x: T, d: int, tile: int, count: int, reduce: Callable[..., T]) -> T:
+def _numbers(x: T, d: int, axis: int) -> T:
+    """0, 1, ... along dimension `d` of `x`, lying along `axis` of the grid."""
+    return torch.arange(x.shape[d], device=x.device).view([-1 if a == axis else 1 for a in range(4)])
+
+
+def _by_tiles(x: T, d: int, tile: int, count: int, largest: bool) -> T:
     """`x` with dimension `d` reduced tile by tile; positions beyond its end read the last element."""
     size = x.shape[d]
     wanted = count * tile
@@ -587,23 +670,29 @@ def _by_tiles(x: T, d: int, tile: int, count: int, reduce: Callable[..., T]) -> 
         shape = list(x.shape)
         shape[d] = wanted - size
         x = torch.cat([x, last.expand(shape)], d)
-    return reduce(x.narrow(d, 0, wanted).unflatten(d, (count, tile)), d + 1)
+    return (torch.amax if largest else torch.amin)(x.narrow(d, 0, wanted).unflatten(d, (count, tile)), d + 1)
 
 
-def _over_range(x: T, ranged: tuple[int, T, T], indices: list[T | None], largest: bool) -> T:
-    """Smallest or largest over low..high of one dimension, by two windows of a power of two that cover the range."""
-    d, low, high = ranged
+def _over_range(x: T, ranged: tuple[int, T, T, int], indices: list[T | None] | None, largest: bool) -> T:
+    """Smallest or largest over low..high of one dimension, by two windows of a power of two that cover the range.
+
+    `ranged` is (dimension, low, high, a bound of high - low). With `indices`, the other dimensions are read there;
+    without, they stay, and low and high are one-dimensional.
+    """
+    d, low, high, width = ranged
     level = (high - low + 1).to(torch.float64).log2().floor().to(torch.int64)
     pick = torch.maximum if largest else torch.minimum
     levels, n = [x], x.shape[d]
-    for k in range(int(level.max())):
-        last, width = levels[-1], 1 << k
-        kept = n - width
-        merged = pick(last.narrow(d, 0, kept), last.narrow(d, width, kept))
-        levels.append(torch.cat([merged, last.narrow(d, kept, width)], d))
+    for k in range((width + 1).bit_length() - 1):
+        last, window = levels[-1], 1 << k
+        kept = n - window
+        merged = pick(last.narrow(d, 0, kept), last.narrow(d, window, kept))
+        levels.append(torch.cat([merged, last.narrow(d, kept, window)], d))
     table = torch.stack(levels)
 
     def at(position: T) -> T:
+        if indices is None:
+            return table.movedim(d + 1, 1)[level, position].movedim(0, d)
         full = [position if i is None else i for i in indices]
         return table[tuple(torch.broadcast_tensors(level, *full))]
 

@@ -41,21 +41,29 @@ def tiles(
         held = captures(mask)
         device = held[0].tensor.device if held else "cpu"
     b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
-    grid = Tiles(q_len, kv_len, tile, b, h, device)
+    found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device))
+    if refine:
+        _refine(mask, found, q_len, kv_len, tile, device)
+    return found
+
+
+def kinds(mask: Expr, grid: Tiles) -> torch.Tensor:
+    """int8 (B, H, Tq, Tkv) of a grid: 0 empty, 1 partial, 2 full; tiles beyond the end of a sequence are empty."""
     found = grid.value(mask)
     assert isinstance(found, Bools)
-    shape = (b, h, -(-q_len // tile[0]), -(-kv_len // tile[1]))
-    kinds = (found.yes.to(torch.int8) + (found.yes & ~found.no).to(torch.int8)).expand(shape).contiguous()
-    if refine:
-        _refine(mask, kinds, q_len, kv_len, tile, device)
-    return kinds
+    result = found.yes.to(torch.int8) + (found.yes & ~found.no).to(torch.int8)
+    for which, lens in enumerate((grid.q_lens, grid.kv_lens)):
+        if lens is not None:
+            result = torch.where(grid.starts(which) < lens.view(-1, 1, 1, 1), result, EMPTY)
+    shape = (grid.batch, grid.heads, -(-grid.q_len // grid.tile[0]), -(-grid.kv_len // grid.tile[1]))
+    return result.to(torch.int8).expand(shape).contiguous()
 
 
 def _refine(
-    mask: Expr, kinds: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
+    mask: Expr, found: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
 ) -> None:
     """Settle partial tiles by their elements, some tiles at a time."""
-    where = (kinds == PARTIAL).nonzero()
+    where = (found == PARTIAL).nonzero()
     offsets = [
         torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)
     ]
@@ -68,4 +76,4 @@ def _refine(
         env = Env({"b": b, "h": h, "q": q, "kv": kv, **lengths}, device=device, float_dtype=torch.float32)
         visible = evaluate(mask, env).expand(len(part), *tile).flatten(1)
         settled = visible.any(1).to(torch.int8) + visible.all(1).to(torch.int8)
-        kinds[tuple(part.unbind(1))] = settled
+        found[tuple(part.unbind(1))] = settled

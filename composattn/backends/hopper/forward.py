@@ -14,7 +14,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...plan import ForwardPlan
 from ...primitives.emit import Leaves, Mods
-from ...primitives.kv_tiles import TileSequence, visit
+from ...primitives.emit_tiles import kv_tiles_of
+from ...primitives.kv_tiles import TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
@@ -58,6 +59,7 @@ class HopperForward:
     def __init__(self, plan: ForwardPlan):
         self.plan, self.tiling = plan, plan.tiling
         self.mods = Mods(plan.program, plan.positive_scale)
+        self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
         return "forward"  # becomes part of the kernel's name
@@ -137,8 +139,7 @@ class HopperForward:
 
     def kv_tiles(self, call, work) -> TileSequence:
         """The kv tiles of a work tile; producer and consumers ask alike."""
-        intervals = self.mods.intervals(call.leaves(work, self.tiling.tile_m))
-        return visit(intervals, self.plan.intervals, call.kv_len, self.tiling.tile_n)
+        return self.visited.of(call.leaves(work, self.tiling.tile_m), work.m)
 
     # --- producer ------------------------------------------------------------------------------------------
 
