@@ -29,6 +29,7 @@ MASKS = {
     "causal": lambda b, h, q, kv: q >= kv,
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW),
     "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
+    "grid": lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 3) & ((q % 64 - kv % 64).abs() <= 3),
 }
 SCORES = {
     "plain": None,
@@ -61,6 +62,8 @@ PLANS = {
     "plain-causal-d192-dv128": plan(mask="causal", d=192, dv=128),
     "plain-causal-d64-dv256": plan(mask="causal", d=64, dv=256),
     "plain-causal-d256": plan(mask="causal", d=256),
+    "plain-grid-d64": plan(mask="grid", d=64),
+    "plain-grid-d128": plan(mask="grid"),
     "alibi-causal-d128": plan("alibi", "causal"),
     "softcap-causal-d64": plan("softcap", "causal", d=64),
     "bias-full-d128": plan("bias"),
@@ -98,6 +101,8 @@ def products_are_serialised(artifact: Artifact) -> bool:
 
 def loops(artifact: Artifact) -> int:
     """Loops over kv tiles that the plan asks for."""
+    if artifact.plan.lists is not None:
+        return 2
     return sum(1 if not shape.full else 1 + shape.left + shape.right for shape in artifact.plan.intervals)
 
 

@@ -1,0 +1,58 @@
+"""The forward kernel with lists of kv tiles, emulated: right, and copying the tiles that are visible only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.hopper_emulated import EmulatedForward
+from composattn.graph.picture import tiles_of
+from composattn.graph.program import Program
+from composattn.mods import masks, scores
+from composattn.plan import plan_forward
+from composattn.problem import Problem
+from composattn.target import HOPPER
+from tests.support import qkv
+
+BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)
+
+MASKS = {
+    "grid": masks.neighborhood((15, 20), (3, 5)),
+    "blocks_by_head": ca.mask(lambda b, h, q, kv: BLOCKS[h, q // 128, kv // 128]),
+    "documents_apart": masks.document(torch.arange(300) // 40 % 3),
+}
+
+
+def tensor_copies(forward: EmulatedForward) -> int:
+    """Bulk copies from tensors that the run executed, one thread each."""
+    result = forward.kernel.result
+    assert result is not None
+    copies = [
+        sum(i.op.startswith("cp.async.bulk.tensor") and "shared::cta.global" in i.op for i in node.code)
+        for node in result.program.nodes
+    ]
+    return sum(int(visits[n]) * count for visits in result.visits for n, count in enumerate(copies) if count)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_matches_fp64_and_visits_what_is_visible(name: str, generator: torch.Generator) -> None:
+    mask = MASKS[name]
+    q, k, v = qkv(generator=generator, batch=1, heads=2, q_len=300, dim=64, dtype=torch.float16)
+    program = Program(scores.softcap(20.0).expr, mask.expr)
+    forward = EmulatedForward(plan_forward(Problem.of(q, k, v), program, HOPPER))
+    assert forward.plan.lists is not None
+    out, lse = forward(q, k, v, 0.125, [c.tensor for c in program.captures])
+    wide = [t.double() for t in (q, k, v)]
+    options = {"score_mod": scores.softcap(20.0), "mask_mod": mask, "return_lse": True, "backend": "reference"}
+    exact, exact_lse = ca.attention(*wide, **options)
+    assert (out - exact).abs().max() < 5e-3 * max(1.0, exact.abs().max())
+    assert lse is not None and torch.allclose(lse, exact_lse.float(), atol=1e-3)
+    tiling = forward.plan.tiling
+    exact_tiles = tiles_of(mask.dense(300, 300, 1, 2), (tiling.tile_m, tiling.tile_n)).expand(1, 2, -1, -1) > 0
+    visited = exact_tiles.sum(-1)
+    # a copy of Q a warpgroup where anything is visible, one of K and one of V a tile
+    assert tensor_copies(forward) == int(((visited > 0) * tiling.warpgroups + 2 * visited).sum())
