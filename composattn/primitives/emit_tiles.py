@@ -1,14 +1,20 @@
-"""Which kv tiles a work tile visits, asked inside a kernel: of the mask's bands, or of lists on the device."""
+"""Which tiles a work tile visits, asked inside a kernel: of the mask's bands, or of lists on the device.
+
+`kv_tiles_of` answers for the query tiles of a forward, `query_tiles_of` for the kv tiles of a backward. Lists are
+captured tensors of the kernel, behind all that the mods read (`composattn.captured.read_by`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from ..graph.block_map import KeyLists
+from ..graph.block_map import KeyLists, QueryLists
 from .emit import Leaves, Mods
+from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
 from .kv_tiles import WHOLE, TileSequence, listed, visit
+from .q_tiles import ListedQueryRun, QueryRun, query_runs
 from .values import Fixed, smaller
 
 
@@ -34,13 +40,59 @@ class ListedTiles(Fixed):
     def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
         """As of `BandTiles`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
-        # one list serves all batches or heads where there is one
-        b, h = smaller(leaves.b, counts.shape[1] - 1), smaller(leaves.h, counts.shape[2] - 1)
+        b, h = _entry(tiles, leaves)
         return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], split)
 
 
 def kv_tiles_of(
     mods: Mods, lists: KeyLists | None, shapes: tuple[IntervalShape, ...], tile_n: int
 ) -> BandTiles | ListedTiles:
-    """Who knows the tiles; lists come behind all that the mods read."""
+    """Who knows the kv tiles of a query tile."""
     return BandTiles(mods, shapes, tile_n) if lists is None else ListedTiles(len(mods.capture_slot))
+
+
+@dataclasses.dataclass
+class BandQueries(Fixed):
+    """Query tiles of the intervals that the mods compute at each tile of keys."""
+
+    mods: BackwardMods
+    tile_m: int
+
+    def of(self, leaves: Leaves, n: Any) -> list[QueryRun]:
+        """The query tiles of kv tile `n`; `leaves` are those of the tile of keys and a head."""
+        intervals = self.mods.intervals(leaves)
+        return query_runs(intervals, leaves.q_len, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
+
+
+@dataclasses.dataclass
+class ListedQueries(Fixed):
+    """Query tiles of `QueryLists`, which are the captured tensors `slot` to `slot + 2` of the kernel."""
+
+    mods: BackwardMods
+    tile_m: int
+    slot: int
+
+    def of(self, leaves: Leaves, n: Any) -> list[ListedQueryRun]:
+        """As of `BandQueries`."""
+        counts, tiles, before = leaves.captured[self.slot : self.slot + 3]
+        b, h = _entry(tiles, leaves)
+        harmless = _padding_is_harmless(self.mods)
+        whole = tiles.shape[3] if harmless else leaves.q_len // self.tile_m
+        return [ListedQueryRun(tiles[b, h, n, None], before[b, h, n, None], counts[b, h, n], whole)]
+
+
+def query_tiles_of(mods: BackwardMods, lists: QueryLists | None, tile_m: int) -> BandQueries | ListedQueries:
+    """Who knows the query tiles of a kv tile."""
+    if lists is None:
+        return BandQueries(mods, tile_m)
+    return ListedQueries(mods, tile_m, mods.mods.capture_slot[lists.captures[0]])
+
+
+def _padding_is_harmless(mods: BackwardMods) -> bool:
+    """Rows beyond the last query are 0 in Q and dO and have P = 0; a score mod may turn their scores to NaN."""
+    return mods.score is None
+
+
+def _entry(lists: Any, leaves: Leaves) -> tuple[Any, Any]:
+    """Batch and head of the list; one list serves all batches, or heads, where there is one."""
+    return smaller(leaves.b, lists.shape[0] - 1), smaller(leaves.h, lists.shape[1] - 1)

@@ -34,6 +34,31 @@ class QueryRun(Fixed):
         return (tile >= self.first) & (tile < self.first + self.count)
 
 
+@dataclasses.dataclass
+class ListedQueryRun(Fixed):
+    """`count` tiles of a list, ascending: `row` has 2 * tile + (1 if it needs a test).
+
+    Tiles from `whole` on have rows beyond the last query, and need a test for them.
+    """
+
+    row: Any
+    earlier: Any
+    count: Any
+    whole: Any
+
+    def tile(self, i: Any) -> Any:
+        """As of a `QueryRun`."""
+        return self.row[i] // 2
+
+    def tested(self, i: Any) -> Any:
+        """As of a `QueryRun`."""
+        return (self.row[i] % 2 == 1) | (self.tile(i) >= self.whole)
+
+    def before(self, i: Any) -> Any:
+        """How many tiles of keys beyond this one visit the `i`-th tile too: in a fixed order they come before."""
+        return self.earlier[i]
+
+
 def query_runs(
     intervals: list[tuple[Any, Any, Any, Any]], q_len: Any, tile_m: int, padding_is_harmless: bool
 ) -> list[QueryRun]:

@@ -11,6 +11,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 from composattn.primitives.interval_shape import IntervalShape
 from composattn.primitives.kv_tiles import WHOLE, TileSequence, listed, visit
+from composattn.primitives.q_tiles import ListedQueryRun
 
 
 def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
@@ -105,3 +106,10 @@ def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
             assert tests == sorted(tests, reverse=True)
             assert {tile for tile, tested in part if not tested} <= set(row[partial : partial + full])
             assert {tile for tile, tested in part[1:] if tested} <= set(row[:partial])
+
+
+def test_a_list_of_query_tiles_says_which_to_test() -> None:
+    run = ListedQueryRun([2 * 0 + 1, 2 * 3, 2 * 7], [0, 2, 5], 3, whole=7)
+    assert [run.tile(i) for i in range(run.count)] == [0, 3, 7]
+    assert [run.tested(i) for i in range(run.count)] == [True, False, True]  # tile 7 reaches beyond the last query
+    assert [run.before(i) for i in range(run.count)] == [0, 2, 5]
