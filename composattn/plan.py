@@ -148,14 +148,20 @@ def plan_forward(
 
 
 def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyLists | None:
-    """Lists of the kv tiles of each query tile, where they leave out more than the mask's bands do."""
+    """Lists of the kv tiles of each query tile, where they leave out more than the mask's bands do.
+
+    Raises: `UnknownLength` where they would be too large for want of an upper bound of the sequences' lengths.
+    """
     return made_lists(KeyLists, program.mask, extent_of(problem), tile)
 
 
 def extent_of(problem: Problem) -> Extent:
-    """What lists of tiles are made for."""
-    p = problem
-    return Extent(p.q_len, p.kv_len, p.batch, p.q_heads, p.device)
+    """What lists of tiles are made for: the longest sequence there can be, all rows where nothing else is said."""
+    p, layout = problem, problem.layout
+    q_len = p.q_len if layout.max_q_len is None or layout.q == "dense" else min(p.q_len, layout.max_q_len)
+    kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
+    unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
+    return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
 
 
 def interval_shape(interval: TileInterval) -> IntervalShape:

@@ -12,6 +12,7 @@ number or the sequences' lengths changed since.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from ..errors import UnknownLength
 from .bands import UNKNOWN, TileInterval, tile_intervals
 from .derived import Derived, refresh, value_of
 from .evaluate import Env, evaluate_all
@@ -33,7 +35,8 @@ T = torch.Tensor
 Places = tuple[T | None, T | None]
 """Where sequences lie: int (B + 1,) first rows of packed ones, int (B,) how many rows are used; None: not given."""
 
-MOST_ENTRIES = 2**25  # of a list, 128 MiB: beyond it a mask is left to its bands
+MOST_ENTRIES = 2**28  # of a list, 1 GiB: beyond it a mask is left to its bands
+_AT_ONCE = 2**22  # tiles that are analysed together: some hundred MiB of bounds
 
 
 Lists = TypeVar("Lists", bound="TileLists")
@@ -48,10 +51,12 @@ class Extent:
     batch: int
     heads: int
     device: torch.device
+    ragged: bool = False  # sequences have lengths of their own
+    unbounded: bool = False  # the lengths are those of all packed rows together
 
     def entries(self, mask: Expr, tile: tuple[int, int]) -> int:
         """Tiles of all batches and heads that `mask` tells apart."""
-        b, h = (self.batch if mask.deps & Dep.B else 1), (self.heads if mask.deps & Dep.H else 1)
+        b, h = (self.batch if self.ragged or mask.deps & Dep.B else 1), (self.heads if mask.deps & Dep.H else 1)
         return b * h * -(-self.q_len // tile[0]) * -(-self.kv_len // tile[1])
 
 
@@ -61,9 +66,23 @@ def reason_for_lists(mask: Expr | None, extent: Extent, tile: tuple[int, int]) -
     Bands serve where all of the mask is solved for kv. They don't where a condition on (q, kv) stays (a test in every
     tile of the band), where visible keys are a tile or more apart, or where equal values of a captured tensor lie
     apart: this looks at the tensor, once.
+
+    Raises: `UnknownLength` where lists would be too large for want of an upper bound of the sequences' lengths.
     """
-    if mask is None or extent.entries(mask, tile) > MOST_ENTRIES:
+    if mask is None:
         return None
+    if extent.entries(mask, tile) > MOST_ENTRIES:
+        if extent.unbounded and _reason(mask, tile):
+            raise UnknownLength(
+                f"this mask needs lists of tiles, which would have {extent.entries(mask, tile)} entries for "
+                f"{extent.batch} sequences of up to {extent.q_len} queries and {extent.kv_len} keys; say how long the "
+                "longest ones are: Varlen(..., max_seqlen_q=, max_seqlen_k=)"
+            )
+        return None
+    return _reason(mask, tile)
+
+
+def _reason(mask: Expr, tile: tuple[int, int]) -> str | None:
     constraints = [c for p in pieces(mask) for c in p.constraints]
     if any(isinstance(c, Opaque) for c in constraints):
         return "a part of the mask has no bounds on kv"
@@ -105,6 +124,7 @@ class TileLists(ABC):
     """Lists for one mask, tile size and extent; `captures` stand for the tensors among what a kernel reads."""
 
     ranks: ClassVar[tuple[int, ...]]
+    dims: ClassVar[tuple[int, ...]]
 
     def __init__(self, mask: Expr, extent: Extent, tile: tuple[int, int], reason: str = "asked for") -> None:
         self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
@@ -115,7 +135,7 @@ class TileLists(ABC):
         self.scalars = scalars(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
-        self._made: tuple[T, ...] = ()
+        self._made: list[T] = []
         self._seen: tuple[Any, ...] | None = None
         self._held: list[T] = []
 
@@ -125,7 +145,7 @@ class TileLists(ABC):
         numbers: Mapping[Any, float | int] | None = None,
         queries: Places = (None, None),
         keys: Places = (None, None),
-    ) -> tuple[T, ...]:
+    ) -> list[T]:
         """The tensors, one for each of `captures`, up to date.
 
         given: tensors that are read in place of captured ones. numbers: values of run-time numbers, by default those
@@ -139,7 +159,7 @@ class TileLists(ABC):
         held = [*read, *places]
         stamp = (*values, *(v for t in held for v in (t.data_ptr(), t.shape, t.stride(), _version(t))))
         if stamp != self._seen or None in stamp or (places and _recording()):
-            made = self._compute(read, values, _lengths(*queries), _lengths(*keys))
+            made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
             if self._made:
                 for old, new in zip(self._made, made, strict=True):
                     old.copy_(new)
@@ -155,13 +175,18 @@ class TileLists(ABC):
         tensors = {id(c.tensor): t for c, t in zip(self.sources, read, strict=True)}
         numbers = {id(s): v for s, v in zip(self.scalars, values, strict=True)}
         grid = Tiles(x.q_len, x.kv_len, self.tile, b, h, x.device, q_lens, kv_lens, tensors, numbers)
+        rows, columns = -(-x.q_len // self.tile[0]), -(-x.kv_len // self.tile[1])
+        step = max(1, _AT_ONCE // (b * h * columns))
         # never inference tensors: those could not be written to again from outside of inference mode
         with torch.inference_mode(False), torch.no_grad():
-            found = self._joined(kinds(self.mask, grid), grid)
-            return tuple(t.contiguous() for t in self.lists(found, grid))
+            parts = []
+            for first in range(0, rows, step):
+                part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
+                parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
+            return self.lists(*(torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), self.dims, strict=True)))
 
     def _joined(self, found: T, grid: Tiles) -> T:
-        """The tiles' kinds, with what the bands know besides."""
+        """The kinds of tiles, with what the bands know besides."""
         if not self.bands:
             return found
         first, last = grid.leaf("q").low, grid.leaf("q").high
@@ -180,8 +205,12 @@ class TileLists(ABC):
         return torch.where(touched, torch.where(inside & (found != EMPTY), FULL, found), EMPTY)
 
     @abstractmethod
-    def lists(self, found: T, grid: Tiles) -> tuple[T, ...]:
-        """The tensors, from int8 (B|1, H|1, Tq, Tkv) kinds."""
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T, ...]:
+        """What is kept of int8 (B|1, H|1, rows, Tkv) kinds of some query tiles."""
+
+    @abstractmethod
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        """The tensors, from what was kept, joined along `dims`."""
 
 
 class KeyLists(TileLists):
@@ -193,8 +222,9 @@ class KeyLists(TileLists):
     """
 
     ranks = (4, 4)
+    dims = (3, 2)
 
-    def lists(self, found: T, grid: Tiles) -> tuple[T, T]:
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T, T]:
         ragged = grid.starts(1) + self.tile[1] > grid.leaf("kv_len").low
         found = torch.where(ragged & (found == FULL), PARTIAL, found)
         counts = torch.stack([(found == kind).sum(-1, dtype=torch.int32) for kind in (PARTIAL, FULL)])
@@ -203,6 +233,9 @@ class KeyLists(TileLists):
         place = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=found.device)
         ordered = (group * columns + place).sort(-1).values
         return counts, columns - 1 - ordered % columns
+
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        return kept
 
 
 class QueryLists(TileLists):
@@ -216,9 +249,13 @@ class QueryLists(TileLists):
     """
 
     ranks = (3, 4, 4)
+    dims = (2,)
 
-    def lists(self, found: T, grid: Tiles) -> tuple[T, T, T]:
-        found = found.mT  # (B|1, H|1, Tkv, Tq)
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T]:
+        return (found,)
+
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        found = kept[0].mT  # (B|1, H|1, Tkv, Tq)
         visited = found != EMPTY
         rows = found.shape[-1]
         place = torch.arange(rows, dtype=torch.int32, device=found.device)

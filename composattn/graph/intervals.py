@@ -81,7 +81,7 @@ class Tiles:
 
     `q_lens`, `kv_lens`: int tensors (B,) where sequences have lengths of their own, at most `q_len` and `kv_len`; of
     tiles that begin beyond a sequence's end nothing is said. `tensors`: what is read in place of a captured tensor, by
-    its id; `scalars`: the value of a run-time number, by its id.
+    its id; `scalars`: the value of a run-time number, by its id. `rows`: of which query tiles it speaks, None: all.
     """
 
     q_len: int
@@ -94,12 +94,20 @@ class Tiles:
     kv_lens: T | None = None
     tensors: Mapping[int, T] = field(default_factory=dict)
     scalars: Mapping[int, float] = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+
+    @property
+    def positions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """First and last + 1 position of queries and of keys."""
+        if self.rows is None:
+            return (0, self.q_len), (0, self.kv_len)
+        first, stop = self.rows
+        return (first * self.tile[0], min(stop * self.tile[0], self.q_len)), (0, self.kv_len)
 
     def starts(self, which: int) -> T:
         """First position of every tile: of queries (0) or keys (1)."""
-        length = (self.q_len, self.kv_len)[which]
         shape = (-1, 1) if which == 0 else (1, -1)
-        return torch.arange(0, length, self.tile[which], device=self.device).view(1, 1, *shape)
+        return torch.arange(*self.positions[which], self.tile[which], device=self.device).view(1, 1, *shape)
 
     def leaf(self, name: str) -> Ints:
         if name in ("q", "kv"):
@@ -630,7 +638,7 @@ def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T
         size = x.shape[d]
         if index.op == "index" and index.attr in ("q", "kv"):
             which = int(index.attr == "kv")
-            x = _by_tiles(x, d, tiles.tile[which], tiles.starts(which).numel(), largest)
+            x = _by_tiles(x, d, tiles.tile[which], tiles.positions[which], largest)
             indices.append(_numbers(x, d, 2 + which))
             continue
         wraps = v.low < 0
@@ -661,16 +669,18 @@ def _numbers(x: T, d: int, axis: int) -> T:
     return torch.arange(x.shape[d], device=x.device).view([-1 if a == axis else 1 for a in range(4)])
 
 
-def _by_tiles(x: T, d: int, tile: int, count: int, largest: bool) -> T:
-    """`x` with dimension `d` reduced tile by tile; positions beyond its end read the last element."""
+def _by_tiles(x: T, d: int, tile: int, positions: tuple[int, int], largest: bool) -> T:
+    """`x` with dimension `d` reduced tile by tile over positions; beyond its end they read the last element."""
     size = x.shape[d]
-    wanted = count * tile
-    if wanted > size:
-        last = x.narrow(d, size - 1, 1)
+    first, stop = positions
+    count = -(-(stop - first) // tile)
+    there = x.narrow(d, min(first, size - 1), max(1, min(size - first, count * tile)))
+    missing = count * tile - there.shape[d]
+    if missing:
         shape = list(x.shape)
-        shape[d] = wanted - size
-        x = torch.cat([x, last.expand(shape)], d)
-    return (torch.amax if largest else torch.amin)(x.narrow(d, 0, wanted).unflatten(d, (count, tile)), d + 1)
+        shape[d] = missing
+        there = torch.cat([there, x.narrow(d, size - 1, 1).expand(shape)], d)
+    return (torch.amax if largest else torch.amin)(there.unflatten(d, (count, tile)), d + 1)
 
 
 def _over_range(x: T, ranged: tuple[int, T, T, int], indices: list[T | None] | None, largest: bool) -> T:

@@ -55,7 +55,7 @@ def kinds(mask: Expr, grid: Tiles) -> torch.Tensor:
     for which, lens in enumerate((grid.q_lens, grid.kv_lens)):
         if lens is not None:
             result = torch.where(grid.starts(which) < lens.view(-1, 1, 1, 1), result, EMPTY)
-    shape = (grid.batch, grid.heads, -(-grid.q_len // grid.tile[0]), -(-grid.kv_len // grid.tile[1]))
+    shape = (grid.batch, grid.heads, grid.starts(0).shape[2], grid.starts(1).shape[3])
     return result.to(torch.int8).expand(shape).contiguous()
 
 

@@ -41,6 +41,7 @@ class ListedTiles(Fixed):
         """As of `BandTiles`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)
+        m = smaller(m, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
         return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], split)
 
 
@@ -76,6 +77,7 @@ class ListedQueries(Fixed):
         """As of `BandQueries`."""
         counts, tiles, before = leaves.captured[self.slot : self.slot + 3]
         b, h = _entry(tiles, leaves)
+        n = smaller(n, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
         harmless = _padding_is_harmless(self.mods)
         whole = tiles.shape[3] if harmless else leaves.q_len // self.tile_m
         return [ListedQueryRun(tiles[b, h, n, None], before[b, h, n, None], counts[b, h, n], whole)]

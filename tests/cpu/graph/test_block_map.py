@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn import errors
+from composattn.graph import block_map
 from composattn.graph.block_map import Extent, KeyLists, QueryLists, made_lists, reason_for_lists
 from composattn.graph.mask import Mask
 from composattn.graph.picture import dense, tiles_of
@@ -155,5 +157,23 @@ def test_lists_are_made_where_bands_tell_too_little(name: str) -> None:
 
 
 def test_lists_that_would_be_too_large_are_not_made() -> None:
-    mask = masks.neighborhood((1 << 10, 1 << 10), (7, 7))
-    assert reason_for_lists(mask.expr, Extent(1 << 20, 1 << 20, 1, 1, CPU), (128, 128)) is None
+    mask = masks.neighborhood((1 << 11, 1 << 11), (7, 7))
+    assert reason_for_lists(mask.expr, Extent(1 << 22, 1 << 22, 1, 1, CPU), (128, 128)) is None
+    unbounded = Extent(1 << 19, 1 << 19, 64, 1, CPU, ragged=True, unbounded=True)
+    assert reason_for_lists(masks.causal().expr, unbounded, (128, 128)) is None
+    with pytest.raises(errors.UnknownLength, match="max_seqlen_q"):
+        reason_for_lists(mask.expr, unbounded, (128, 128))
+
+
+def test_large_grids_are_analysed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = masks.neighborhood((10, 20), (3, 3)) & masks.padding(torch.tensor([150, 90]))
+    mask = mask & (lambda b, h, q, kv: TABLE[h, q] <= TABLE[h, kv] + 3)
+    extent = Extent(200, 200, 2, 2, CPU)
+    whole = [kind(mask.expr, extent, (8, 16)).of_call() for kind in (KeyLists, QueryLists)]
+    monkeypatch.setattr(block_map, "_AT_ONCE", 200)
+    parts = [kind(mask.expr, extent, (8, 16)).of_call() for kind in (KeyLists, QueryLists)]
+    assert all(torch.equal(x, y) for a, b in zip(whole, parts, strict=True) for x, y in zip(a, b, strict=True))
+    holds(mask, extent, (8, 16))
+
+
+TABLE = torch.randint(0, 9, (2, 170), generator=torch.Generator().manual_seed(3))
