@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from .captured import read_by
 from .compile import Launchable, compile_plan
 from .errors import UnsupportedLayout
 from .plan import ForwardPlan
+from .sequences import NO_SEQUENCES, Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -20,8 +22,6 @@ class ForwardLauncher:
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
         self.compiled: Launchable = compile_plan(plan)
-        self.head_dim_v = plan.head_dim_v
-        self.return_lse = plan.return_lse
 
     def __call__(
         self,
@@ -31,34 +31,59 @@ class ForwardLauncher:
         scale: float,
         captured: Sequence[torch.Tensor] = (),
         scalars: Sequence[float | int] = (),
+        sequences: Sequences = NO_SEQUENCES,
     ) -> Pair:
-        """(out (B, Hq, Sq, Dv), lse (B, Hq, Sq) or None). Raises `UnsupportedLayout`."""
-        out = _empty_like_queries(q, self.head_dim_v)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32) if self.return_lse else None
-        if not q.shape[2]:
+        """(out (B, Hq, Sq, Dv), lse (B, Hq, Sq) or None), packed as q is. Raises `UnsupportedLayout`."""
+        out, lse = outputs(q, self.plan)
+        if not q.numel():
             return out, lse
-        if not k.shape[2]:
-            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+        if not k.numel() or self.plan.layout.used_q:  # rows that nothing is computed for
+            out.zero_()
+            lse = None if lse is None else lse.fill_(-torch.inf)
+        if not k.numel():
+            return out, lse
+        rest = arguments_behind_scale(self.plan, sequences, captured, scalars)
         device = q.device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch(q, k, v, out, lse, scale, captured, scalars)
+                self._launch(q, k, v, out, lse, scale, *rest)
         else:
-            self._launch(q, k, v, out, lse, scale, captured, scalars)
+            self._launch(q, k, v, out, lse, scale, *rest)
         return out, lse
 
-    def _launch(self, q, k, v, out, lse, scale, captured, scalars) -> None:  # type: ignore[no-untyped-def]
-        reads = tuple([_at_least_1d(t) for t in read_by(self.plan, captured, scalars)]) or None
-        numbers = tuple(scalars) or None
+    def _launch(self, q, k, v, *rest) -> None:  # type: ignore[no-untyped-def]
         try:
-            self.compiled(q, k, v, out, lse, scale, reads, numbers)
+            self.compiled(q, k, v, *rest)
         except (ValueError, TypeError):
             # strides of sizes 0 and 1 are arbitrary and may offend; others are refused here by name
-            self.compiled(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), out, lse, scale, reads, numbers)
+            self.compiled(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), *rest)
+
+
+def outputs(q: torch.Tensor, plan: ForwardPlan) -> Pair:
+    """out and lse (or None) for `q`, uninitialised."""
+    out = _empty_like_queries(q, plan.head_dim_v)
+    rows = q.shape[:3] if plan.layout.q == "dense" else (q.shape[1], q.shape[0])
+    return out, q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
+
+
+def arguments_behind_scale(
+    plan: ForwardPlan, sequences: Sequences, captured: Sequence[torch.Tensor], scalars: Sequence[float | int]
+) -> tuple[Any, ...]:
+    """What the kernel's host function takes behind the scale: sequences, work, captured tensors, numbers."""
+    reads = read_by(plan, captured, scalars, sequences)
+    counts = None if plan.lists is None else reads[len(captured)]
+    return (
+        tuple([t for t in sequences if t is not None]) or None,
+        None if plan.work is None else plan.work(sequences, counts),
+        tuple([_at_least_1d(t) for t in reads]) or None,
+        tuple(scalars) or None,
+    )
 
 
 def _empty_like_queries(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """O in q's order of dimensions, so that a (B, S, H, D) caller gets (B, S, H, Dv) memory back."""
+    if q.ndim == 3:
+        return q.new_empty((*q.shape[:2], head_dim_v))
     batch, heads, length, _ = q.shape
     if q.stride(1) < q.stride(2):
         return q.new_empty((batch, length, heads, head_dim_v)).transpose(1, 2)

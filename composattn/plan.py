@@ -14,8 +14,10 @@ from .graph.block_map import Extent, KeyLists, made_lists
 from .graph.expr import index
 from .graph.program import Program
 from .primitives.interval_shape import IntervalShape
-from .problem import Problem
+from .problem import Layout, Problem
+from .schedule import Order
 from .target import Target
+from .work import WorkTables, ascends, work_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,8 @@ class ForwardPlan:
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
+    layout: Layout
+    listed: bool  # query tiles come in the order of a table
     tiling: Tiling
     return_lse: bool
     positive_scale: bool
@@ -74,6 +78,8 @@ class ForwardPlan:
     program_key: Hashable
     program: Program = dataclasses.field(compare=False, repr=False)
     lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
+    order: str = dataclasses.field(compare=False)  # of the query tiles, and why, for people to read
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False)
 
     @property
     def key(self) -> str:
@@ -95,8 +101,8 @@ class ForwardPlan:
                 f"  tiles      {t.tile_m} queries x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
-                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, longest first; "
-                f"{'ping-pong' if t.pingpong else 'warpgroups at will'}, "
+                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}",
+                f"  overlap    {'ping-pong' if t.pingpong else 'warpgroups at will'}, "
                 f"rescale {'under the next scores' if t.rescale_early else 'after the product'} "
                 f"when a maximum rose by 2^{t.slack:g}",
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
@@ -129,12 +135,15 @@ def plan_forward(
     tiling = tiling or backend.forward_tiling(problem, program, target)
     lists = key_lists(problem, program, (tiling.tile_m, tiling.tile_n))
     read = (*program.captures, *(() if lists is None else lists.captures))
+    order, work = _order(problem, program, tiling, lists)
     return ForwardPlan(
         backend=target.backend,
         target=target,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
+        layout=problem.layout,
+        listed=work is not None,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,
@@ -144,6 +153,8 @@ def plan_forward(
         program_key=program.key,
         program=program,
         lists=lists,
+        order=order,
+        work=work,
     )
 
 
@@ -162,6 +173,26 @@ def extent_of(problem: Problem) -> Extent:
     kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
     unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
     return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
+
+
+def _order(problem: Problem, program: Program, tiling: Tiling, lists: KeyLists | None) -> tuple[str, WorkTables | None]:
+    """In which order query tiles run, in words, and the tables that say so, if any."""
+    wanted = problem.schedule.order
+    order: Order = "longest_first" if wanted == "auto" else wanted
+    words = order.replace("_", " ")
+    intervals = program.intervals if lists is None else None
+    sizes = (tiling.tile_m, tiling.tile_n)
+    if problem.layout.q == "packed":
+        why = "sequences differ in length"
+    elif intervals is None:
+        why = "lists say what each visits"
+    else:
+        later_is_longer = ascends(problem, intervals, *sizes)
+        if order == "longest_first" and later_is_longer:
+            return f"{words}: the last query tile of a head first, as none visits less than those before it", None
+        why = "the mask leaves later query tiles less" if later_is_longer is False else "the mask reads what it leaves"
+    made = f"{words}: by a table on the device" + (f", as {why}" if wanted == "auto" else ", as asked for")
+    return made, work_tables(problem, intervals, *sizes, order)
 
 
 def interval_shape(interval: TileInterval) -> IntervalShape:

@@ -126,9 +126,9 @@ def choose(name: str | None, problem: Problem) -> Backend:
     return backend
 
 
-def refuse_sequences(backend: str, problem: Problem) -> None:
-    """Raises `UnsupportedSequences` unless the problem is dense: for a backend that takes nothing else."""
-    if not problem.layout.is_dense:
+def refuse_sequences(backend: str, problem: Problem, takes: tuple[str, ...] = ("dense",)) -> None:
+    """Raises `UnsupportedSequences` where q or k and v lie in another way than those that a backend `takes`."""
+    if problem.layout.q not in takes or problem.layout.kv not in takes:
         lies = "packed q, k and v" if problem.layout.kv == "packed" else "keys in pages"
         raise errors.UnsupportedSequences(
             f'backend="{backend}" does not take {lies} yet; use backend="streaming", or pad them and hide the padding '

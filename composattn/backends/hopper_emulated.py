@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..captured import read_by
 from ..compile import compile_offline, content_hash
 from ..emulator.capture import Captured
 from ..emulator.cluster import EAGER, Mode
@@ -21,12 +20,13 @@ from ..emulator.launch import Result, run
 from ..emulator.program import KEPT
 from ..graph.derived import Derived
 from ..graph.program import Program
-from ..launch import _at_least_1d, _empty_like_queries, tidy
+from ..launch import arguments_behind_scale, outputs, tidy
 from ..plan import ForwardPlan, plan_forward
 from ..problem import Problem
+from ..sequences import NO_SEQUENCES, Sequences
 from ..target import HOPPER
 from . import refuse_sequences
-from .hopper import HopperCall
+from .hopper import LAYOUTS, HopperCall
 from .hopper.gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -114,17 +114,18 @@ class EmulatedForward:
         scale: float,
         captured: Sequence[torch.Tensor] = (),
         scalars: Sequence[float | int] = (),
+        sequences: Sequences = NO_SEQUENCES,
     ) -> Pair:
         """(out, lse or None), poisoned first: what the kernel doesn't write is NaN."""
-        out = _empty_like_queries(q, self.plan.head_dim_v).fill_(torch.nan)
-        lse = q.new_full(q.shape[:3], torch.nan, dtype=torch.float32) if self.plan.return_lse else None
-        if not q.shape[2]:
+        out, lse = outputs(q, self.plan)
+        unused = not k.numel() or self.plan.layout.used_q
+        out.fill_(0.0 if unused else torch.nan)
+        lse = None if lse is None else lse.fill_(-torch.inf if unused else torch.nan)
+        if not q.numel() or not k.numel():
             return out, lse
-        if not k.shape[2]:
-            return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-        reads = tuple(_at_least_1d(t) for t in read_by(self.plan, captured, scalars)) or None
-        numbers = tuple(scalars) or None
-        self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, reads, numbers)
+        ours, work, *rest = arguments_behind_scale(self.plan, sequences, captured, scalars)
+        work = None if work is None else work.cpu()
+        self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, ours, work, *rest)
         return out, lse
 
 
@@ -157,7 +158,7 @@ def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> EmulatedCall:
     """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
-    refuse_sequences("hopper-emulated", problem)
+    refuse_sequences("hopper-emulated", problem, LAYOUTS)
     check_size(problem)
     return EmulatedCall(problem, program, scale)
 

@@ -82,9 +82,11 @@ def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _version(source: Capture) -> int | None:
-    if isinstance(source, Derived):
-        return source.version
-    tensor = source.tensor
+    return source.version if isinstance(source, Derived) else version(source.tensor)
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """Changes when `tensor` is written to; None for a tensor made in inference mode, which doesn't say."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -53,14 +53,15 @@ def evaluate_all(roots: list[Expr], env: Env) -> list[torch.Tensor]:
 
 def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.op == "const":
-        return torch.tensor(node.attr, dtype=_torch_type(node.dtype, env), device=env.device)
+        return _number(node.attr, _torch_type(node.dtype, env), env)
     if node.op == "index":
-        return torch.as_tensor(env.index[node.attr], device=env.device)
+        value = env.index[node.attr]
+        return value.to(env.device) if isinstance(value, torch.Tensor) else _number(value, torch.int64, env)
     if node.op == "score":
         return env.score
     if node.op == "scalar":
         value = env.scalars.get(id(node.attr), node.attr.value)
-        return torch.tensor(value, dtype=_torch_type(node.dtype, env), device=env.device)
+        return _number(value, _torch_type(node.dtype, env), env)
     if node.op == "read":
         return _read(node, args, env)
     wanted = _torch_type(node.dtype, env)
@@ -75,6 +76,11 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.dtype is DType.BOOL:
         return OPS[node.op].torch(*args)
     return OPS[node.op].torch(*(a.to(wanted) for a in args))
+
+
+def _number(value: float, dtype: torch.dtype, env: Env) -> torch.Tensor:
+    # filled on the device: a copy from the host would wait for it
+    return torch.full((), value, dtype=dtype, device=env.device)
 
 
 def _torch_type(dtype: DType, env: Env) -> torch.dtype:

@@ -17,6 +17,7 @@ tensor unless one says so: rows of a negative i are never asked for.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -104,3 +105,18 @@ class PackedSequence(Fixed):
 
 Rows = DenseRows | PackedRows
 Sequence = DenseSequence | PackedSequence
+
+
+def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Rows, Rows]:
+    """Where the rows of queries and of keys lie, on the host.
+
+    `layout` is the problem's; `sequences` are those of cu_q, cu_k, used_q, used_k that it has, in this order.
+    """
+    given = iter(sequences or ())
+    cu_q = next(given) if layout.q == "packed" else None
+    cu_k = next(given) if layout.kv == "packed" else None
+    used_q = next(given) if layout.used_q else None
+    used_k = next(given) if layout.used_kv else None
+    queries = DenseRows(Int32(q.shape[2])) if cu_q is None else PackedRows(cu_q, used_q)
+    keys = DenseRows(Int32(k.shape[2])) if cu_k is None else PackedRows(cu_k, used_k)
+    return queries, keys

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from ...autograd import Grads, attend
+from ...errors import GradientUnsupported
 from ...graph.derived import Derived, refresh
 from ...graph.program import Program
 from ...launch import ForwardLauncher
@@ -22,6 +23,8 @@ from ...sequences import NO_SEQUENCES, Sequences
 from ...target import Target
 from .. import refuse_sequences
 from .gradient import HopperGradient
+
+LAYOUTS = ("dense", "packed")  # what the kernels take
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -34,7 +37,7 @@ def prepare(
     Raises: `UnsupportedSequences`, `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
     `BackendUnavailable`; `UnsupportedLayout` when called.
     """
-    refuse_sequences("hopper", problem)
+    refuse_sequences("hopper", problem, LAYOUTS)
     return HopperCall(problem, program, scale)
 
 
@@ -76,10 +79,16 @@ class HopperCall:
             refresh(self.derived)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
             return attend(self.begin(self.scalars(), sequences), q, k, v)
-        return (self.with_lse if return_lse else self.without_lse)(q, k, v, self.scale, self.captures, self.scalars())
+        launcher = self.with_lse if return_lse else self.without_lse
+        return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
 
     def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> HopperAttend:
         """One differentiable call with these run-time numbers and sequences."""
+        if not self.problem.layout.is_dense:
+            raise GradientUnsupported(
+                'backend="hopper" computes no gradients of packed sequences yet; use backend="streaming", or call it '
+                "under torch.no_grad()"
+            )
         return HopperAttend(self, scalars, sequences)
 
     def scalars(self) -> list[float | int]:
@@ -108,7 +117,7 @@ class HopperAttend:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.call.with_lse(q, k, v, self.call.scale, captured, self.scalars)
+        out, lse = self.call.with_lse(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
         assert lse is not None
         return out, lse
 

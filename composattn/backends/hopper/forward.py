@@ -19,7 +19,8 @@ from ...primitives.kv_tiles import TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.tile_scheduler import WorkOrder
+from ...primitives.seqlen import Rows, Sequence, rows_of
+from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, narrow
 
 ROWS = 64  # query rows of one warpgroup's product
@@ -67,20 +68,23 @@ class HopperForward:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, Hq, Sq, D)
-        k: cute.Tensor,  # (B, Hkv, Skv, D)
-        v: cute.Tensor,  # (B, Hkv, Skv, Dv)
-        o: cute.Tensor,  # (B, Hq, Sq, Dv)
-        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32
+        q: cute.Tensor,  # (B, Hq, Sq, D), or packed (total, Hq, D)
+        k: cute.Tensor,  # (B, Hkv, Skv, D), or packed
+        v: cute.Tensor,  # (B, Hkv, Skv, Dv), or packed
+        o: cute.Tensor,  # (B, Hq, Sq, Dv), or packed
+        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32, or packed (Hq, total)
         scale: Float32,
+        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
+        work: cute.Tensor | None,  # (tiles, 2) int32: b and m of each query tile, in their order; see `WorkOrder`
         captured,  # tuple of tensors that the mods read
         scalars,  # tuple of run-time numbers that the mods read
         stream,
     ):
         tiling = self.tiling
         dtype = self.dtype = q.element_type
-        # (S, D, H, B), so that a tile is the first two modes
-        mQ, mK, mV, mO = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, o)]
+        queries, keys = rows_of(self.plan.layout, q, k, sequences)
+        # a tile is the first two modes
+        mQ, mK, mV, mO = [rows.for_copies(t) for rows, t in ((queries, q), (keys, k), (keys, v), (queries, o))]
         q_layout = tile_layout(dtype, ROWS, tiling.d)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
@@ -90,9 +94,11 @@ class HopperForward:
         tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d))
         tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
-        q_len, kv_len = Int32(mQ.shape[0]), Int32(mK.shape[0])
-        kv_bytes = Int64(kv_len) * ((tiling.d + tiling.dv) * dtype.width // 8)
-        order = WorkOrder.of(q_len, tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
+        kv_bytes = Int64(mK.shape[0]) * ((tiling.d + tiling.dv) * dtype.width // 8)
+        if const_expr(work is None):
+            order = WorkOrder.of(mQ.shape[0], tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
+        else:
+            order = WorkOrder.listed(work, mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
         blocks = order.tiles
         if const_expr(tiling.persistent):
             blocks = cutlass.min(order.tiles, self.plan.target.sms)
@@ -105,8 +111,8 @@ class HopperForward:
             scale,
             captured,
             scalars,
-            q_len,
-            kv_len,
+            queries,
+            keys,
         ).launch(
             grid=(blocks, 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
@@ -115,12 +121,20 @@ class HopperForward:
         )
 
     @cute.kernel
-    def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, q_len, kv_len):
+    def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, queries, keys):
+        call = Call(tmas, tensors, lse, order, scale, captured, scalars, queries, keys)
+        if const_expr(order.table is None or self.tiling.persistent):
+            self.roles(call, layouts)
+        else:
+            if order.tile(cute.arch.block_idx()[0]).exists:
+                self.roles(call, layouts)
+
+    @cute.jit
+    def roles(self, call, layouts):
         tiling = self.tiling
-        call = Call(tmas, tensors, lse, order, scale, captured, scalars, q_len, kv_len)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in tmas:
+            for tma in call.tmas:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
         if warp == 0:
@@ -149,10 +163,12 @@ class HopperForward:
         number = cute.arch.block_idx()[0]
         if const_expr(self.tiling.persistent):
             while number < call.order.tiles:
-                slots = self.produce_tile(call, block, call.order.tile(number), *slots)
+                tile = call.order.tile(number)
+                if tile.exists:
+                    slots = self.produce_tile(call, block, call.work(tile), *slots)
                 number += cute.arch.grid_dim()[0]
         else:
-            self.produce_tile(call, block, call.order.tile(number), *slots)
+            self.produce_tile(call, block, call.work(call.order.tile(number)), *slots)
 
     @cute.jit
     def produce_tile(self, call, block, work, q_slot, k_slot, v_slot):
@@ -160,9 +176,9 @@ class HopperForward:
         tiles = self.kv_tiles(call, work)
         tma_q, tma_k, tma_v, _ = call.tmas
         tQ, tK, tV, _ = call.tensors
-        gQ = cute.local_tile(tQ[None, None, work.h, work.b], (ROWS, tiling.d), (None, 0))
-        gK = cute.local_tile(tK[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.d), (None, 0))
-        gV = cute.local_tile(tV[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.dv), (None, 0))
+        gQ = work.queries.tiles(tQ, work.h, (ROWS, tiling.d))
+        gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
+        gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = _partition(tma_k, block.sK, gK)
         tVsV, tVgV = _partition(tma_v, block.sV, gV)
         if tiles.count > 0:
@@ -201,10 +217,12 @@ class HopperForward:
         number = cute.arch.block_idx()[0]
         if const_expr(self.tiling.persistent):
             while number < call.order.tiles:
-                slots = self.consume_tile(call, me, call.order.tile(number), *slots)
+                tile = call.order.tile(number)
+                if tile.exists:
+                    slots = self.consume_tile(call, me, call.work(tile), *slots)
                 number += cute.arch.grid_dim()[0]
         else:
-            self.consume_tile(call, me, call.order.tile(number), *slots)
+            self.consume_tile(call, me, call.work(call.order.tile(number)), *slots)
         me.drain_stores()
 
     @cute.jit
@@ -240,13 +258,30 @@ class Call(Fixed):
     scale: Float32
     captured: tuple
     scalars: tuple
-    q_len: Int32
-    kv_len: Int32
+    queries: Rows
+    keys: Rows
+
+    def work(self, tile: WorkTile) -> "Work":
+        queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
+        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys)
 
     def leaves(self, work, tile_m: int) -> Leaves:
+        q_len, kv_len = work.queries.length, work.keys.length
         first = work.m * tile_m
-        last = cutlass.min(first + tile_m, self.q_len) - 1
-        return Leaves(work.b, work.h, self.q_len, self.kv_len, self.scale, self.captured, self.scalars, first, last)
+        last = cutlass.min(first + tile_m, q_len) - 1
+        return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
+
+
+@dataclasses.dataclass
+class Work(Fixed):
+    """Query tile `m` of head `h` of sequence `b`, and where the rows of the sequence lie."""
+
+    m: Int32
+    b: Int32
+    h: Int32
+    kv_head: Int32
+    queries: Sequence
+    keys: Sequence
 
 
 def _partition(tma, shared, tiles):
@@ -430,16 +465,17 @@ class Consumer(Fixed):
         cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
         cute.arch.fence_view_async_shared()
         self.sync_warpgroup()
-        gO = cute.local_tile(call.tensors[3][None, None, work.h, work.b], (ROWS, tiling.dv), (None, 0))
+        gO = work.queries.tiles(call.tensors[3], work.h, (ROWS, tiling.dv))
         tOsO, tOgO = _partition(call.tmas[3], sO, gO)
         tile = work.m * tiling.warpgroups + self.warpgroup
         _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
         if call.lse is not None:
+            lse = work.queries.head(call.lse, work.h)
             for r in range(2):
                 shift = self.mods.row_shift[r]
                 value = row_lse[r] if shift is None else row_lse[r] + shift
                 mine = self.lane % 4 == 0
-                _store_lse(call.lse, work, self.first_q + 8 * r, call.q_len, value, mine)
+                _store_lse(lse, self.first_q + 8 * r, work.queries.length, value, mine)
 
     def sync_warpgroup(self):
         cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
@@ -468,9 +504,9 @@ def _store_tile(tma_o, source, target, warp: Int32):
 
 
 @cute.jit
-def _store_lse(lse, work, q: Int32, q_len: Int32, value: Float32, mine: Boolean):
+def _store_lse(lse, q: Int32, q_len: Int32, value: Float32, mine: Boolean):
     if mine and q < q_len:
-        lse[work.b, work.h, q] = value
+        lse[q] = value
 
 
 def _issue(mma, accumulator, a, b, accumulate: bool):
@@ -496,25 +532,36 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
     size, stride = cute.sym_int, cute.sym_int64
     dtype = cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
     batch, heads, kv_heads, q_len, kv_len = size(), size(), size(), size(), size()
+    layout = plan.layout
 
-    def tensor(h, s, d):
-        strides = (*(stride(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, (batch, h, s, d), strides, assumed_align=16)
+    def tensor(lies, h, s, d):
+        shape = (s, h, d) if lies == "packed" else (batch, h, s, d)
+        strides = (*(stride(divisibility=8) for _ in shape[1:]), 1)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
     lse = None
     if plan.return_lse:
-        lse = make_fake_tensor(Float32, (batch, heads, q_len), (stride(), stride(), 1), assumed_align=4)
+        shape = (heads, q_len) if layout.q == "packed" else (batch, heads, q_len)
+        lse = make_fake_tensor(Float32, shape, (*(stride() for _ in shape[1:]), 1), assumed_align=4)
     return (
-        tensor(heads, q_len, plan.head_dim),
-        tensor(kv_heads, kv_len, plan.head_dim),
-        tensor(kv_heads, kv_len, plan.head_dim_v),
-        tensor(heads, q_len, plan.head_dim_v),
+        tensor(layout.q, heads, q_len, plan.head_dim),
+        tensor(layout.kv, kv_heads, kv_len, plan.head_dim),
+        tensor(layout.kv, kv_heads, kv_len, plan.head_dim_v),
+        tensor(layout.q, heads, q_len, plan.head_dim_v),
         lse,
         Float32(1.0),
+        fake_sequences(layout),
+        make_fake_tensor(Int32, (size(), 2), (2, 1), assumed_align=8) if plan.listed else None,
         tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
         tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
+
+
+def fake_sequences(layout) -> tuple | None:
+    """Tensors that stand for those that say where the sequences of a call lie."""
+    given = (layout.q == "packed", layout.kv == "packed", layout.used_q, layout.used_kv)
+    return tuple(make_fake_tensor(Int32, (cute.sym_int(),), (1,)) for _ in range(sum(given))) or None
 
 
 def _fake_capture(kind: torch.dtype, rank: int):
