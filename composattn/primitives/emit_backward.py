@@ -91,7 +91,6 @@ class BoundBackwardMods(Fixed):
         for r, c in _places(at.tile):
             d_probabilities[r, c] = self._gradient(at, r, c, at.tile.values[r, c], d_probabilities[r, c] - delta[r])
             at.forget_element()
-        self._sum_captured(at, d_probabilities)
 
     def both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, tested: Boolean) -> None:
         """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
@@ -102,9 +101,9 @@ class BoundBackwardMods(Fixed):
             at.tile.values[r, c] = p
             at.forget_element()
         self._hide(at, tested, at.tile.values, d_probabilities)
-        self._sum_captured(at, d_probabilities)
 
-    def _sum_captured(self, at: Evaluator, ds: cute.Tensor) -> None:
+    def sum_captured(self, at: Evaluator, ds: cute.Tensor) -> None:
+        """What the tile's dS give to captured tensors, where the plan sums any."""
         if self.backward.sums is not None:
             self.backward.sums.add(at, ds)
 

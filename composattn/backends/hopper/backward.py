@@ -474,6 +474,7 @@ class Consumer(Fixed):
             self.mods.both(at, lse, gradients, delta, tested)
             narrow(tVrP, tSrS)
             _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+        self.mods.sum_captured(at, gradients)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
         stage = ds_slot.index

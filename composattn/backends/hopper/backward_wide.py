@@ -85,6 +85,12 @@ class Side(Fixed):
 
     def begin_head(self, mods: BackwardMods, head, leaves):
         self.head = head
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        self.has_slope = mods.slope is not None
+
+    def tile(self, scores, m) -> ScoreTile:
+        first_q = m * self.tiling.tile_m + self.row
+        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
 
     def statistics(self, shared: cute.Tensor, stage) -> RowStatistic:
         return RowStatistic(shared[None, stage].iterator + self.row)
@@ -145,15 +151,6 @@ class ProbabilitySide(Side):
         block = self.block
         return block.sK, block.sQ, block.sdO, self.tiling.dv
 
-    def begin_head(self, mods: BackwardMods, head, leaves):
-        self.head = head
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.has_slope = mods.slope is not None
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
     def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -190,7 +187,7 @@ class ProbabilitySide(Side):
 
 
 class GradientSide(Side):
-    """dP, dS and dK."""
+    """dP, dS and dK, and the sums of captured gradients, which come from dS."""
 
     def operands(self):
         block = self.block
@@ -214,6 +211,7 @@ class GradientSide(Side):
             cute.autovec_copy(place, four)
             for e in range(4):
                 tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
+        self.mods.sum_captured(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
         tTrdS = self.left(tSrdP)
         copy, place = self.dS_store()
         cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])

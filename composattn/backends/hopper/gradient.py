@@ -38,11 +38,10 @@ class HopperGradient:
         self._summing: dict[frozenset[Capture], Program] = {}
         self.fused = True
         try:
-            plans = plan_backward(problem, program, target)
+            plan_backward(problem, program, target)
         except UnsupportedHeadDim:
             self.fused = False
-        # the kernel for larger head dimensions has dS in other hands
-        self.fusable = fused_reads(program) if self.fused and plans.main.module == "backward" else {}
+        self.fusable = fused_reads(program) if self.fused else {}
 
     def launcher(
         self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = frozenset()
