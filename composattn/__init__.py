@@ -2,6 +2,7 @@
 
 from . import backends, errors, mods
 from .api import Attention, attention
+from .checks import debug_checks
 from .errors import ComposattnError
 from .flex import flex_attention
 from .graph.mask import Mask
@@ -32,6 +33,7 @@ __all__ = [
     "Varlen",
     "attention",
     "backends",
+    "debug_checks",
     "errors",
     "flex_attention",
     "mask",

@@ -14,12 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import backends, errors, operators
+from .checks import check_contents
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
 from .problem import Problem, softmax_scale
 from .schedule import AUTO, Schedule
-from .sequences import Paged, Sequences, Varlen
+from .sequences import Paged, Sequences, Varlen, flatten
 
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
@@ -109,7 +110,9 @@ class Attention:
             return _as_operator(self, q, k, v, return_lse, varlen, paged)
         call = self.prepared(q, k, v, varlen, paged)
         if paged is not None:
-            refuse_gradient(q, k, v, *self.program.captures)
+            refuse_gradient(q, k, v, *self._inputs)
+        if varlen is not None or paged is not None:
+            check_contents(q, k, varlen, paged)
         out, lse = call(q, k, v, return_lse, Sequences.of(varlen, paged))
         return (out, lse) if return_lse else out  # type: ignore[return-value]
 
@@ -184,15 +187,18 @@ def _as_operator(
     paged: Paged | None,
 ) -> Any:
     """A call as torch.compile and fake tensors see it."""
-    if varlen is not None or paged is not None:
-        raise errors.UnsupportedSequences("varlen and paged are not taken inside of torch.compile yet; call it outside")
-    out, lse, _ = torch.ops.composattn.attend(q, k, v, plan._inputs, plan._number, plan._numbers, return_lse)
+    if paged is not None:
+        refuse_gradient(q, k, v, *plan._inputs)
+    lengths, hints = flatten(varlen, paged)
+    out, lse, _ = torch.ops.composattn.attend(
+        q, k, v, plan._inputs, lengths, hints, plan._number, plan._numbers, return_lse
+    )
     return (out, lse) if return_lse else out
 
 
-def refuse_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *captures: Any) -> None:
+def refuse_gradient(*tensors: torch.Tensor) -> None:
     """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *(c.tensor for c in captures))):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise errors.GradientUnsupported(
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
             "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"

@@ -145,6 +145,26 @@ class UnsupportedSequences(InvalidArgument):
     """Packed or paged tensors, for a backend that takes none."""
 
 
+class OffsetsNotMonotone(InvalidArgument):
+    """cu_seqlens in which a sequence ends before it begins; found where `debug_checks` are on."""
+
+
+class OffsetsOutOfRange(InvalidArgument):
+    """cu_seqlens that does not begin with 0, or ends beyond the tensor; found where `debug_checks` are on."""
+
+
+class UsedOutOfRange(InvalidArgument):
+    """seqused that is negative or beyond the sequence's length or pages; found where `debug_checks` are on."""
+
+
+class PageOutOfRange(InvalidArgument, IndexError):
+    """A page table that names a page which the cache does not have; found where `debug_checks` are on."""
+
+
+class MaximumExceeded(InvalidArgument):
+    """A sequence longer than max_seqlen says; found where `debug_checks` are on."""
+
+
 class InvalidSchedule(InvalidArgument):
     """A field of a Schedule that is none of its values."""
 

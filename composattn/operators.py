@@ -2,13 +2,15 @@
 
 Outside of them nothing goes through here: an operator costs more host time than `composattn.autograd` does.
 
-    attend(q, k, v, captured, plan, numbers, with_lse) → (out, lse, kept)
-    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, plan, wanted) → [dq, dk, dv, *d captured]
+    attend(q, k, v, captured, lengths, hints, plan, numbers, with_lse) → (out, lse, kept)
+    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, plan, wanted)
+        → [dq, dk, dv, *d captured]
 
 `plan` is the number of an `Attention` (`numbers` how many run-time numbers it reads) and no constant of the graph:
 another mask or another batch's captured tensors run the code compiled before. Captured tensors are inputs, so their
-gradients flow. `kept` holds the run-time numbers of the forward for the backward (one fp64 each, on the CPU) and
-keeps the `Attention` alive until then.
+gradients flow. `lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see
+`composattn.sequences.flatten`): other lengths run the same code. `kept` holds the run-time numbers of the forward for
+the backward (one fp64 each, on the CPU) and keeps the `Attention` alive until then.
 
 Run-time numbers (`ca.scalar`) are read when the operator runs: set them outside of a compiled region.
 """
@@ -24,9 +26,11 @@ import torch
 
 from .autograd import Differentiable, Grads
 from .captured import values
+from .checks import check_contents
 from .errors import GradientUnsupported
 from .graph.derived import Derived
 from .problem import Problem
+from .sequences import Paged, Sequences, Varlen, unflatten
 
 if TYPE_CHECKING:
     from .api import Attention
@@ -56,13 +60,17 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
     plan: int,
     numbers: int,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, kept); see the file's head."""
     attention = _attention(plan)
-    call = _differentiable(attention, None, q, k, v)
+    varlen, paged = unflatten(lengths, hints)
+    check_contents(q, k, varlen, paged)
+    call = _differentiable(attention, None, q, k, v, varlen, paged)
     with torch.autocast(q.device.type, enabled=False):
         out, lse = call.forward(q, k, v, values(attention.program.captures, captured))
     scalars = [float(s.value) for s in attention.program.scalars]
@@ -77,13 +85,15 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
     plan: int,
     numbers: int,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    Problem.of(q, k, v)
-    out = _out_like(q, v)
-    return out, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype)), _kept(q, numbers)
+    Problem.of(q, k, v, *unflatten(lengths, hints))
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, numbers)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())
@@ -97,13 +107,15 @@ def attend_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     kept: torch.Tensor,
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
     plan: int,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of q, k, v and each of `captured`; an empty tensor stands for one that is not wanted."""
     attention = _attention(plan)
     captures = attention.program.captures
-    call = _differentiable(attention, kept, q, k, v)
+    call = _differentiable(attention, kept, q, k, v, *unflatten(lengths, hints))
     given = [i for i, c in enumerate(captures) if not isinstance(c, Derived)]
     asked = [False] * len(captures)
     for i, want in zip(given, wanted[3:], strict=True):
@@ -127,6 +139,8 @@ def _(
     out: torch.Tensor,
     lse: torch.Tensor,
     kept: torch.Tensor,
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
     plan: int,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
@@ -134,23 +148,26 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, captured, ctx.plan, _, ctx.with_lse = inputs
+    q, k, v, captured, lengths, ctx.hints, ctx.plan, _, ctx.with_lse = inputs
     out, lse, kept = output
     ctx.mark_non_differentiable(kept)
-    ctx.save_for_backward(q, k, v, *captured, out, lse, kept)
+    ctx.save_for_backward(q, k, v, *lengths, *captured, out, lse, kept)
+    ctx.count = len(lengths)
 
 
 def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _grad_kept: Any) -> tuple[Any, ...]:
     q, k, v, *captured, out, lse, kept = ctx.saved_tensors
+    lengths, captured = captured[: ctx.count], captured[ctx.count :]
     need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
     wanted = [need_q, need_k, need_v, *(need_captured or [])]
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    grad_lse = grad_lse if ctx.with_lse else None
     grads = torch.ops.composattn.attend_backward(
-        grad_out, grad_lse if ctx.with_lse else None, q, k, v, captured, out, lse, kept, ctx.plan, wanted
+        grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.plan, wanted
     )
     found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-    return (*found[:3], found[3:], None, None, None)
+    return (*found[:3], found[3:], None, None, None, None, None)
 
 
 attend.register_autograd(_backward, setup_context=_setup)
@@ -169,29 +186,39 @@ def _attention(plan: int) -> Attention:
 
 
 def _differentiable(
-    attention: Attention, kept: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    attention: Attention,
+    kept: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    varlen: Varlen | None,
+    paged: Paged | None,
 ) -> Differentiable:
     """The call with the run-time numbers of `kept`, or those of now."""
-    call = attention.prepared(q, k, v)
+    call, sequences = attention.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
     program = attention.program
     numbers = [s.value for s in program.scalars]
     if kept is not None:
         numbers = [type(now)(then) for now, then in zip(numbers, kept.tolist(), strict=True)]
     begin = getattr(call, "begin", None)
-    return ForwardOnly(call, [c.tensor for c in program.captures]) if begin is None else begin(numbers)
+    if begin is None:
+        return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
+    return begin(numbers, sequences)  # type: ignore[no-any-return]
 
 
 class ForwardOnly:
     """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing."""
 
-    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor]) -> None:
-        self.call, self.captures = call, captures
+    def __init__(
+        self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences
+    ) -> None:
+        self.call, self.captures, self.sequences = call, captures, sequences
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            out, lse = self.call(q, k, v, True)
+            out, lse = self.call(q, k, v, True, self.sequences)
         return out, lse
 
     def backward(
@@ -222,20 +249,20 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _out_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Memory for the output, in q's order of dimensions."""
-    return _ordered(q, v.shape[3])
+    return _ordered(q, v.shape[-1])
 
 
 def _ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
-    batch, heads, length, _ = t.shape
-    if t.stride(1) < t.stride(2):
+    if t.ndim == 4 and t.stride(1) < t.stride(2):
+        batch, heads, length, _ = t.shape
         return t.new_empty((batch, length, heads, width)).transpose(1, 2)
-    return t.new_empty((batch, heads, length, width))
+    return t.new_empty((*t.shape[:-1], width))
 
 
 def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
     if not wanted:
         return t.new_empty(0)
-    return _ordered(t, t.shape[3]) if t.ndim == 4 else t.new_empty(t.shape)
+    return _ordered(t, t.shape[-1]) if t.ndim == 4 else t.new_empty(t.shape)
 
 
 def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:

@@ -91,6 +91,8 @@ class Problem:
         _check_rank("k", k, layout.kv)
         _check_rank("v", v, layout.kv)
         _check_types({"q": q, "k": k, "v": v})
+        if paged is not None:
+            _check_page_size(paged, k)
         _check_shapes(q, k, v, layout)
         batch, q_heads, q_len, head_dim = _sizes(q, layout.q)
         _, kv_heads, kv_len, head_dim_v = _sizes(v, layout.kv)
@@ -98,7 +100,7 @@ class Problem:
             _check_varlen(varlen, q, k, layout)
             batch = varlen.batch
         if paged is not None:
-            _check_paged(paged, k, batch, q.device)
+            _check_paged(paged, batch, q.device)
             kv_len = paged.page_table.shape[1] * paged.page_size
         return Problem(batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, q.dtype, q.device, layout=layout)
 
@@ -205,12 +207,15 @@ def _check_varlen(varlen: Varlen, q: torch.Tensor, k: torch.Tensor, layout: Layo
         )
 
 
-def _check_paged(paged: Paged, k: torch.Tensor, batch: int, device: torch.device) -> None:
+def _check_page_size(paged: Paged, k: torch.Tensor) -> None:
     if k.shape[2] != paged.page_size:
         raise errors.SequencesMismatch(
             f"k has shape {tuple(k.shape)}, which is pages of {k.shape[2]} rows, and page_size is {paged.page_size}; "
             f"{_WAYS_OUT['paged']}"
         )
+
+
+def _check_paged(paged: Paged, batch: int, device: torch.device) -> None:
     if paged.batch != batch:
         raise errors.ShapeMismatch(f"page_table has {paged.batch} rows for {batch} sequences; it needs one for each")
     if paged.page_table.device != device:

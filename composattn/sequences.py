@@ -7,6 +7,7 @@ device. `Sequences` are the tensors of both, as backends and kernels receive the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -122,6 +123,29 @@ class Paged:
         return (self.page_table.shape, self.page_table.device, self.page_size)
 
 
+def flatten(varlen: Varlen | None, paged: Paged | None) -> tuple[list[torch.Tensor | None], list[int]]:
+    """Both as tensors and numbers, as an operator takes them; see `unflatten`."""
+    v, p = varlen, paged
+    packed = (None,) * 4 if v is None else (v.cu_seqlens_q, v.cu_seqlens_k, v.seqused_q, v.seqused_k)
+    maxima = (None, None) if v is None else (v.max_seqlen_q, v.max_seqlen_k)
+    paging = (None, None) if p is None else (p.page_table, p.seqused)
+    return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
+
+
+def unflatten(
+    tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]
+) -> tuple[Varlen | None, Paged | None]:
+    """What `flatten` undoes."""
+    cu_q, cu_k, used_q, used_k, table, used = tensors
+    max_q, max_k = (None if m < 0 else m for m in numbers[:2])
+    varlen, paged = None, None
+    if cu_q is not None:
+        varlen = Varlen(cu_q, cu_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
+    if table is not None and used is not None:
+        paged = Paged(table, int(numbers[2]), used)
+    return varlen, paged
+
+
 class Sequences(NamedTuple):
     """The tensors that say where the sequences of a call lie, each int32 or None; a dense call has none.
 
@@ -187,7 +211,8 @@ def _check_counts(name: str, tensor: Any, batch: int) -> None:
 
 
 def _check_maximum(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    number = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if value is not None and not (number and value >= 0):
         raise errors.InvalidLength(f"{name} is {value!r}; it is a Python number from 0, or None")
 
 

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn.mods import alibi, causal, sliding_window, softcap
+from composattn.sequences import flatten
+from composattn.testing import make_paged_case, make_varlen_case
 
 Tensors = list[torch.Tensor]
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -253,8 +255,12 @@ def test_fake_tensors_pass_and_wrong_ones_are_refused_by_name(generator: torch.G
 def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     attention, _ = biased()
     q, k, v = draw(generator)
-    arguments = (q, k, v, attention._inputs, attention._number, attention._numbers, True)
-    torch.library.opcheck(torch.ops.composattn.attend.default, arguments)
+    named = (attention._number, attention._numbers, True)
+    operator = torch.ops.composattn.attend.default
+    torch.library.opcheck(operator, (q, k, v, attention._inputs, *flatten(None, None), *named))
+    case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
+    packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    torch.library.opcheck(operator, (*packed, attention._inputs, *flatten(case.varlen, None), *named))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
@@ -279,3 +285,60 @@ def test_export(generator: torch.Generator) -> None:
     inputs = tuple(t.detach() for t in draw(generator))
     block = Block()
     assert_same([torch.export.export(block, inputs).module()(*inputs)], [block(*inputs)])
+
+
+# --- packed sequences and pages --------------------------------------------------------------------------------
+
+
+def test_packed_sequences_compile_into_one_graph_with_their_gradients(generator: torch.Generator) -> None:
+    attention, table = biased()
+    case = make_varlen_case(0, (30, 0, 20), dim=16, heads=2, used_q=(30, 0, 17))
+    inputs = [x.nan_to_num().requires_grad_() for x in (case.q, case.k, case.v)]
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attention(q * 1.5, k, v, return_lse=True, varlen=case.varlen)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled, inputs, table), gradients(forward, inputs, table))
+
+
+def test_new_lengths_do_not_recompile() -> None:
+    counter = CompileCounter()
+    attention = ca.Attention(mask_mod=causal())
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def forward(q: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return attention(q, q, q, varlen=ca.Varlen(offsets))
+
+    q = torch.randn(20, 2, 8)
+    for cuts in ((0, 5, 20), (0, 0, 20), (0, 13, 13), (0, 19, 20)):
+        offsets = torch.tensor(cuts, dtype=torch.int32)
+        assert_same([forward(q, offsets)], [attention(q, q, q, varlen=ca.Varlen(offsets))])
+    assert counter.frame_count == 1
+
+
+def test_pages_compile_without_a_gradient() -> None:
+    attention = ca.Attention(mask_mod=causal("bottom_right"))
+    case = make_paged_case(0, (40, 3, 0), q_len=2)
+
+    def forward(q: torch.Tensor, paged: ca.Paged) -> torch.Tensor:
+        return attention(q, case.k, case.v, paged=paged)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(case.q, case.paged)], [forward(case.q, case.paged)])
+    with pytest.raises(ca.errors.GradientUnsupported, match="no_grad"):
+        torch.compile(forward, backend="aot_eager")(case.q.requires_grad_(), case.paged)
+
+
+def test_fake_tensors_get_the_shapes_of_packed_outputs() -> None:
+    with FakeTensorMode():
+        q, k = torch.randn(10, 4, 8), torch.randn(12, 2, 8)
+        offsets = torch.zeros(3, dtype=torch.int32)
+        out, lse = ca.attention(q, k, k[..., :6], varlen=ca.Varlen(offsets, offsets), return_lse=True)
+    assert out.shape == (10, 4, 6) and lse.shape == (4, 10) and lse.dtype == torch.float32
+
+
+def test_a_copy_keeps_its_schedule() -> None:
+    schedule = ca.Schedule(split_kv=2)
+    attention = ca.Attention(mask_mod=causal(), schedule=schedule)
+    assert pickle.loads(pickle.dumps(attention)).schedule == copy.deepcopy(attention).schedule == schedule
