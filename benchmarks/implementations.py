@@ -16,6 +16,7 @@ from benchmarks.cases import Case, Pattern
 
 Forward = Callable[..., Any]
 OURS = "composattn"
+DETERMINISTIC = "composattn, fixed order"
 GEMM = "cuBLAS GEMM 8192"
 
 
@@ -69,12 +70,23 @@ class Composattn:
     """This package, from the plain callables of the case."""
 
     backend: str | None = None
-    name: str = OURS
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        return DETERMINISTIC if self.deterministic else OURS
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         import composattn as ca
 
-        attention = ca.Attention(score_mod=pattern.score_mod, mask_mod=pattern.mask_mod, backend=self.backend)
+        if self.deterministic and (case.direction == "forward" or not pattern.is_plain):
+            raise NotServed("measured on plain backward cases only; a forward always gives the same bits")
+        attention = ca.Attention(
+            score_mod=pattern.score_mod,
+            mask_mod=pattern.mask_mod,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
         return _job(case, inputs, attention, pattern.learned)
 
 
@@ -236,6 +248,7 @@ def available(device: torch.device, backend: str | None = None) -> list[Implemen
     found: list[Implementation] = [Composattn(backend)]
     if device.type == "cuda":
         found += [
+            Composattn(backend, deterministic=True),
             TorchSdpa("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
             TorchSdpa("torch flash", SDPBackend.FLASH_ATTENTION),
             FlexAttention(),

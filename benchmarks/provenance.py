@@ -68,6 +68,6 @@ def provenance(device: torch.device) -> dict[str, object]:
         "machine": machine(device),
         "versions": versions(),
         "commit": commit(),
-        "command": " ".join(["python benchmarks/run.py", *sys.argv[1:]]),
+        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.implementations import GEMM, OURS
+from benchmarks.implementations import DETERMINISTIC, GEMM, OURS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,7 +44,7 @@ def kept() -> list[Result]:
 
 def score(row: Row) -> float | None:
     """What a row is compared by, larger is better; None where nothing was measured."""
-    for unit in ("tflops", "tbps"):
+    for unit in ("tflops", "tbps", "tokens_per_s"):
         if unit in row:
             return float(row[unit])
     for cost in ("ms", "extra_bytes"):
@@ -54,7 +54,7 @@ def score(row: Row) -> float | None:
 
 
 def best_peer(rows: dict[str, Row]) -> tuple[str, float] | None:
-    scores = {name: score(row) for name, row in rows.items() if name not in (OURS, GEMM)}
+    scores = {name: score(row) for name, row in rows.items() if name not in (OURS, DETERMINISTIC, GEMM)}
     known = {name: value for name, value in scores.items() if value is not None}
     return max(known.items(), key=lambda pair: pair[1]) if known else None
 
@@ -78,6 +78,8 @@ def cell(row: Row | None) -> str:
         return f"{row['tflops']:.0f}"
     if "tbps" in row:
         return f"{row['tbps']:.2f}"
+    if "tokens_per_s" in row:
+        return f"{row['tokens_per_s'] / 1e3:.0f} k tokens/s"
     if "ms" in row:
         return f"{row['ms'] * 1e3:.1f} µs"
     if "extra_bytes" in row:
@@ -90,7 +92,7 @@ def markdown(result: Result) -> str:
     table = result.table
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
-    names = list(dict.fromkeys(names))
+    names = [n for n in dict.fromkeys(names) if any(score(rows[n]) for rows in table.values() if n in rows)]
     head = ["case", *names, "to the best peer", "of the GEMM"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, rows in table.items():
@@ -160,7 +162,7 @@ def between(text: str, generated: str, name: str) -> str:
 def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
     """What the two pages must say, given the results and the names of their plots."""
     sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
-    short = f"From `{results[-1].name}` ({results[-1].facts['machine']}):\n\n{markdown(results[-1])}" if results else ""
+    short = "\n".join(f"From `{r.name}` ({r.facts['machine']}):\n\n{markdown(r)}" for r in results)
     return {
         PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
         README: between(README.read_text(), short or NOTHING, "results"),

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +23,28 @@ from torch import Tensor, nn
 import composattn as ca
 from composattn.mods import causal, document, sliding_window
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 3, 128, 4, 2, 32
-CONTEXT, WINDOW, BATCH = 256, 128, 8
 LEARNING_RATE = 3e-3
 # Both runs do the same outside of attention; inside, one computes in fp32 or bf16 and the other in fp64. What differs
 # is rounding, which training multiplies from step to step: after 60 steps on a
 # CPU the losses differ by 1e-7 of themselves in fp32, by 5e-5 in bf16. A GPU sums in another order: hence the room.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of a batch; small enough for a CPU unless said otherwise."""
+
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    context: int = 256
+    window: int = 128
+    batch: int = 8
+
+
+SMALL = Size()
 
 
 @dataclass(frozen=True)
@@ -54,10 +71,10 @@ class Corpus:
         doc = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(s) for _, s in files]))
         return Corpus(data[:size], doc[:size].int(), [name for name, _ in files])
 
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, generator: torch.Generator, size: Size = SMALL) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes (B, S), the bytes that follow, and the document of each; slices of the packed stream."""
-        start = torch.randint(len(self.data) - CONTEXT - 1, (BATCH, 1), generator=generator)
-        at = start + torch.arange(CONTEXT + 1)
+        start = torch.randint(len(self.data) - size.context - 1, (size.batch, 1), generator=generator)
+        at = start + torch.arange(size.context + 1)
         tokens, doc = self.data[at].long(), self.doc[at]
         # The first byte of a file can't be told from the end of another one: it is no target.
         targets = tokens[:, 1:].masked_fill(doc[:, 1:] != doc[:, :-1], -100)
@@ -79,33 +96,35 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
-        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
-        self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.size, width = size, size.width
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, (size.heads + 2 * size.kv_heads) * size.head_dim, bias=False)
+        self.out = nn.Linear(size.heads * size.head_dim, width, bias=False)
+        self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, attn: ca.Attention, dtype: torch.dtype) -> Tensor:
-        """x (B, S, WIDTH); attention runs in `dtype`, all else in fp32."""
-        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-        q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    def forward(self, x: Tensor, attn: Callable[..., Any], dtype: torch.dtype) -> Tensor:
+        """x (B, S, width); attention runs in `dtype`, all else in fp32."""
+        size = self.size
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, size.head_dim)).transpose(1, 2)
+        q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], dim=1)
         mixed = attn(*(t.to(dtype) for t in (rotate(q), rotate(k), v)))
         x = x + self.out(mixed.to(x.dtype).transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
 class ByteGPT(nn.Module):
-    def __init__(self, backend: str | None, dtype: torch.dtype) -> None:
+    def __init__(self, backend: str | None, dtype: torch.dtype, size: Size = SMALL) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.doc = nn.Buffer(torch.zeros(BATCH, CONTEXT, dtype=torch.int32))
+        self.dtype, width = dtype, size.width
+        self.doc = nn.Buffer(torch.zeros(size.batch, size.context, dtype=torch.int32))
         # Planned once: the mask reads the buffer anew at every call, so each batch only writes its documents there.
-        self.mask = causal() & sliding_window(WINDOW) & document(self.doc)
-        self.attn = ca.Attention(mask_mod=self.mask, backend=backend)
-        self.embed = nn.Embedding(256, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False))
+        self.mask = causal() & sliding_window(size.window) & document(self.doc)
+        self.attn: Callable[..., Any] = ca.Attention(mask_mod=self.mask, backend=backend)
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 256, bias=False))
 
     def forward(self, tokens: Tensor, doc: Tensor) -> Tensor:
         """Logits (B, S, 256) of tokens (B, S) that lie in documents `doc` (B, S)."""
@@ -114,6 +133,17 @@ class ByteGPT(nn.Module):
         for block in self.blocks:
             x = block(x, self.attn, self.dtype)
         return self.head(x)
+
+
+def update(model: ByteGPT, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, doc: Tensor) -> Tensor:
+    """One step; returns the loss before it, in nats a byte."""
+    logits = model(tokens, doc)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
 
 
 def train(
@@ -130,12 +160,7 @@ def train(
     start = time.perf_counter()
     for step in range(steps):
         tokens, targets, doc = (t.to(device) for t in corpus.batch(generator))
-        logits = model(tokens, doc)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = update(model, optimizer, tokens, targets, doc)
         schedule.step()
         bits.append(loss.item() / torch.tensor(2.0).log().item())
         if step % 20 == 0 or step == steps - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,6 +63,23 @@ def qkv(
         )
 
     return make(heads, q_len, dim), make(kv_heads, kv_len, dim), make(kv_heads, kv_len, v_dim)
+
+
+def uncancelled_sizes(
+    gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]], rows: torch.Tensor, generator: torch.Generator
+) -> list[float]:
+    """Norms of gradients as they are where the parts that queries contribute do not cancel.
+
+    The gradient of a number a head is a sum over all queries, which may come out far smaller than its parts; its
+    error does not. So: the root mean square of the norms over random signs of the queries' incoming gradients.
+    `gradients` takes the signs, shaped like `rows` (..., Sq).
+    """
+    draws = 8
+    found = []
+    for _ in range(draws):
+        signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows) * 2 - 1
+        found.append([float(g.norm()) ** 2 for g in gradients(signs)])
+    return [(sum(column) / draws) ** 0.5 for column in zip(*found, strict=True)]
 
 
 def poison_cuda_memory(megabytes: int = 256) -> None:

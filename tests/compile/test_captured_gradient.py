@@ -20,7 +20,7 @@ from composattn.graph.score import Score
 from composattn.plan_backward import plan_backward
 from composattn.problem import Problem
 from composattn.target import HOPPER
-from tests.support import outlier_normal
+from tests.support import outlier_normal, uncancelled_sizes
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
@@ -84,17 +84,20 @@ def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator
     out = attention(*inputs, return_lse=True)
     found = torch.autograd.grad(out, [*inputs, *read], [dout, dlse])
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    out = reference.attention(
+    o, lse = reference.attention(
         *exact, score=Score.of(score).expr, mask=None if mask is None else Mask.of(mask).expr, scale=d**-0.5
     )
-    wanted = torch.autograd.grad(out, [*exact, *read], [dout.double(), dlse.double()])
-    cancelling = float((out[0].detach() * dout.double()).abs().sum()) * 0.1 * q_len  # of a sum that is one number
-    sizes = [want.norm() if t.ndim else cancelling for t, want in zip(read, wanted[3:], strict=True)]
+
+    def gradients(signs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        incoming = dout.double() * signs[..., None], dlse.double() * signs
+        return torch.autograd.grad((o, lse), [*exact, *read], incoming, retain_graph=True)
+
+    wanted, sizes = gradients(torch.ones_like(dlse)), uncancelled_sizes(gradients, dlse, generator)
     for got, want in zip(found[:3], wanted[:3], strict=True):
         assert float((got.double() - want).norm() / want.norm()) <= 2 * torch.finfo(dtype).eps
-    for got, want, size in zip(found[3:], wanted[3:], sizes, strict=True):
+    for got, want, size in zip(found[3:], wanted[3:], sizes[3:], strict=True):
         # D comes from O as it was rounded, P and dP from rounded inputs: what a bf16 computation carries
-        assert float((got.double() - want.double()).norm()) <= 4 * torch.finfo(dtype).eps * float(size)
+        assert float((got.double() - want.double()).norm()) <= 4 * torch.finfo(dtype).eps * size
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

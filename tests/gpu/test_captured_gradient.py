@@ -35,7 +35,7 @@ def tables(heads: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {n: (0.1 * torch.randn(s, generator=generator)).cuda().requires_grad_() for n, s in sizes.items()}
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mods", MODS)
 def test_repeatable_and_equal_to_the_streaming_backend(mods: str, d: int, generator: torch.Generator) -> None:
     heads, kv_heads = 4, 2
