@@ -45,6 +45,7 @@ def compare_with_fp64(
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     captured: dict[str, torch.Tensor] | None = None,
+    varlen: ca.Varlen | None = None,
 ) -> None:
     """Attention forward and backward; prints how far it is from fp64, and stops if that is too far.
 
@@ -52,12 +53,12 @@ def compare_with_fp64(
     """
     captured = captured or {}
     mods = {"score_mod": score_mod, "mask_mod": mask_mod}
-    out = ca.attention(q, k, v, **mods)
+    out = ca.attention(q, k, v, **mods, varlen=varlen)
     upstream = torch.randn_like(out)
     gradients = torch.autograd.grad(out, [q, k, v, *captured.values()], upstream)
 
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    truth = ca.attention(*wide, **mods, backend="reference")
+    truth = ca.attention(*wide, **mods, varlen=varlen, backend="reference")
     true_gradients = torch.autograd.grad(truth, [*wide, *captured.values()], upstream.double())
 
     errors = {"output": relative_error(out, truth)}
@@ -66,5 +67,5 @@ def compare_with_fp64(
     print(f"{str(out.dtype)[6:]} on {out.device.type}, relative error against fp64:")
     print("  " + "   ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     # Twice the error of plain PyTorch at the same precision is the most that composattn.testing lets pass.
-    case = Case(q, k, v, **mods, dout=upstream)
+    case = Case(q, k, v, **mods, dout=upstream, varlen=varlen)
     check(ca.attention, case)
