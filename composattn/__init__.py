@@ -2,6 +2,7 @@
 
 from . import backends, errors, mods
 from .api import Attention, attention
+from .block_sparse import BlockSparse
 from .checks import debug_checks
 from .errors import ComposattnError
 from .flex import flex_attention
@@ -24,6 +25,7 @@ scalar = Scalar
 
 __all__ = [
     "Attention",
+    "BlockSparse",
     "ComposattnError",
     "Mask",
     "Paged",

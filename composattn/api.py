@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import backends, errors, operators
+from .block_sparse import Table
 from .checks import check_contents
 from .graph.mask import ALL, Mask
 from .graph.program import Program
@@ -218,9 +219,11 @@ def _autocast(*tensors: Any) -> Any:
 def check_captures(program: Program, problem: Problem) -> None:
     """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
 
-    Raises: `DeviceMismatch`, `UnsupportedCapture`.
+    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`.
     """
     for capture in program.captures:
+        if isinstance(capture, Table):
+            _check_blocks(capture, problem)
         tensor = capture.tensor
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
@@ -231,6 +234,14 @@ def check_captures(program: Program, problem: Problem) -> None:
             )
         if tensor.ndim and tensor.numel() == 0:
             raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
+
+
+def _check_blocks(table: Table, problem: Problem) -> None:
+    """Raises `BlockMaskMismatch` for blocks of another call; of packed sequences the lengths may be anything."""
+    layout = problem.layout
+    q_len = problem.q_len if layout.q == "dense" else None
+    kv_len = problem.kv_len if layout.kv == "dense" else None
+    table.check(problem.batch, problem.q_heads, q_len, kv_len)
 
 
 _plain: dict[Any, Attention] = {}

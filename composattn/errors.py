@@ -186,7 +186,11 @@ class UnsupportedCapture(InvalidArgument):
 
 
 class BlockMaskMismatch(InvalidArgument):
-    """A BlockMask made for other lengths, batch or heads than those of the call."""
+    """A BlockMask or BlockSparse made for other lengths, batch or heads than those of the call."""
+
+
+class UnsupportedBlockSize(InvalidArgument):
+    """Blocks of a BlockSparse that are no multiples of 16 positions."""
 
 
 class UnsupportedOption(InvalidArgument):

@@ -10,6 +10,7 @@ import torch
 
 from . import errors
 from .api import Attention
+from .block_sparse import TESTED, VISIBLE, BlockSparse, Table
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.mask import Mask
@@ -103,45 +104,17 @@ def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> No
 
 def _build(block_mask: Any) -> Mask:
     inner = Mask.of(block_mask.mask_mod)
-    kinds = _block_kinds(block_mask)
-    if _lists_add_nothing(inner.expr, kinds, block_mask):
-        return inner
-    batch, heads = kinds.shape[:2]
-    rows, columns = block_mask.BLOCK_SIZE
-
-    def listed(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        kind = kinds[b if batch > 1 else 0, h if heads > 1 else 0, q // rows, kv // columns]
-        return (kind == 2) | ((kind == 1) & inner(b, h, q, kv))
-
-    return Mask.of(listed, f"listed({inner.name})")
+    listed = BlockSparse.from_block_mask(block_mask, inner)
+    return inner if _lists_add_nothing(inner.expr, listed.table, block_mask) else listed
 
 
-def _block_kinds(block_mask: Any) -> torch.Tensor:
-    """int8 (B|1, H|1, Tq, Tkv): 0 not listed, 1 partial, 2 full."""
-    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    rows, columns = block_mask.BLOCK_SIZE
-    q_len, kv_len = block_mask.seq_lengths
-    shape = (*counts.shape[:2], -(-q_len // rows), -(-kv_len // columns))
-    kinds = torch.zeros(shape, dtype=torch.int8, device=counts.device)
-    lists = [(counts, indices, 1)]
-    if block_mask.full_kv_num_blocks is not None:
-        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, 2))
-    for count, index, kind in lists:
-        position = torch.arange(index.shape[-1], device=count.device)
-        used = position < count[..., None]
-        padded = torch.zeros((*shape[:3], shape[3] + 1), dtype=torch.int8, device=count.device)
-        where = torch.where(used, index.long(), shape[3])[..., : shape[2], :]
-        padded.scatter_(3, where, torch.full_like(where, kind, dtype=torch.int8))
-        kinds = torch.maximum(kinds, padded[..., : shape[3]])
-    return kinds
-
-
-def _lists_add_nothing(mask: Expr, kinds: torch.Tensor, block_mask: Any) -> bool:
+def _lists_add_nothing(mask: Expr, table: Table, block_mask: Any) -> bool:
     """Whether the lists say just what the mask says: nothing visible in unlisted blocks, full blocks full."""
+    kinds = table.tensor
     if (mask.deps & Dep.B and kinds.shape[0] == 1) or (mask.deps & Dep.H and kinds.shape[1] == 1):
         return False  # one list for all heads (batches), made from the first one's mask
     q_len, kv_len = block_mask.seq_lengths
-    rows, columns = block_mask.BLOCK_SIZE
+    rows, columns = table.block
     device = kinds.device
     kv = torch.arange(kv_len, device=device)
     chunk = max(1, _PAIRS_AT_ONCE // max(1, kv_len * kinds.shape[0] * kinds.shape[1]))
@@ -154,7 +127,7 @@ def _lists_add_nothing(mask: Expr, kinds: torch.Tensor, block_mask: Any) -> bool
         index = {**at, "q": q.view(-1, 1), "kv": kv, "q_len": q_len, "kv_len": kv_len}
         visible = evaluate(mask, Env(index=index, device=device))
         kind = kinds[:, :, q // rows][..., kv // columns]
-        listed = torch.where(kind == 2, True, (kind == 1) & visible)
+        listed = torch.where(kind == VISIBLE, True, (kind == TESTED) & visible)
         if bool((listed != visible).any()):
             return False
     return True

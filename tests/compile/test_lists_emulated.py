@@ -24,6 +24,8 @@ MASKS = {
     "grid": masks.neighborhood((15, 20), (3, 5)),
     "blocks_by_head": ca.mask(lambda b, h, q, kv: BLOCKS[h, q // 128, kv // 128]),
     "documents_apart": masks.document(torch.arange(300) // 40 % 3),
+    "topk_causal": ca.BlockSparse.topk(torch.tensor([[[[0, 4], [-1, 1], [2, 0], [3, 3], [4, 1]]]]), 64, 300, 300)
+    & masks.causal(),
 }
 
 
