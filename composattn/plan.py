@@ -28,7 +28,8 @@ class Tiling:
     `d` and `dv` are the head dimensions as stored on chip, padded with zeros. `pingpong`: warpgroups take turns
     at the matrix unit. `rescale_early`: the output is rescaled while scores are computed, not after it was
     accumulated. `slack`: by how much, in log2 units, a row's maximum may rise before the output is rescaled.
-    `l2`: bytes of K and V of the heads that are worked on together. `persistent`: one block a multiprocessor,
+    `l2`: bytes of K and V of the heads that are worked on together, unless `heads_together` says how many key/value
+    heads they are. `persistent`: one block a multiprocessor,
     each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
     """
 
@@ -44,6 +45,7 @@ class Tiling:
     rescale_early: bool
     slack: float
     l2: int
+    heads_together: int | None = None
     persistent: bool = False
     separate_o: bool = False
 
@@ -101,7 +103,8 @@ class ForwardPlan:
                 f"  tiles      {t.tile_m} queries x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
-                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}",
+                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}; "
+                f"{self._section()} at a time",
                 f"  overlap    {'ping-pong' if t.pingpong else 'warpgroups at will'}, "
                 f"rescale {'under the next scores' if t.rescale_early else 'after the product'} "
                 f"when a maximum rose by 2^{t.slack:g}",
@@ -110,6 +113,10 @@ class ForwardPlan:
                 f"  kv tiles   {self._kv_tiles()}",
             ]
         )
+
+    def _section(self) -> str:
+        asked = self.tiling.heads_together
+        return f"{asked} key/value heads" if asked else f"heads with {self.tiling.l2 >> 20} MiB of K and V"
 
     def _kv_tiles(self) -> str:
         if self.lists is None:

@@ -17,10 +17,12 @@ from composattn.graph.mask import Mask
 from composattn.graph.program import Program
 from composattn.graph.score import Score
 from composattn.plan import ForwardPlan, plan_forward
-from composattn.problem import Problem
+from composattn.problem import DENSE, Layout, Problem
+from composattn.schedule import AUTO, Schedule
 from composattn.target import HOPPER
 
 WINDOW = 512
+PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True)
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 8, 8)
 
@@ -47,9 +49,17 @@ def program(score: str = "plain", mask: str = "full") -> Program:
 
 
 def plan(
-    score: str = "plain", mask: str = "full", d: int = 128, dv: int | None = None, dtype: torch.dtype = torch.bfloat16
+    score: str = "plain",
+    mask: str = "full",
+    d: int = 128,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Layout = DENSE,
+    schedule: Schedule = AUTO,
 ) -> ForwardPlan:
-    problem = Problem(1, 4, 4, 8, 8, d, d if dv is None else dv, dtype, torch.device("cuda"))
+    problem = Problem(
+        1, 4, 4, 8, 8, d, d if dv is None else dv, dtype, torch.device("cuda"), layout=layout, schedule=schedule
+    )
     return plan_forward(problem, program(score, mask), HOPPER)
 
 
@@ -67,6 +77,10 @@ PLANS = {
     "alibi-causal-d128": plan("alibi", "causal"),
     "softcap-causal-d64": plan("softcap", "causal", d=64),
     "bias-full-d128": plan("bias"),
+    **{f"plain-causal-packed-d{d}": plan(mask="causal", d=d, layout=PACKED) for d in (64, 128, 256)},
+    "alibi-window-packed-used-d128": plan("alibi", "window", layout=dataclasses.replace(PACKED, used_q=True)),
+    **{f"plain-causal-persistent-d{d}": plan(mask="causal", d=d, schedule=PERSISTENT) for d in (64, 128, 256)},
+    "plain-window-packed-persistent-d128": plan(mask="window", layout=PACKED, schedule=PERSISTENT),
 }
 
 

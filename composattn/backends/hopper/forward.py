@@ -95,10 +95,11 @@ class HopperForward:
         tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
         kv_bytes = Int64(mK.shape[0]) * ((tiling.d + tiling.dv) * dtype.width // 8)
+        section = (tiling.l2, tiling.heads_together)
         if const_expr(work is None):
-            order = WorkOrder.of(mQ.shape[0], tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
+            order = WorkOrder.of(mQ.shape[0], tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
         else:
-            order = WorkOrder.listed(work, mQ.shape[2], mK.shape[2], kv_bytes, tiling.l2)
+            order = WorkOrder.listed(work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
         blocks = order.tiles
         if const_expr(tiling.persistent):
             blocks = cutlass.min(order.tiles, self.plan.target.sms)

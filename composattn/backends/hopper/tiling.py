@@ -53,9 +53,12 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
     gathers = program.score is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(program.score))
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
+    persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block a tile
+    rows = d + dv if persistent else widest  # O apart from Q, which may be the next tile's by then
+    by_registers, by_memory = _by_registers(warpgroups, dv, program), _by_memory(target, tile_m, rows, d + dv)
     return Tiling(
         tile_m=tile_m,
-        tile_n=min(_by_registers(warpgroups, dv, program), _by_memory(target, tile_m, d, dv), 96 if gathers else 128),
+        tile_n=min(by_registers, by_memory, 96 if gathers else 128),
         d=d,
         dv=dv,
         stages=2,
@@ -67,6 +70,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
         rescale_early=warpgroups == 3 or dv > 128,
         slack=8.0,
         l2=32 << 20,
+        heads_together=problem.schedule.heads_together,
+        persistent=persistent,
+        separate_o=persistent,
     )
 
 
@@ -78,7 +84,7 @@ def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
     return free * 4 // 3 // 16 * 16
 
 
-def _by_memory(target: Target, tile_m: int, d: int, dv: int) -> int:
-    """Columns for which Q (later O) and two stages of K and V fit in a block's shared memory."""
-    free = target.shared_memory - 1024 - tile_m * max(d, dv) * 2
-    return free // (2 * 2 * (d + dv)) // 16 * 16
+def _by_memory(target: Target, tile_m: int, rows: int, keys: int) -> int:
+    """Columns for which Q and O (`rows` wide) and two stages of K and V (`keys` wide) fit in shared memory."""
+    free = target.shared_memory - 1024 - tile_m * rows * 2
+    return free // (2 * 2 * keys) // 16 * 16

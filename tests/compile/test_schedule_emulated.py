@@ -1,0 +1,77 @@
+"""Whatever the schedule, the same bits: orders, persistent blocks, sections of heads, of dense and packed sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.hopper_emulated import EmulatedForward
+from composattn.graph.mask import Mask
+from composattn.graph.program import Program
+from composattn.mods.masks import causal, document
+from composattn.plan import ForwardPlan, plan_forward
+from composattn.problem import Problem
+from composattn.sequences import NO_SEQUENCES, Sequences
+from composattn.target import HOPPER
+from tests.support import outlier_normal
+
+FEW = dataclasses.replace(HOPPER, sms=3)  # so that persistent blocks walk over several tiles each
+SCHEDULES = (
+    ca.Schedule(order="in_order"),
+    ca.Schedule(order="shortest_first"),
+    ca.Schedule(heads_together=1),
+    ca.Schedule(persistent=True),
+    ca.Schedule(order="in_order", persistent=True, heads_together=1),
+)
+
+
+@pytest.mark.parametrize("lies", ["dense", "packed"])
+def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Generator) -> None:
+    lengths, heads = (70, 0, 1, 130, 199), (4, 2)
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
+    q, k, v = (outlier_normal(400, h, 64, generator=generator, dtype=torch.bfloat16) for h in (heads[0], 2, 2))
+    mask, varlen, sequences = causal(), ca.Varlen(cu), Sequences(cu, cu)
+    if lies == "dense":
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mask, varlen, sequences = causal() & document(ids), None, NO_SEQUENCES
+    program = Program(None, Mask.of(mask).expr)
+
+    def plan(schedule: ca.Schedule) -> ForwardPlan:
+        problem = dataclasses.replace(Problem.of(q, k, v, varlen), schedule=schedule)
+        return plan_forward(problem, program, FEW)
+
+    def run(schedule: ca.Schedule) -> tuple[torch.Tensor, torch.Tensor | None]:
+        captured = [c.tensor for c in program.captures]
+        return EmulatedForward(plan(schedule))(q, k, v, 0.125, captured, (), sequences)
+
+    out, lse = run(ca.Schedule())
+    assert lse is not None
+    assert not out.isnan().any()
+    for schedule in SCHEDULES:
+        other_out, other_lse = run(schedule)
+        assert other_lse is not None
+        assert torch.equal(out, other_out), schedule
+        assert torch.equal(lse, other_lse), schedule
+
+
+def test_a_plan_says_which_order_it_chose_and_why() -> None:
+    def of(mask: Mask, **schedule: object) -> str:
+        problem = Problem(1, 2, 2, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
+        asked = dataclasses.replace(problem, schedule=ca.Schedule(**schedule))  # type: ignore[arg-type]
+        return str(plan_forward(asked, Program(None, mask.expr), HOPPER))
+
+    assert "longest first: the last query tile of a head first" in of(causal())
+    assert "by a table on the device, as the mask reads" in of(document(torch.arange(1000) // 70))
+    assert "by a table on the device, as the mask leaves later query tiles less" in of(
+        Mask.of(lambda b, h, q, kv: q <= kv)
+    )
+    assert "shortest first: by a table on the device, as asked for" in of(causal(), order="shortest_first")
+    assert "persistent" in of(causal(), persistent=True)
+    assert "3 key/value heads at a time" in of(causal(), heads_together=3)
