@@ -147,20 +147,41 @@ class Attention:
         paged: Paged | None = None,
     ) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
-        problem = Problem.of(q, k, v, varlen, paged)
-        problem = dataclasses.replace(problem, deterministic=self.deterministic, schedule=self.schedule)
+        problem = self.problem(q, k, v, varlen, paged)
         check_captures(self.program, problem)
         backend = backends.choose(self.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
 
-    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False) -> Any:
+    def problem(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> Problem:
+        """The checked facts of a call with these inputs."""
+        problem = Problem.of(q, k, v, varlen, paged)
+        return dataclasses.replace(problem, deterministic=self.deterministic, schedule=self.schedule)
+
+    def explain(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+        emulate: bool = False,
+    ) -> Any:
         """What a call with these inputs computes and how: formulas, dependence classes, plan, tiles, FLOPs.
 
-        Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel.
+        Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel, of dense calls.
+        Lengths of `varlen` and `paged` are read, which waits for the device.
         """
         from .explain import explain
 
-        return explain(self, q, k, v, emulate=emulate)
+        return explain(self, q, k, v, varlen=varlen, paged=paged, emulate=emulate)
 
     def __repr__(self) -> str:
         score, mask = self.names

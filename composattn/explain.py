@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import backends
-from .graph.expr import Expr, Rate, walk
+from .backends.rows import arrange
+from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
+from .graph.intervals import Tiles
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.simplify import simplify
 from .graph.symbolic import Names, formula
+from .graph.tiles import FULL, PARTIAL
+from .graph.tiles import kinds as tile_kinds
 from .problem import Problem, softmax_scale
+from .sequences import Paged, Sequences, Varlen
 
 if TYPE_CHECKING:
     from .api import Attention
@@ -65,18 +70,27 @@ class Explanation:
 
 
 def explain(
-    attn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, emulate: bool = False
+    attn: Attention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    varlen: Varlen | None = None,
+    paged: Paged | None = None,
+    emulate: bool = False,
 ) -> Explanation:
-    """The explanation of `attn(q, k, v)`; runs nothing on the tensors."""
-    problem = Problem.of(q, k, v)
+    """The explanation of `attn(q, k, v)`; runs nothing on the tensors but to read the lengths of sequences."""
+    problem = attn.problem(q, k, v, varlen, paged)
     program = attn.program
     backend = backends.choose(attn.backend, problem)
     call = backend.prepare(problem, program, softmax_scale(attn.scale, problem.head_dim), q, k, v)
-    tiles = count_tiles(program, problem)
+    lengths = _lengths(problem, Sequences.of(varlen, paged), q, k)
+    tiles = count_tiles(program, problem, lengths)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
+    dense = problem.flops(problem.q_heads * sum(n * m for n, m in lengths))
     names = Names(*program.roots)
     rows = [
-        ("call", _call(problem, attn.scale)),
+        ("call", _call(problem, lengths, attn.scale)),
         ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
@@ -85,7 +99,7 @@ def explain(
         ("captured sums", gradient.describe() if (gradient := getattr(call, "gradient", None)) else ""),
         ("kv visited", _intervals(program, names)),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
-        ("FLOPs", f"{flops:.3e} forward in visited tiles, {problem.flops():.3e} dense"),
+        ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes})"),
         ("plan", str(getattr(call, "plan", ""))),
     ]
@@ -96,24 +110,47 @@ def explain(
     return Explanation(tuple(row for row in rows if row[1]), tiles, flops)
 
 
-def count_tiles(program: Program, problem: Problem) -> TileCounts:
-    """How many tiles of `TILE` are empty, partial and full, over batch and query heads."""
+Lengths = list[tuple[int, int]]  # queries and keys of every sequence
+
+
+def _lengths(problem: Problem, sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Lengths:
+    if problem.layout.is_dense:
+        return [(problem.q_len, problem.kv_len)] * problem.batch
+    parts = arrange(sequences, q, k).parts
+    return [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in parts]
+
+
+def count_tiles(program: Program, problem: Problem, lengths: Lengths) -> TileCounts:
+    """How many tiles of `TILE` are empty, partial and full, over sequences and query heads."""
+    total = problem.q_heads * sum(-(-n // TILE[0]) * -(-m // TILE[1]) for n, m in lengths)
+    if not total:
+        return TileCounts(0, 0, 0)
     mask = ALL if program.mask is None else Mask(program.mask)
-    kinds = mask.tiles(
-        problem.q_len, problem.kv_len, tile=TILE, batch=problem.batch, heads=problem.q_heads
-    )
-    shared = problem.batch * problem.q_heads // max(1, kinds.shape[0] * kinds.shape[1])
-    empty, partial, full = (int((kinds == kind).sum()) * shared for kind in (0, 1, 2))
-    return TileCounts(empty, partial, full)
+    q_lens, kv_lens = torch.tensor(lengths, device=problem.device).unbind(1)
+    alike = not mask.expr.deps & Dep.B and len(set(lengths)) == 1  # one sequence then stands for all
+    heads = problem.q_heads if mask.expr.deps & Dep.H else 1
+    longest = int(q_lens.max()), int(kv_lens.max())
+    grid = Tiles(*longest, TILE, batch=1 if alike else len(lengths), heads=heads, device=problem.device)
+    if not alike:
+        grid = dataclasses.replace(grid, q_lens=q_lens, kv_lens=kv_lens)
+    kinds = tile_kinds(mask.expr, grid)
+    shared = problem.q_heads // heads * (len(lengths) if alike else 1)
+    partial, full = (int((kinds == kind).sum()) * shared for kind in (PARTIAL, FULL))
+    return TileCounts(total - partial - full, partial, full)
 
 
-def _call(problem: Problem, scale: float | None) -> str:
+def _call(problem: Problem, lengths: Lengths, scale: float | None) -> str:
     p = problem
     heads = f"{p.q_heads} heads" if p.group == 1 else f"{p.q_heads} query heads on {p.kv_heads} key/value heads"
     dims = f"D {p.head_dim}" if p.head_dim == p.head_dim_v else f"D {p.head_dim}, Dv {p.head_dim_v}"
-    lengths = f"{p.q_len} queries x {p.kv_len} keys"
+    if p.layout.is_dense:
+        where = f"batch {p.batch}, {heads}, {p.q_len} queries x {p.kv_len} keys"
+    else:
+        queries, keys = (f"{min(ns)} to {max(ns)}" for ns in zip(*lengths, strict=True))
+        pages = f" in pages of {p.layout.page_size}" if p.layout.kv == "paged" else ""
+        where = f"{p.batch} sequences, {heads}, {queries} {p.layout.q} queries x {keys} {p.layout.kv} keys{pages}"
     return (
-        f"batch {p.batch}, {heads}, {lengths}, {dims}, {str(p.dtype).removeprefix('torch.')} on {p.device}; "
+        f"{where}, {dims}, {str(p.dtype).removeprefix('torch.')} on {p.device}; "
         f"scale {softmax_scale(scale, p.head_dim):.6g}"
     )
 

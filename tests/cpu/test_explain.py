@@ -6,6 +6,7 @@ import torch
 
 import composattn as ca
 from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
+from composattn.testing import make_paged_case, make_varlen_case
 
 
 def explained(q_len: int = 512, **mods: object) -> str:
@@ -55,3 +56,24 @@ def test_counts_every_batch_and_head() -> None:
     explanation = ca.Attention(mask_mod=causal()).explain(q, q, q)
     assert explanation.tiles.total == 4 * 15
     assert explanation.tiles.full == 15
+
+
+def test_counts_the_tiles_of_every_sequence() -> None:
+    case = make_varlen_case(0, (300, 0, 128, 129), heads=2)
+    explanation = ca.Attention(mask_mod=causal()).explain(case.q, case.k, case.v, varlen=case.varlen)
+    assert (explanation.tiles.total, explanation.tiles.visited) == (2 * (9 + 1 + 4), 2 * (6 + 1 + 3))
+    assert "4 sequences, 2 heads, 0 to 300 packed queries x 0 to 300 packed keys" in str(explanation)
+
+
+def test_counts_the_tiles_of_keys_in_pages() -> None:
+    case = make_paged_case(0, (300, 0, 128), q_len=1, heads=4, kv_heads=2)
+    mask = causal("bottom_right") & sliding_window(100, align="bottom_right")
+    explanation = ca.Attention(mask_mod=mask).explain(case.q, case.k, case.v, paged=case.paged)
+    assert (explanation.tiles.total, explanation.tiles.visited) == (4 * (3 + 1), 4 * (2 + 1))
+    assert "1 to 1 dense queries x 0 to 300 paged keys in pages of 16" in str(explanation)
+
+
+def test_explains_the_schedule_that_was_asked_for() -> None:
+    q = torch.empty(1, 1, 128, 64)
+    attend = ca.Attention(schedule=ca.Schedule(order="in_order"), deterministic=True)
+    assert attend.problem(q, q, q).schedule.order == "in_order" and attend.problem(q, q, q).deterministic
