@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BackendUnavailable
-from .plan import ForwardPlan
+from .plan import CombinePlan, ForwardPlan
 
 Launchable = Callable[..., Any]
+Plan = ForwardPlan | CombinePlan
 _SYMBOL = "composattn_kernel"
 _OPTIONS = "--enable-tvm-ffi"
 
@@ -36,7 +37,7 @@ _compiled: dict[str, Launchable] = {}
 _lock = threading.Lock()
 
 
-def compile_plan(plan: ForwardPlan) -> Launchable:
+def compile_plan(plan: Plan) -> Launchable:
     """The kernel of `plan`, from memory, else from disk, else compiled now (2 to 4 seconds)."""
     digest = content_hash(plan)
     found = _compiled.get(digest)
@@ -53,7 +54,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("COMPOSATTN_CACHE_DIR") or Path.home() / ".cache" / "composattn")
 
 
-def content_hash(plan: ForwardPlan) -> str:
+def content_hash(plan: Plan) -> str:
     return hashlib.sha256(f"{plan.key}\n{_OPTIONS}\n{_toolchain()}".encode()).hexdigest()[:32]
 
 
@@ -73,7 +74,7 @@ def _toolchain() -> str:
     return f"{versions} {ours.hexdigest()}"
 
 
-def _cute(plan: ForwardPlan) -> Any:
+def _cute(plan: Plan) -> Any:
     """The DSL, told which GPU to compile for."""
     # read when the DSL is imported; a machine without a GPU has no other way to say it
     os.environ.setdefault("CUTE_DSL_ARCH", plan.target.arch)
@@ -86,7 +87,7 @@ def _cute(plan: ForwardPlan) -> Any:
         ) from missing
 
 
-def _run_compiler(plan: ForwardPlan, options: str) -> Any:
+def _run_compiler(plan: Plan, options: str) -> Any:
     cute = _cute(plan)
     backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
     function, arguments = backend.kernel(plan)
@@ -109,7 +110,7 @@ def _load(digest: str) -> Launchable | None:
         return None
 
 
-def _compile_and_store(plan: ForwardPlan, digest: str) -> Launchable:
+def _compile_and_store(plan: Plan, digest: str) -> Launchable:
     compiled = _run_compiler(plan, _OPTIONS)
     folder = cache_folder()
     try:
@@ -145,7 +146,7 @@ class Artifact:
     block, `instructions` the machine code in order (empty where nvdisasm is not installed).
     """
 
-    plan: ForwardPlan
+    plan: Plan
     ptx_path: Path
     cubin_path: Path
     entry: str
@@ -192,7 +193,7 @@ class Instruction:
     target: int | None
 
 
-def compile_offline(plan: ForwardPlan, folder: Path | None = None) -> Artifact:
+def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
     """Compiles `plan` with no GPU and keeps PTX and cubin, by default under the cache folder, by content."""
     folder = (folder or cache_folder() / "offline") / content_hash(plan)
     ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"

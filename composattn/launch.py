@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class ForwardLauncher:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
-        self.compiled: Launchable = compile_plan(plan)
+        self.compiled = with_combine(plan, compile_plan(plan), compile_plan)
 
     def __call__(
         self,
@@ -78,6 +78,36 @@ def arguments_behind_scale(
         tuple([_at_least_1d(t) for t in reads]) or None,
         tuple(scalars) or None,
     )
+
+
+class SplitKernel:
+    """A forward kernel that has a block for each of `splits` parts of kv, and the kernel that combines the parts.
+
+    Called as a forward kernel that does all at once is. Extra memory: 4 bytes * splits * (Dv + 1) a query and head.
+    """
+
+    def __init__(self, forward: Launchable, combine: Launchable, splits: int) -> None:
+        self.forward, self.combine, self.splits = forward, combine, splits
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, *rest: Any
+    ) -> None:
+        packed = q.ndim == 3
+        by_head = out.transpose(0, 1)[None] if packed else out
+        rows = by_head.shape[1 if packed else 0 : -1]
+        parts = q.new_empty((self.splits, *rows, out.shape[-1]), dtype=torch.float32)
+        part_lse = q.new_empty((self.splits, *rows), dtype=torch.float32)
+        if packed:  # rows that no sequence uses get no part
+            part_lse.fill_(-torch.inf)
+        self.forward(q, k, v, parts, part_lse, *rest)
+        if packed:
+            parts, part_lse, lse = parts[:, None], part_lse[:, None], None if lse is None else lse[None]
+        self.combine(parts, part_lse, by_head, lse)
+
+
+def with_combine(plan: ForwardPlan, forward: Launchable, kernel_of: Callable[[Any], Launchable]) -> Launchable:
+    """The plan's kernel and, where it splits kv, what follows it."""
+    return SplitKernel(forward, kernel_of(plan.combine), plan.splits) if plan.is_split else forward
 
 
 def _empty_like_queries(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:

@@ -20,6 +20,11 @@ from .target import Target
 from .work import WorkTables, ascends, work_tables
 
 
+def slots(heads: int) -> int:
+    """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
+    return 1 << (heads - 1).bit_length()
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """How a forward kernel cuts the work; a backend chooses it (`forward_tiling`).
@@ -31,6 +36,8 @@ class Tiling:
     `l2`: bytes of K and V of the heads that are worked on together, unless `heads_together` says how many key/value
     heads they are. `persistent`: one block a multiprocessor,
     each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
+    `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
+    `resident`: blocks that a multiprocessor holds at a time.
     """
 
     tile_m: int
@@ -48,6 +55,18 @@ class Tiling:
     heads_together: int | None = None
     persistent: bool = False
     separate_o: bool = False
+    heads: int = 1
+    resident: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Rows of a tile that one query takes."""
+        return slots(self.heads)
+
+    @property
+    def queries(self) -> int:
+        """Queries whose rows fill a tile."""
+        return self.tile_m // self.slots
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""
@@ -59,7 +78,8 @@ class Tiling:
 class ForwardPlan:
     """A forward kernel, named by content: plans with equal `key` are served by one compiled kernel.
 
-    Lengths, batch, heads, strides and the scale's value are run-time; what stands here is compiled in.
+    Lengths, batch, heads, strides and the scale's value are run-time; what stands here is compiled in, but for
+    `splits`, the number of parts that kv is cut into. `is_split`: it is cut, and `combine` follows.
     """
 
     module: ClassVar[str] = "forward"  # of the backend's folder
@@ -82,16 +102,22 @@ class ForwardPlan:
     lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
     order: str = dataclasses.field(compare=False)  # of the query tiles, and why, for people to read
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)
+    is_split: bool = False
+    splits: int = dataclasses.field(default=1, compare=False)
 
     @property
     def key(self) -> str:
         """Content of the plan as text, the same in every process."""
-        fields = [f for f in dataclasses.fields(self) if f.compare]
-        return repr([(f.name, getattr(self, f.name)) for f in fields])
+        return _content(self)
 
     @property
     def shared_memory(self) -> int:
         return self.tiling.shared_memory(self.dtype.itemsize)
+
+    @property
+    def combine(self) -> CombinePlan:
+        """The kernel that makes one output of those of the parts."""
+        return CombinePlan(self.backend, self.target, self.dtype, self.head_dim_v, self.return_lse)
 
     def __str__(self) -> str:
         t = self.tiling
@@ -111,6 +137,8 @@ class ForwardPlan:
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
                 f"  mods       {mods}",
                 f"  kv tiles   {self._kv_tiles()}",
+                *([f"  rows       {t.heads} query heads of each query"] if t.heads > 1 else []),
+                *([f"  split      kv in {self.splits} parts, combined exactly"] if self.is_split else []),
             ]
         )
 
@@ -122,6 +150,30 @@ class ForwardPlan:
         if self.lists is None:
             return " + ".join(map(_interval_words, self.intervals))
         return f"by lists made on the device, as {self.lists.reason}; those to test first"
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinePlan:
+    """The kernel after a forward that was split over kv, named by content as a `ForwardPlan` is."""
+
+    module: ClassVar[str] = "combine"  # of the backend's folder
+    shared_memory: ClassVar[int] = 48 * 1024  # what any block may have; it takes 4 KiB
+
+    backend: str
+    target: Target
+    dtype: torch.dtype
+    head_dim_v: int
+    return_lse: bool
+
+    @property
+    def key(self) -> str:
+        """Content of the plan as text, the same in every process."""
+        return f"{self.module} {_content(self)}"
+
+
+def _content(plan: ForwardPlan | CombinePlan) -> str:
+    fields = [f for f in dataclasses.fields(plan) if f.compare]
+    return repr([(f.name, getattr(plan, f.name)) for f in fields])
 
 
 def plan_forward(
@@ -140,9 +192,10 @@ def plan_forward(
     backend = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
     backend.check(problem, program)
     tiling = tiling or backend.forward_tiling(problem, program, target)
-    lists = key_lists(problem, program, (tiling.tile_m, tiling.tile_n))
+    lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
     read = (*program.captures, *(() if lists is None else lists.captures))
     order, work = _order(problem, program, tiling, lists)
+    splits = backend.splits(problem, tiling, target)
     return ForwardPlan(
         backend=target.backend,
         target=target,
@@ -162,6 +215,8 @@ def plan_forward(
         lists=lists,
         order=order,
         work=work,
+        is_split=splits > 1,
+        splits=splits,
     )
 
 
@@ -188,7 +243,7 @@ def _order(problem: Problem, program: Program, tiling: Tiling, lists: KeyLists |
     order: Order = "longest_first" if wanted == "auto" else wanted
     words = order.replace("_", " ")
     intervals = program.intervals if lists is None else None
-    sizes = (tiling.tile_m, tiling.tile_n)
+    sizes = (tiling.queries, tiling.tile_n)
     if problem.layout.q == "packed":
         why = "sequences differ in length"
     elif intervals is None:
@@ -219,4 +274,4 @@ def _interval_words(shape: IntervalShape) -> str:
     return f"untested inside, tested at the {' and '.join(tested)} end" if tested else "untested"
 
 
-__all__: list[Any] = ["ForwardPlan", "Tiling", "interval_shape", "plan_forward"]
+__all__: list[Any] = ["CombinePlan", "ForwardPlan", "Tiling", "interval_shape", "plan_forward"]

@@ -20,7 +20,7 @@ from ..emulator.launch import Result, run
 from ..emulator.program import KEPT
 from ..graph.derived import Derived
 from ..graph.program import Program
-from ..launch import arguments_behind_scale, outputs, tidy
+from ..launch import arguments_behind_scale, outputs, tidy, with_combine
 from ..plan import ForwardPlan, plan_forward
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
@@ -104,7 +104,8 @@ class EmulatedForward:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
-        self.kernel = EmulatedKernel(plan)
+        self.main = EmulatedKernel(plan)
+        self.kernel = with_combine(plan, self.main, EmulatedKernel)
 
     def __call__(
         self,
@@ -178,6 +179,6 @@ def random_run(problem: Problem, program: Program) -> Result:
     forward = EmulatedForward(plan_forward(here, program, HOPPER))
     tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
     forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
-    if forward.kernel.result is None:
+    if forward.main.result is None:
         raise EmulationTooLarge(f"a call with {problem.q_len} queries and {problem.kv_len} keys runs no kernel")
-    return forward.kernel.result
+    return forward.main.result

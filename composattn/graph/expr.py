@@ -107,6 +107,17 @@ class Rate(enum.Enum):
     COLUMN = "column-only"
     ELEMENT = "per element"
 
+    @staticmethod
+    def of(deps: Dep) -> Rate:
+        """The rate of what changes with `deps`."""
+        if deps & Dep.SCORE or (deps & Dep.Q and deps & Dep.KV):
+            return Rate.ELEMENT
+        if deps & Dep.Q:
+            return Rate.ROW
+        if deps & Dep.KV:
+            return Rate.COLUMN
+        return Rate.HEAD if deps else Rate.CONSTANT
+
 
 class Expr:
     """One node. Build it with `ops.apply`, `const`, `index`, `score`, `scalar` or `read`, never directly."""
@@ -133,14 +144,7 @@ class Expr:
 
     @property
     def rate(self) -> Rate:
-        deps = self.deps
-        if deps & Dep.SCORE or (deps & Dep.Q and deps & Dep.KV):
-            return Rate.ELEMENT
-        if deps & Dep.Q:
-            return Rate.ROW
-        if deps & Dep.KV:
-            return Rate.COLUMN
-        return Rate.HEAD if deps else Rate.CONSTANT
+        return Rate.of(self.deps)
 
     @property
     def is_const(self) -> bool:

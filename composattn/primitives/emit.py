@@ -17,7 +17,7 @@ from typing import Any
 from cutlass import Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.expr import DType, Expr, Rate, promote, score
+from ..graph.expr import Dep, DType, Expr, Rate, promote, score
 from ..graph.program import Program
 from .emit_ops import CUTE, convert, read_element
 from .score_tile import ScoreTile
@@ -67,6 +67,12 @@ def linear(node: Expr) -> Linear | None:
     return result if max(abs(result.q), abs(result.kv)) <= 64 and abs(result.constant) < _LIMIT else None
 
 
+def rate(node: Expr, of_one_head: bool) -> Rate:
+    """The rate of `node` where a thread's rows are of one head, or of several."""
+    several = not of_one_head and node.deps & Dep.H
+    return Rate.of(node.deps | Dep.Q) if several else node.rate
+
+
 # --- evaluation ---------------------------------------------------------------------------------------------
 
 
@@ -101,16 +107,20 @@ class Evaluator:
         self.start: dict[Linear, Any] = {}
         self.start_float: dict[Linear, Any] = {}
 
+    def rate(self, node: Expr) -> Rate:
+        """How often `node` has to be computed here: where rows are of several heads, these change as rows do."""
+        return node.rate if self.tile is None else rate(node, self.tile.shape.of_one_head)
+
     def value(self, node: Expr, r: int = 0, c: int = 0) -> Any:
         """The value of `node` at row `r` and column `c` of the thread's fragment."""
         if node.is_const:
             return node.attr
-        rate = node.rate
-        if rate is Rate.ELEMENT:
+        often = self.rate(node)
+        if often is Rate.ELEMENT:
             store, key = self.element, (node, r, c)
-        elif rate is Rate.COLUMN:
+        elif often is Rate.COLUMN:
             store, key = self.column, (node, c)
-        elif rate is Rate.ROW:
+        elif often is Rate.ROW:
             store, key = self.row, (node, r)
         else:
             store, key = self.head, node
@@ -130,9 +140,10 @@ class Evaluator:
             if node in seen or node.is_const:
                 return
             seen.add(node)
-            if node.rate in (Rate.CONSTANT, Rate.HEAD):
+            often = self.rate(node)
+            if often in (Rate.CONSTANT, Rate.HEAD):
                 self.value(node)
-            elif node.rate is Rate.ROW and linear(node) is None:
+            elif often is Rate.ROW and linear(node) is None:
                 for r in range(self.tile.rows):
                     self.value(node, r)
             else:
@@ -220,6 +231,8 @@ class Evaluator:
     def _index(self, name: str, r: int, c: int) -> Any:
         if name in ("q", "kv"):
             return self.position(Linear(int(name == "q"), int(name == "kv"), 0), r, c)
+        if name == "h" and self.tile is not None:
+            return self.tile.head_index(r)
         return getattr(self.leaves, name)
 
 
@@ -258,20 +271,23 @@ class AdditiveScore:
     others: tuple[tuple[float, Expr], ...]
 
 
-def additive(expr: Expr) -> AdditiveScore | None:
-    """`expr` as an additive score mod, or None when the score occurs in any other way."""
+def additive(expr: Expr, of_one_head: bool = True) -> AdditiveScore | None:
+    """`expr` as an additive score mod, or None when the score occurs in any other way.
+
+    `of_one_head`: whether a thread's rows are, so that what depends on the head alone is one value.
+    """
     terms = list(_terms(expr, 1.0))
     scored = [(sign, t) for sign, t in terms if _depends_on_score(t)]
     if len(scored) != 1 or scored[0][0] != 1.0:
         return None
-    factor = _score_factor(scored[0][1])
+    factor = _score_factor(scored[0][1], of_one_head)
     if factor is _NOT_A_FACTOR:
         return None
     lines, others = [], []
     for sign, term in terms:
         if _depends_on_score(term):
             continue
-        line = _linear_term(sign, term)
+        line = _linear_term(sign, term, of_one_head)
         if line is None:
             others.append((sign, term))
         else:
@@ -294,22 +310,27 @@ def _terms(node: Expr, sign: float) -> Any:
         yield sign, node
 
 
-def _score_factor(term: Expr) -> Any:
+def _is_fixed(node: Expr, of_one_head: bool) -> bool:
+    """Whether `node` is one value for all of a thread's rows and columns."""
+    return rate(node, of_one_head) in (Rate.CONSTANT, Rate.HEAD)
+
+
+def _score_factor(term: Expr, of_one_head: bool) -> Any:
     if term is score():
         return None
     if term.op == "mul":
         for x, y in (term.args, term.args[::-1]):
-            if x is score() and y.rate in (Rate.CONSTANT, Rate.HEAD):
+            if x is score() and _is_fixed(y, of_one_head):
                 return y
     return _NOT_A_FACTOR
 
 
-def _linear_term(sign: float, term: Expr) -> LinearTerm | None:
+def _linear_term(sign: float, term: Expr, of_one_head: bool) -> LinearTerm | None:
     """Only with a head-only factor: a row-dependent value could be infinite, and must not be lost to softmax."""
     if term.op == "mul":
         for x, y in (term.args, term.args[::-1]):
             form = linear(y.args[0] if y.op == "cast_float" else y)
-            if form is not None and form.kv and x.rate in (Rate.CONSTANT, Rate.HEAD):
+            if form is not None and form.kv and _is_fixed(x, of_one_head):
                 return LinearTerm(x, form, sign)
         return None
     form = linear(term.args[0] if term.op == "cast_float" else term)
@@ -324,15 +345,16 @@ class Mods:
 
     The kernel receives captured tensors and run-time numbers in the order of the program.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
+    `of_one_head`: whether a thread's rows are.
     """
 
-    def __init__(self, program: Program, positive_scale: bool = True) -> None:
+    def __init__(self, program: Program, positive_scale: bool = True, of_one_head: bool = True) -> None:
         self.score, self.mask, self.bounds = program.score, program.mask, program.intervals
         self.positive_scale = positive_scale
         self.capture_slot = {capture: slot for slot, capture in enumerate(program.captures)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
         self.key = (program.key, positive_scale)
-        self.additive = None if self.score is None else additive(self.score)
+        self.additive = None if self.score is None else additive(self.score, of_one_head)
 
     @property
     def changes_scores(self) -> bool:
@@ -345,9 +367,7 @@ class Mods:
     def intervals(self, leaves: Leaves) -> list[tuple[Any, Any, Any, Any]]:
         """(begin, end, full_begin, full_end) of each run of kv positions that the query tile visits, int32."""
         at = Evaluator(self, leaves, None)
-        return [
-            tuple(Int32(at.value(e)) for e in (i.begin, i.end, i.full_begin, i.full_end)) for i in self.bounds
-        ]
+        return [tuple(Int32(at.value(e)) for e in (i.begin, i.end, i.full_begin, i.full_end)) for i in self.bounds]
 
     def at(self, tile: ScoreTile, leaves: Leaves) -> BoundMods:
         """The mods at a work tile, with all that does not change along kv computed."""

@@ -16,13 +16,15 @@ from .values import Fixed
 class FragmentShape:
     """How one thread's registers spread over a score tile.
 
-    `row_offsets` and `column_offsets` are added to the thread's first row and column;
-    `lanes_per_row` neighbouring lanes share a row.
+    `row_offsets` and `column_offsets` are added to the thread's first query and column; `lanes_per_row` neighbouring
+    lanes share a row. `head_offsets` are added to the thread's first head where rows are of several heads (see
+    `gqa_packing`), elsewhere there are none.
     """
 
     row_offsets: tuple[int, ...]
     column_offsets: tuple[int, ...]
     lanes_per_row: int
+    head_offsets: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -32,13 +34,19 @@ class FragmentShape:
     def columns(self) -> int:
         return len(self.column_offsets)
 
+    @property
+    def of_one_head(self) -> bool:
+        """Whether all rows of a thread are of one query head."""
+        return not any(self.head_offsets)
+
 
 @dataclasses.dataclass
 class ScoreTile(Fixed):
     """One thread's scores of one (q tile, kv tile).
 
-    `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head; `q_index(r)` and
-    `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a partial tile.
+    `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head (of the first row, see
+    `head_index`); `q_index(r)` and `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a
+    partial tile.
     """
 
     shape: FragmentShape
@@ -58,6 +66,9 @@ class ScoreTile(Fixed):
 
     def q_index(self, r: int) -> Int32:
         return self.first_q + self.shape.row_offsets[r]
+
+    def head_index(self, r: int) -> Int32:
+        return self.h if self.shape.of_one_head else self.h + self.shape.head_offsets[r]
 
     def kv_index(self, c: int) -> Int32:
         return self.first_kv + self.shape.column_offsets[c]

@@ -12,6 +12,10 @@ must also hold at the end of each sequence, with no branch and one descriptor fo
 A sequence of `length` rows from `start` is entry start + length, seen from row coordinate total - length on: its row i
 is row start + i of the tensor while i < length, and from there on outside. No coordinate reaches what lies before the
 tensor unless one says so: rows of a negative i are never asked for.
+
+A page of a cache is copied as a short sequence of its own, and what the cache holds beyond the sequence's end doesn't
+matter: a tensor (pages, H, page_size, D) gets a mode more of page_size + 1 entries, its address is moved back by a page
+of rows, and a page of which `length` rows are used is entry `length`, seen from row coordinate page_size - length on.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .values import Bundle, Fixed
+from .values import Bundle, Fixed, larger, smaller
 
 
 class DenseRows(Bundle):
@@ -67,6 +71,29 @@ class PackedRows(Bundle):
         return PackedSequence(start, self.starts[b + 1] - start if self.used is None else self.used[b])
 
 
+class PagedRows(Bundle):
+    """Rows of tensors (pages, H, page_size, ...): position i of sequence b is row i % page_size of page
+    `table[b, i // page_size]`. `table` is int32 (B, pages of a sequence), `used` int32 (B,): rows of each sequence.
+    """
+
+    parts = ("table", "used")
+
+    def __init__(self, table: cute.Tensor, used: cute.Tensor, page_size: int) -> None:
+        self.table, self.used, self.page_size = table, used, page_size
+
+    def for_copies(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(pages, H, page_size, D) as (page_size, D, H, page_size + 1, pages), see above: for a copy's descriptor."""
+        (pages, heads, _, columns), (page, head, row, column) = tensor.shape, tensor.stride
+        dtype, size = tensor.element_type, self.page_size
+        address = tensor.iterator.toint() - Int64(size) * row * (dtype.width // 8)
+        moved = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+        layout = cute.make_layout((size, columns, heads, size + 1, pages), stride=(row, column, head, row, page))
+        return cute.make_tensor(moved, layout)
+
+    def sequence(self, b: Int32) -> PagedSequence:
+        return PagedSequence(self.table[b, None], self.used[b], self.page_size)
+
+
 @dataclasses.dataclass
 class DenseSequence(Fixed):
     """Entry `b` of dense tensors."""
@@ -77,7 +104,7 @@ class DenseSequence(Fixed):
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int]) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor."""
-        return cute.local_tile(tensor[None, None, h, self.b], tile, (None, 0))
+        return cute.local_tile(tensor[None, None, h, self.b], tile, (_along(tile, None), 0))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(S, ...) of a plain tensor (B, H, S, ...)."""
@@ -94,8 +121,9 @@ class PackedSequence(Fixed):
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int]) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor."""
         rows = tensor[None, None, h, self.start + self.length]
-        first = cute.size(tensor, mode=[0]) - self.length
-        return cute.local_tile(cute.domain_offset((first, 0), rows), tile, (None, 0))
+        total = cute.size(tensor, mode=[0, 1] if isinstance(tile[0], tuple) else [0])
+        moved = cute.domain_offset((_along(tile, total - self.length), 0), rows)
+        return cute.local_tile(moved, tile, (_along(tile, None), 0))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(total - start, ...) of a plain tensor (H, total, ...)."""
@@ -103,14 +131,33 @@ class PackedSequence(Fixed):
         return cute.domain_offset((self.start, *rest), tensor[(h, *(None,) * (cute.rank(tensor) - 1))])
 
 
-Rows = DenseRows | PackedRows
-Sequence = DenseSequence | PackedSequence
+@dataclasses.dataclass
+class PagedSequence(Fixed):
+    """`length` rows in the pages of `table` (pages of a sequence,)."""
+
+    table: cute.Tensor
+    length: Int32
+    page_size: int
+
+    def used(self, page: Int32) -> Int32:
+        """Rows of the sequence's `page`-th page that the sequence has."""
+        return smaller(larger(self.length - page * self.page_size, 0), self.page_size)
+
+
+def _along(tile, x):
+    """Coordinate `x` along the rows of `tile`, which are heads and queries where heads are packed (`gqa_packing`)."""
+    return (0, x) if isinstance(tile[0], tuple) else x
+
+
+Rows = DenseRows | PackedRows | PagedRows
+Sequence = DenseSequence | PackedSequence | PagedSequence
 
 
 def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Rows, Rows]:
     """Where the rows of queries and of keys lie, on the host.
 
-    `layout` is the problem's; `sequences` are those of cu_q, cu_k, used_q, used_k that it has, in this order.
+    `layout` is the problem's; `sequences` are those of cu_q, cu_k, used_q, used_k, page_table that it has,
+    in this order.
     """
     given = iter(sequences or ())
     cu_q = next(given) if layout.q == "packed" else None
@@ -118,5 +165,7 @@ def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tupl
     used_q = next(given) if layout.used_q else None
     used_k = next(given) if layout.used_kv else None
     queries = DenseRows(Int32(q.shape[2])) if cu_q is None else PackedRows(cu_q, used_q)
+    if layout.kv == "paged":
+        return queries, PagedRows(next(given), used_k, layout.page_size)
     keys = DenseRows(Int32(k.shape[2])) if cu_k is None else PackedRows(cu_k, used_k)
     return queries, keys

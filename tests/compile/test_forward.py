@@ -58,7 +58,7 @@ def plan(
     schedule: Schedule = AUTO,
 ) -> ForwardPlan:
     problem = Problem(
-        1, 4, 4, 8, 8, d, d if dv is None else dv, dtype, torch.device("cuda"), layout=layout, schedule=schedule
+        1, 4, 4, 512, 512, d, d if dv is None else dv, dtype, torch.device("cuda"), layout=layout, schedule=schedule
     )
     return plan_forward(problem, program(score, mask), HOPPER)
 
@@ -123,12 +123,13 @@ def loops(artifact: Artifact) -> int:
 def test_roles_keep_within_the_register_file() -> None:
     for d in range(8, 257, 8):
         for dv in range(8, 257, 8):
-            problem = Problem(1, 1, 1, 1, 1, d, dv, torch.bfloat16, torch.device("cuda"))
-            t = forward_tiling(problem, Program(), HOPPER)
-            assert 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= HOPPER.registers
-            assert t.shared_memory(2) <= HOPPER.shared_memory
-            assert t.tile_n % 16 == 0
-            assert t.tile_n >= 64
+            for q_len in (1, 4096):
+                problem = Problem(1, 1, 1, q_len, 4096, d, dv, torch.bfloat16, torch.device("cuda"))
+                t = forward_tiling(problem, Program(), HOPPER)
+                assert 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= HOPPER.registers
+                assert t.shared_memory(2) <= HOPPER.shared_memory
+                assert t.tile_n % 16 == 0
+                assert t.tile_n >= 64
 
 
 def test_a_plan_is_named_by_its_content() -> None:

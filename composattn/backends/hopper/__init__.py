@@ -24,7 +24,7 @@ from ...target import Target
 from .. import refuse_sequences
 from .gradient import HopperGradient
 
-LAYOUTS = ("dense", "packed")  # what the kernels take
+LAYOUTS = ("dense", "packed", "paged")  # what the kernels take
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -15,7 +15,10 @@ from cutlass.tensor_utils import LayoutEnum
 from ...plan import ForwardPlan
 from ...primitives.emit import Leaves, Mods
 from ...primitives.emit_tiles import kv_tiles_of
-from ...primitives.kv_tiles import TileSequence
+from ...primitives.gqa_packing import HeadRows
+from ...primitives.kv_source import copied_rows, kv_source
+from ...primitives.kv_source import partition as _partition
+from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
@@ -55,11 +58,16 @@ class HopperForward:
         S0 = Q K0ᵀ | softmax 0 | S1 = Q K1ᵀ, O += P0 V0 | softmax 1 (while P0 V0 runs) | S2, O += P1 V1 | ...
 
     and with two or more warpgroups and D <= 128 their turns interleave (one's products, the other's softmax).
+
+    Where the plan splits kv, a block has one part of a query tile's keys, and the output of each part is written apart,
+    in fp32: o (splits, B, Hq, Sq, Dv), or packed (splits, Hq, total, Dv), lse likewise; `combine` makes one of them.
     """
 
     def __init__(self, plan: ForwardPlan):
         self.plan, self.tiling = plan, plan.tiling
-        self.mods = Mods(plan.program, plan.positive_scale)
+        self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
+        self.fragment = self.heads.fragment(fragment_shape(plan.tiling.tile_n))
+        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
@@ -71,8 +79,8 @@ class HopperForward:
         q: cute.Tensor,  # (B, Hq, Sq, D), or packed (total, Hq, D)
         k: cute.Tensor,  # (B, Hkv, Skv, D), or packed
         v: cute.Tensor,  # (B, Hkv, Skv, Dv), or packed
-        o: cute.Tensor,  # (B, Hq, Sq, Dv), or packed
-        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32, or packed (Hq, total)
+        o: cute.Tensor,  # (B, Hq, Sq, Dv), or packed; or parts, see below
+        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32, or packed (Hq, total), or of parts
         scale: Float32,
         sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
         work: cute.Tensor | None,  # (tiles, 2) int32: b and m of each query tile, in their order; see `WorkOrder`
@@ -84,25 +92,33 @@ class HopperForward:
         dtype = self.dtype = q.element_type
         queries, keys = rows_of(self.plan.layout, q, k, sequences)
         # a tile is the first two modes
-        mQ, mK, mV, mO = [rows.for_copies(t) for rows, t in ((queries, q), (keys, k), (keys, v), (queries, o))]
+        mQ, mK, mV = [rows.for_copies(t) for rows, t in ((queries, q), (keys, k), (keys, v))]
+        q_rows, mQ = mQ.shape[0], self.heads.view(mQ)
         q_layout = tile_layout(dtype, ROWS, tiling.d)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
         o_layout = tile_layout(dtype, ROWS, tiling.dv)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (ROWS, tiling.d))
-        tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, cute.select(k_layout, [0, 1]), (tiling.tile_n, tiling.d))
-        tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, cute.select(v_layout, [0, 1]), (tiling.tile_n, tiling.dv))
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (ROWS, tiling.dv))
+        box = self.heads.box(ROWS)
+        tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (box, tiling.d))
+        rows = copied_rows(keys, tiling.tile_n)
+        tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(dtype, rows, tiling.d), (rows, tiling.d))
+        tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(dtype, rows, tiling.dv), (rows, tiling.dv))
+        tma_o, tO, splits = None, o, None
+        if const_expr(self.plan.is_split):
+            splits = Int32(o.shape[0])
+        else:
+            mO = self.heads.view(queries.for_copies(o))
+            tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
         kv_bytes = Int64(mK.shape[0]) * ((tiling.d + tiling.dv) * dtype.width // 8)
         section = (tiling.l2, tiling.heads_together)
         if const_expr(work is None):
-            order = WorkOrder.of(mQ.shape[0], tiling.tile_m, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
+            order = WorkOrder.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
         else:
             order = WorkOrder.listed(work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
-        blocks = order.tiles
+        blocks = order.tiles if splits is None else order.tiles * splits
         if const_expr(tiling.persistent):
-            blocks = cutlass.min(order.tiles, self.plan.target.sms)
+            blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
             (tma_q, tma_k, tma_v, tma_o),
             (tQ, tK, tV, tO),
@@ -114,20 +130,23 @@ class HopperForward:
             scalars,
             queries,
             keys,
+            splits,
         ).launch(
             grid=(blocks, 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=tiling.resident,
+            # all of L1 as shared memory; said, because the compiler would otherwise ask a GPU that may not be there
+            preferred_smem_carveout=100 if tiling.resident > 1 else None,
         )
 
     @cute.kernel
-    def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, queries, keys):
-        call = Call(tmas, tensors, lse, order, scale, captured, scalars, queries, keys)
+    def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, queries, keys, splits):
+        call = Call(tmas, tensors, lse, order, scale, captured, scalars, queries, keys, splits)
         if const_expr(order.table is None or self.tiling.persistent):
             self.roles(call, layouts)
         else:
-            if order.tile(cute.arch.block_idx()[0]).exists:
+            if call.tile(cute.arch.block_idx()[0]).exists:
                 self.roles(call, layouts)
 
     @cute.jit
@@ -135,7 +154,7 @@ class HopperForward:
         tiling = self.tiling
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in call.tmas:
+            for tma in call.tmas[: 3 if self.plan.is_split else 4]:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
         if warp == 0:
@@ -154,7 +173,7 @@ class HopperForward:
 
     def kv_tiles(self, call, work) -> TileSequence:
         """The kv tiles of a work tile; producer and consumers ask alike."""
-        return self.visited.of(call.leaves(work, self.tiling.tile_m), work.m)
+        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
 
     # --- producer ------------------------------------------------------------------------------------------
 
@@ -163,13 +182,12 @@ class HopperForward:
         slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
         number = cute.arch.block_idx()[0]
         if const_expr(self.tiling.persistent):
-            while number < call.order.tiles:
-                tile = call.order.tile(number)
-                if tile.exists:
-                    slots = self.produce_tile(call, block, call.work(tile), *slots)
+            while number < call.tiles:
+                if call.tile(number).exists:
+                    slots = self.produce_tile(call, block, call.work(number), *slots)
                 number += cute.arch.grid_dim()[0]
         else:
-            self.produce_tile(call, block, call.work(call.order.tile(number)), *slots)
+            self.produce_tile(call, block, call.work(number), *slots)
 
     @cute.jit
     def produce_tile(self, call, block, work, q_slot, k_slot, v_slot):
@@ -177,33 +195,32 @@ class HopperForward:
         tiles = self.kv_tiles(call, work)
         tma_q, tma_k, tma_v, _ = call.tmas
         tQ, tK, tV, _ = call.tensors
-        gQ = work.queries.tiles(tQ, work.h, (ROWS, tiling.d))
-        gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
-        gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
-        tKsK, tKgK = _partition(tma_k, block.sK, gK)
-        tVsV, tVgV = _partition(tma_v, block.sV, gV)
+        gQ = work.queries.tiles(tQ, work.h, (self.heads.box(ROWS), tiling.d))
+        source = kv_source(work.keys, work.kv_head, tiling.tile_n)
+        keys = source.part(tma_k, tK, block.sK, tiling.d)
+        values = source.part(tma_v, tV, block.sV, tiling.dv)
         if tiles.count > 0:
+            before = source.locate(tiles.first)  # V follows K one tile behind, as consumers want it
             bar = block.k_edge.acquire(k_slot)
-            cute.copy(tma_k, tKgK[None, tiles.first], tKsK[None, k_slot.index], tma_bar_ptr=bar)
+            keys.start(before, k_slot.index, bar)
             bar = block.q_edge.acquire(q_slot)
             for w in cutlass.range_constexpr(tiling.warpgroups):
                 tQsQ, tQgQ = _partition(tma_q, block.sQ[None, None, w], gQ)
                 cute.copy(tma_q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
-            before = tiles.first  # V follows K one tile behind, as consumers want it
             for run in tiles.runs:
                 for i in cutlass.range(run.count, unroll=1):
-                    tile = run.tile(i)
+                    at = source.locate(run.tile(i))
                     bar = block.k_edge.acquire(k_slot)
-                    cute.copy(tma_k, tKgK[None, tile], tKsK[None, k_slot.index], tma_bar_ptr=bar)
+                    keys.start(at, k_slot.index, bar)
                     k_slot = k_slot.next()
                     bar = block.v_edge.acquire(v_slot)
-                    cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
+                    values.start(before, v_slot.index, bar)
                     v_slot = v_slot.next()
-                    before = tile
+                    before = at
             bar = block.v_edge.acquire(v_slot)
-            cute.copy(tma_v, tVgV[None, before], tVsV[None, v_slot.index], tma_bar_ptr=bar)
+            values.start(before, v_slot.index, bar)
             v_slot = v_slot.next()
         return q_slot, k_slot, v_slot
 
@@ -212,24 +229,24 @@ class HopperForward:
     @cute.jit
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        me = Consumer(self.tiling, block, thread, self.mods.softmax_scale_log2(call.scale))
+        scale_log2 = self.mods.softmax_scale_log2(call.scale)
+        me = Consumer(self.plan, self.heads, self.fragment, block, thread, scale_log2)
         me.turns.start(me.warpgroup)
         slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
         number = cute.arch.block_idx()[0]
         if const_expr(self.tiling.persistent):
-            while number < call.order.tiles:
-                tile = call.order.tile(number)
-                if tile.exists:
-                    slots = self.consume_tile(call, me, call.work(tile), *slots)
+            while number < call.tiles:
+                if call.tile(number).exists:
+                    slots = self.consume_tile(call, me, call.work(number), *slots)
                 number += cute.arch.grid_dim()[0]
         else:
-            self.consume_tile(call, me, call.work(call.order.tile(number)), *slots)
+            self.consume_tile(call, me, call.work(number), *slots)
         me.drain_stores()
 
     @cute.jit
     def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
         tiles = self.kv_tiles(call, work)
-        me.begin(self.mods, work, call.leaves(work, self.tiling.tile_m))
+        me.begin(self.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             me.first_scores(tiles.first, k_slot)
@@ -261,21 +278,36 @@ class Call(Fixed):
     scalars: tuple
     queries: Rows
     keys: Rows
+    splits: Int32 | None  # number of parts
 
-    def work(self, tile: WorkTile) -> "Work":
+    @property
+    def tiles(self) -> Int32:
+        """Work tiles, each part of kv one of its own."""
+        return self.order.tiles if self.splits is None else self.order.tiles * self.splits
+
+    def tile(self, number: Int32) -> WorkTile:
+        return self.order.tile(number if self.splits is None else number % self.order.tiles)
+
+    def work(self, number: Int32) -> "Work":
+        """The work tile with this number, which exists."""
+        tile = self.tile(number)
+        part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
         queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
-        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys)
+        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
 
-    def leaves(self, work, tile_m: int) -> Leaves:
+    def leaves(self, work, tile_queries: int) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
-        first = work.m * tile_m
-        last = cutlass.min(first + tile_m, q_len) - 1
+        first = work.m * tile_queries
+        last = cutlass.min(first + tile_queries, q_len) - 1
         return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
 
 
 @dataclasses.dataclass
 class Work(Fixed):
-    """Query tile `m` of head `h` of sequence `b`, and where the rows of the sequence lie."""
+    """Query tile `m` of head `h` of sequence `b`, where the rows of the sequence lie, and which part of its keys.
+
+    Where a tile has rows of several heads, `h` counts in as many.
+    """
 
     m: Int32
     b: Int32
@@ -283,13 +315,7 @@ class Work(Fixed):
     kv_head: Int32
     queries: Sequence
     keys: Sequence
-
-
-def _partition(tma, shared, tiles):
-    """(copy, stage or nothing) of shared memory and (copy, tile) of the tensor."""
-    return cpasync.tma_partition(
-        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
+    part: tuple[Int32 | int, Int32 | int]  # the s-th of n
 
 
 class Block(Fixed):
@@ -332,8 +358,9 @@ class Block(Fixed):
 class Consumer(Fixed):
     """One warpgroup's registers and products: scores tSrS, probabilities tOrP, output tOrO."""
 
-    def __init__(self, tiling, block, thread, scale_log2):
-        self.tiling, self.block = tiling, block
+    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
+        tiling = plan.tiling
+        self.plan, self.tiling, self.heads, self.shape, self.block = plan, tiling, heads, fragment, block
         self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
         self.thread = thread % WARPGROUP
         self.lane = cute.arch.lane_idx()
@@ -356,7 +383,6 @@ class Consumer(Fixed):
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
-        self.shape = fragment_shape(tiling.tile_n)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
         self.row = (self.thread // 32) * 16 + self.lane // 4
@@ -365,7 +391,8 @@ class Consumer(Fixed):
     def begin(self, mods, work, leaves):
         tiling = self.tiling
         self.work = work
-        self.first_q = work.m * tiling.tile_m + self.warpgroup * ROWS + self.row
+        self.first_q, self.slot = self.heads.place(work.m * tiling.tile_m + self.warpgroup * ROWS + self.row)
+        self.head = work.h * tiling.heads + self.slot
         self.scores = None
         self.mods = mods.at(self.tile(Int32(0)), leaves)
         # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
@@ -382,7 +409,7 @@ class Consumer(Fixed):
     def tile(self, n) -> ScoreTile:
         work = self.work
         first_kv = n * self.tiling.tile_n + self.column
-        return ScoreTile(self.shape, self.scores, work.b, work.h, self.first_q, first_kv)
+        return ScoreTile(self.shape, self.scores, work.b, self.head, self.first_q, first_kv)
 
     # products: issued, not waited for
 
@@ -451,12 +478,34 @@ class Consumer(Fixed):
     # epilogue
 
     def finish(self, call, work):
-        """O through shared memory to its tensor, rows beyond the end left out by the copy; LSE directly."""
-        tiling, block = self.tiling, self.block
+        """O, its rows normalised, and LSE to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
         rescale_rows(self.output, normalizer)
+        if self.plan.is_split:
+            self.store_part(call, work)
+        else:
+            self.store_output(call, work)
+        if call.lse is not None:
+            for r in range(2):
+                shift = self.mods.row_shift[r]
+                value = row_lse[r] if shift is None else row_lse[r] + shift
+                q, h, inside = self.row_place(work, r)
+                mine = inside & (self.lane % 4 == 0)
+                _store_lse(work.queries.head(_of_part(call.lse, work.part), h), q, value, mine)
+
+    def row_place(self, work, r: int):
+        """Query and head of the thread's row `r`, and whether there are such."""
+        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
+        inside = q < work.queries.length
+        if self.tiling.heads < self.tiling.slots:
+            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.heads)
+        return q, h, inside
+
+    def store_output(self, call, work):
+        """Through shared memory; the copy leaves out what is no query."""
+        tiling, block = self.tiling, self.block
         sO = block.sO[None, None, self.warpgroup]
         rounded = cute.make_rmem_tensor_like(self.tOrO, block.dtype)
         narrow(rounded, self.tOrO)
@@ -466,17 +515,17 @@ class Consumer(Fixed):
         cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
         cute.arch.fence_view_async_shared()
         self.sync_warpgroup()
-        gO = work.queries.tiles(call.tensors[3], work.h, (ROWS, tiling.dv))
+        gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), tiling.dv))
         tOsO, tOgO = _partition(call.tmas[3], sO, gO)
         tile = work.m * tiling.warpgroups + self.warpgroup
         _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
-        if call.lse is not None:
-            lse = work.queries.head(call.lse, work.h)
-            for r in range(2):
-                shift = self.mods.row_shift[r]
-                value = row_lse[r] if shift is None else row_lse[r] + shift
-                mine = self.lane % 4 == 0
-                _store_lse(lse, self.first_q + 8 * r, work.queries.length, value, mine)
+
+    def store_part(self, call, work):
+        """In fp32, from registers: few rows, or few parts."""
+        part = _of_part(call.tensors[3], work.part)
+        for r in range(2):
+            q, h, inside = self.row_place(work, r)
+            _store_row(work.queries.head(part, h), q, self.output[r, None], self.lane % 4, self.plan.head_dim_v, inside)
 
     def sync_warpgroup(self):
         cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
@@ -504,10 +553,25 @@ def _store_tile(tma_o, source, target, warp: Int32):
         cute.arch.cp_async_bulk_commit_group()
 
 
+def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
+    """What belongs to a part of kv: all of it where there is but one."""
+    return tensor if part is WHOLE else tensor[(part[0], *(None,) * (cute.rank(tensor) - 1))]
+
+
 @cute.jit
-def _store_lse(lse, q: Int32, q_len: Int32, value: Float32, mine: Boolean):
-    if mine and q < q_len:
+def _store_lse(lse, q: Int32, value: Float32, mine: Boolean):
+    if mine:
         lse[q] = value
+
+
+@cute.jit
+def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr, inside: Boolean):
+    """A thread's pairs of columns, every 8, of row `q`."""
+    if inside:
+        for c in cutlass.range_constexpr(columns // 8):
+            two = cute.make_rmem_tensor(2, Float32)
+            two[0], two[1] = values[2 * c], values[2 * c + 1]
+            cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
 
 
 def _issue(mma, accumulator, a, b, accumulate: bool):
@@ -540,15 +604,19 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
         strides = (*(stride(divisibility=8) for _ in shape[1:]), 1)
         return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
-    lse = None
-    if plan.return_lse:
-        shape = (heads, q_len) if layout.q == "packed" else (batch, heads, q_len)
-        lse = make_fake_tensor(Float32, shape, (*(stride() for _ in shape[1:]), 1), assumed_align=4)
+    of_head = (heads, q_len) if layout.q == "packed" else (batch, heads, q_len)
+    of_part = (size(), *of_head) if plan.is_split else of_head
+    lse = out = None
+    if plan.return_lse or plan.is_split:
+        lse = make_fake_tensor(Float32, of_part, (*(stride() for _ in of_part[1:]), 1), assumed_align=4)
+    if plan.is_split:
+        strides = (*(stride(divisibility=8) for _ in of_part), 1)
+        out = make_fake_tensor(Float32, (*of_part, plan.head_dim_v), strides, assumed_align=16)
     return (
         tensor(layout.q, heads, q_len, plan.head_dim),
         tensor(layout.kv, kv_heads, kv_len, plan.head_dim),
         tensor(layout.kv, kv_heads, kv_len, plan.head_dim_v),
-        tensor(layout.q, heads, q_len, plan.head_dim_v),
+        tensor(layout.q, heads, q_len, plan.head_dim_v) if out is None else out,
         lse,
         Float32(1.0),
         fake_sequences(layout),
@@ -562,7 +630,10 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
 def fake_sequences(layout) -> tuple | None:
     """Tensors that stand for those that say where the sequences of a call lie."""
     given = (layout.q == "packed", layout.kv == "packed", layout.used_q, layout.used_kv)
-    return tuple(make_fake_tensor(Int32, (cute.sym_int(),), (1,)) for _ in range(sum(given))) or None
+    tensors = [make_fake_tensor(Int32, (cute.sym_int(),), (1,)) for _ in range(sum(given))]
+    if layout.kv == "paged":
+        tensors.append(make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)))
+    return tuple(tensors) or None
 
 
 def _fake_capture(kind: torch.dtype, rank: int):

@@ -1,0 +1,120 @@
+"""After a forward split over kv on Hopper: the parts' outputs, weighted by their sums of exponentials, into one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from ...plan import CombinePlan
+from ...primitives.split import Weights
+from ...primitives.values import choose, narrow
+from .backward import element_type, fake_tensor
+
+WARPS = 4
+LANES = 32
+WIDE = 4  # columns of fp32 that a lane reads at once
+
+
+class Combine:
+    """A block a query row: warp w sums parts w, w + 4, ... (a lane `WIDE` neighbouring columns), then all warps' sums.
+
+    The order of the sums is fixed, so the result is the same in every run.
+    """
+
+    def __init__(self, plan: CombinePlan):
+        self.plan = plan
+        self.chunks = -(-plan.head_dim_v // (LANES * WIDE))
+
+    def __repr__(self):
+        return "combine"  # becomes part of the kernel's name
+
+    @cute.jit
+    def __call__(
+        self,
+        parts: cute.Tensor,  # (splits, B, Hq, Sq, Dv) fp32, each normalised by itself
+        part_lse: cute.Tensor,  # (splits, B, Hq, Sq) fp32
+        o: cute.Tensor,  # (B, Hq, Sq, Dv)
+        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32
+        stream,
+    ):
+        batch, heads, q_len, _ = o.shape
+        self.kernel(parts, part_lse, o, lse).launch(
+            grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, parts, part_lse, o, lse):
+        _, heads, q_len, _ = o.shape
+        number = cute.arch.block_idx()[0]
+        b, h, q = number // (q_len * heads), number // q_len % heads, number % q_len
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        row = parts[None, b, h, q, None]
+        weights = Weights(part_lse[None, b, h, q], lane)
+        total = self.sum_parts(row, weights, warp, lane)
+        shared = SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((self.chunks * WIDE, LANES, WARPS)), byte_alignment=16
+        )
+        for i in range(self.chunks * WIDE):
+            shared[i, lane, warp] = total[i]
+        cute.arch.sync_threads()
+        if warp == 0:
+            self.store(shared, o[b, h, q, None], lane)
+            if const_expr(lse is not None):
+                _store_if(lane == 0, lse[b, h, None], q, weights.lse)
+
+    @cute.jit
+    def sum_parts(self, row, weights, warp: Int32, lane: Int32):
+        """This warp's part of the output, the lane's columns of each chunk."""
+        total = cute.make_rmem_tensor(self.chunks * WIDE, Float32)
+        total.fill(0.0)
+        splits = cute.size(row, mode=[0])
+        for s in cutlass.range(warp, splits, WARPS, unroll=4):
+            weight = weights.of(s)
+            for chunk in cutlass.range_constexpr(self.chunks):
+                if self.has(chunk, lane):
+                    part = cute.make_rmem_tensor(WIDE, Float32)
+                    cute.autovec_copy(cute.local_tile(row[s, None], (WIDE,), (chunk * LANES + lane,)), part)
+                    for i in cutlass.range_constexpr(WIDE):
+                        # what a part that saw nothing left there may be anything
+                        added = choose(weight == 0.0, Float32(0.0), weight * part[i])
+                        total[chunk * WIDE + i] = total[chunk * WIDE + i] + added
+        return total
+
+    @cute.jit
+    def store(self, shared, row, lane: Int32):
+        for chunk in cutlass.range_constexpr(self.chunks):
+            if self.has(chunk, lane):
+                four = cute.make_rmem_tensor(WIDE, Float32)
+                for i in cutlass.range_constexpr(WIDE):
+                    value = shared[chunk * WIDE + i, lane, 0]
+                    for warp in cutlass.range_constexpr(1, WARPS):
+                        value = value + shared[chunk * WIDE + i, lane, warp]
+                    four[i] = value
+                rounded = cute.make_rmem_tensor(WIDE, row.element_type)
+                narrow(rounded, four)
+                cute.autovec_copy(rounded, cute.local_tile(row, (WIDE,), (chunk * LANES + lane,)))
+
+    def has(self, chunk: int, lane: Int32):
+        return (chunk * LANES + lane) * WIDE < self.plan.head_dim_v
+
+
+@cute.jit
+def _store_if(condition, target, at: Int32, value: Float32):
+    if condition:
+        target[at] = value
+
+
+def kernel(plan: CombinePlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    size = cute.sym_int
+    splits, batch, heads, q_len = size(), size(), size(), size()
+    lse = fake_tensor(Float32, (batch, heads, q_len), divisibility=1) if plan.return_lse else None
+    arguments = (
+        fake_tensor(Float32, (splits, batch, heads, q_len, plan.head_dim_v), divisibility=4),
+        fake_tensor(Float32, (splits, batch, heads, q_len), divisibility=1),
+        fake_tensor(element_type(plan), (batch, heads, q_len, plan.head_dim_v), divisibility=8),
+        lse,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return Combine(plan), arguments

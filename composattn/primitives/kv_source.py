@@ -1,0 +1,129 @@
+"""Where kv tiles come from: rows that lie together, one copy a tile, or pages of a cache, one copy for each.
+
+A producer asks `source.locate(tile)` early, before it waits for room, and then starts the copies of K and later of V
+`at` what it got: for pages that is their numbers, which have to come from memory first.
+
+Page numbers of what lies beyond a sequence's end are never used, and the table is never read outside of its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from .seqlen import DenseSequence, PackedSequence, PagedRows, PagedSequence, Rows
+from .values import Bundle, Fixed, choose, smaller
+
+
+def partition(tma: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(copy, stage or nothing) of shared memory and (copy, tile) of the tensor."""
+    return cpasync.tma_partition(  # type: ignore[no-any-return]
+        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+class Pages(Bundle):
+    """A kv tile and the page numbers of it, the i-th in lane i."""
+
+    parts = ("tile", "number")
+
+    def __init__(self, tile: Int32, number: Int32) -> None:
+        self.tile, self.number = tile, number
+
+
+def kv_source(keys: DenseSequence | PackedSequence | PagedSequence, h: Int32, tile_n: int) -> Together | InPages:
+    """K and V of key/value head `h`, in tiles of `tile_n` rows."""
+    return (InPages if isinstance(keys, PagedSequence) else Together)(keys, h, tile_n)
+
+
+@dataclasses.dataclass
+class Together(Fixed):
+    """Rows that lie together."""
+
+    keys: DenseSequence | PackedSequence
+    h: Int32
+    tile_n: int
+
+    def locate(self, tile: Int32) -> Int32:
+        return Int32(tile)
+
+    def part(self, tma, tensor, shared, columns: int) -> WholeTiles:
+        """K or V: tiles of `columns` columns on their way into the stages of `shared`."""
+        target, source = partition(tma, shared, self.keys.tiles(tensor, self.h, (self.tile_n, columns)))
+        return WholeTiles(tma, source, target)
+
+
+@dataclasses.dataclass
+class WholeTiles(Fixed):
+    tma: cute.CopyAtom
+    source: cute.Tensor
+    target: cute.Tensor
+
+    def start(self, at: Int32, stage: Int32, bar: cute.Pointer) -> None:
+        """Starts the copy of a tile into a stage; it completes on `bar`."""
+        cute.copy(self.tma, self.source[None, at], self.target[None, stage], tma_bar_ptr=bar)
+
+
+@dataclasses.dataclass
+class InPages(Fixed):
+    """Rows in pages, of which a tile has several, or a page several tiles."""
+
+    keys: PagedSequence
+    h: Int32
+    tile_n: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows one copy brings."""
+        return min(self.keys.page_size, self.tile_n)
+
+    def locate(self, tile: Int32) -> Pages:
+        """The whole warp: reads the numbers of the tile's pages."""
+        keys = self.keys
+        page = self.first_page(tile) + cute.arch.lane_idx()
+        inside = smaller(page, cute.size(keys.table) - 1)
+        return Pages(Int32(tile), choose(page * keys.page_size < keys.length, keys.table[inside], 0))
+
+    def first_page(self, tile: Int32) -> Int32:
+        size = self.keys.page_size
+        return tile * (self.tile_n // size) if size <= self.tile_n else tile // (size // self.tile_n)
+
+    def first_row(self, tile: Int32) -> Any:
+        """Of the tile in its first page."""
+        size = self.keys.page_size
+        return 0 if size <= self.tile_n else tile % (size // self.tile_n) * self.tile_n
+
+    def part(self, tma, tensor, shared, columns: int) -> TilesInPages:
+        """K or V: tiles of `columns` columns on their way into the stages of `shared`."""
+        return TilesInPages(self, tma, tensor[None, None, self.h, None, None], shared, columns)
+
+
+@dataclasses.dataclass
+class TilesInPages(Fixed):
+    pages: InPages
+    tma: cute.CopyAtom
+    source: cute.Tensor
+    target: cute.Tensor
+    columns: int
+
+    def start(self, at: Pages, stage: Int32, bar: cute.Pointer) -> None:
+        """The whole warp: starts the copies of a tile into a stage; they complete on `bar`."""
+        pages, box = self.pages, (self.pages.rows, self.columns)
+        first_page, first_row = pages.first_page(at.tile), pages.first_row(at.tile)
+        for i in range(pages.tile_n // pages.rows):
+            used = pages.keys.used(first_page + i)
+            number = cute.arch.shuffle_sync(at.number, i)
+            row = pages.keys.page_size - used + first_row
+            page = cute.domain_offset((row, 0), self.source[None, None, used, number])
+            room = cute.local_tile(self.target[None, None, stage], box, (i, 0))
+            target, source = partition(self.tma, room, cute.local_tile(page, box, (0, 0)))
+            cute.copy(self.tma, source, target, tma_bar_ptr=bar)
+
+
+def copied_rows(rows: Rows, tile_n: int) -> int:
+    """How many rows of a tile one copy brings."""
+    return min(rows.page_size, tile_n) if isinstance(rows, PagedRows) else tile_n

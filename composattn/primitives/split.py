@@ -1,0 +1,61 @@
+"""How parts of a row of attention that was split over kv weigh in the whole: exactly, by sums of exponentials.
+
+A part s has its own output O_s and LSE_s = log sum exp(scores of the part). The whole has LSE = log sum exp(LSE_s) and
+O = sum O_s exp(LSE_s - LSE) (Dao et al. 2023, Flash-Decoding; the rule is Milakov and Gimelshein's, 2018).
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .delta import row_product
+from .values import Fixed, choose
+
+LANES = 32
+LOG2_E = math.log2(math.e)
+
+
+class Weights(Fixed):
+    """Weights of a row's parts, the same in all lanes of a warp; `lse` is the whole's, -inf if nothing is visible."""
+
+    def __init__(self, parts: cute.Tensor, lane: Int32) -> None:
+        """`parts`: LSE of each part, fp32 (splits,), natural logarithm; -inf where a part saw nothing."""
+        self.parts = parts
+        maximum = _largest(parts, lane)
+        # nothing visible: subtract 0, so that exp(-inf - 0) is 0 and not NaN
+        self.shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
+        total = row_product(_sum_of_exponentials(parts, self.shift, lane), LANES)
+        nothing = (maximum == -Float32.inf) & (total == 0.0)
+        self.factor = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
+        log = cute.math.log2(total, fastmath=True) * math.log(2.0)
+        self.lse = choose(nothing, -Float32.inf, self.shift + log)
+
+    def of(self, s: Int32) -> Float32:
+        """The weight of part `s`; exactly 0 if it saw nothing."""
+        return _exp(self.parts[s] - self.shift) * self.factor
+
+
+def _exp(x: Float32) -> Float32:
+    return cute.math.exp2(x * LOG2_E, fastmath=True)
+
+
+@cute.jit
+def _largest(values: cute.Tensor, lane: Int32) -> Float32:
+    largest = -Float32.inf
+    for s in cutlass.range(lane, cute.size(values), LANES, unroll=1):
+        largest = cute.arch.fmax(largest, values[s])
+    for distance in (1, 2, 4, 8, 16):
+        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, distance))
+    return largest
+
+
+@cute.jit
+def _sum_of_exponentials(values: cute.Tensor, shift: Float32, lane: Int32) -> Float32:
+    total = Float32(0.0)
+    for s in cutlass.range(lane, cute.size(values), LANES, unroll=1):
+        total = total + _exp(values[s] - shift)
+    return total
