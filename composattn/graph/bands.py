@@ -55,15 +55,29 @@ NOTHING = (TileInterval(_ZERO, _ZERO, _ZERO, _ZERO),)
 
 MOST_INTERVALS = 4  # loops that a kernel unrolls; more are joined, the parts between them tested
 
-_cache: weakref.WeakKeyDictionary[Expr, tuple[TileInterval, ...]] = weakref.WeakKeyDictionary()
+Test = Opaque | Residue
+"""A part of a mask that bounds on kv leave to be tested."""
+
+_cache: weakref.WeakKeyDictionary[Expr, tuple[tuple[TileInterval, ...], tuple[Test, ...]]] = weakref.WeakKeyDictionary()
 
 
 def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
     """What a query tile visits under `mask`: sound for every mask, `UNKNOWN` where nothing can be said."""
+    return _analysed(mask)[0]
+
+
+def tests_left(mask: Expr) -> tuple[Test, ...]:
+    """What of `mask` no bounds on kv say."""
+    return _analysed(mask)[1]
+
+
+def _analysed(mask: Expr) -> tuple[tuple[TileInterval, ...], tuple[Test, ...]]:
     found = _cache.get(mask)
     if found is None:
         try:
-            found = _cache[mask] = _union([_lifted(p) for p in pieces(mask)])
+            solved = pieces(mask)
+            left = (c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue)))
+            found = _cache[mask] = (_union([_lifted(p) for p in solved]), tuple(dict.fromkeys(left)))
         finally:
             forget()
     return found
@@ -337,9 +351,7 @@ def describe(mask: Expr) -> str:
     lines = [f"{n}: {interval}" for n, interval in enumerate(found)]
     left = {
         (repr(c.condition) if isinstance(c, Opaque) else f"kv = {c.of} mod {c.step}")
-        for p in pieces(mask)
-        for c in p.constraints
-        if isinstance(c, (Opaque, Residue))
+        for c in tests_left(mask)
     }
     if left:
         lines.append("tested in every tile: " + "; ".join(sorted(left)))

@@ -22,12 +22,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..errors import UnknownLength
-from .bands import UNKNOWN, TileInterval, tile_intervals
+from .bands import UNKNOWN, TileInterval, tests_left, tile_intervals
 from .derived import Derived, refresh, value_of
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
 from .intervals import Tiles
-from .solve import Opaque, Residue, pieces
+from .solve import Opaque, Residue
 from .tiles import EMPTY, FULL, PARTIAL, kinds
 
 T = torch.Tensor
@@ -83,10 +83,10 @@ def reason_for_lists(mask: Expr | None, extent: Extent, tile: tuple[int, int]) -
 
 
 def _reason(mask: Expr, tile: tuple[int, int]) -> str | None:
-    constraints = [c for p in pieces(mask) for c in p.constraints]
-    if any(isinstance(c, Opaque) for c in constraints):
+    left = tests_left(mask)
+    if any(isinstance(c, Opaque) for c in left):
         return "a part of the mask has no bounds on kv"
-    if any(isinstance(c, Residue) and c.step >= tile[1] for c in constraints):
+    if any(isinstance(c, Residue) and c.step >= tile[1] for c in left):
         return "visible keys lie tiles apart"
     ends = [e for i in tile_intervals(mask) for e in (i.begin, i.end, i.full_begin, i.full_end)]
     if any(_has_gaps(c) for c in captures(*ends)):

@@ -146,21 +146,15 @@ def _range_table(dim: int, largest: bool, fixed: tuple[int | None, ...]) -> Reci
         dim = left
         x = x.to(torch.int32) if x.dtype is torch.bool else x
         pick = torch.maximum if largest else torch.minimum
-        levels = [x]
+        levels = x.new_empty((LEVELS + 1, *x.shape))
+        levels[0] = x
         for k in range(LEVELS - 1):
-            last, width = levels[-1], 1 << k
-            if width < x.shape[dim]:
-                beyond = last.narrow(dim, width, x.shape[dim] - width)
-                last = torch.cat(
-                    [
-                        pick(last.narrow(dim, 0, x.shape[dim] - width), beyond),
-                        last.narrow(dim, x.shape[dim] - width, width),
-                    ],
-                    dim,
-                )
-            levels.append(last)
-        whole = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
-        return torch.stack([*levels, whole.expand_as(x)])
+            last, level, width = levels[k], levels[k + 1], min(1 << k, x.shape[dim])
+            kept = x.shape[dim] - width
+            torch.narrow(level, dim, kept, width).copy_(last.narrow(dim, kept, width))
+            pick(last.narrow(dim, 0, kept), last.narrow(dim, width, kept), out=level.narrow(dim, 0, kept))
+        levels[LEVELS] = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+        return levels
 
     return range_extremes
 
@@ -185,12 +179,14 @@ def matches(
     The columns beyond the end of `columns` repeat its last one, as reads do, hence a range that reaches it has no end.
     """
 
+    same = rows == columns and rows_order == columns_order
+
     def bounds_of_matches(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         r, c = _arranged(r, rows_order).to(torch.int64), _arranged(c, columns_order).to(torch.int64)
         lead = torch.broadcast_shapes(r.shape[:2], c.shape[:2])
         r, c = r.expand(*lead, -1).contiguous(), c.expand(*lead, -1).contiguous()
         if op == "eq":
-            return _equal(r, c)
+            return _equal_to_itself(c) if same else _equal(r, c)
         if op in ("gt", "ge"):
             r, c = ~r, ~c  # turns the order around, with no number that has no opposite
         return _below(r, c, strictly=op in ("lt", "gt"))
@@ -207,6 +203,25 @@ def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     end = where.gather(-1, (right - 1).clamp(min=0)) + 1
     whole = some & (end - start == right - left)
     return _ranges(start, end, some, start, end, whole, n)
+
+
+def _equal_to_itself(c: torch.Tensor) -> torch.Tensor:
+    """`_equal` of a tensor and itself: the runs of its sorted values, no search."""
+    n = c.shape[-1]
+    in_order = c.device.type == "cpu" and bool((c[..., 1:] >= c[..., :-1]).all())  # elsewhere a look would wait
+    ordered, where = (c, None) if in_order else c.sort(dim=-1, stable=True)
+    at = torch.arange(n, device=c.device, dtype=torch.int32).expand_as(c)
+    new = ordered[..., 1:] != ordered[..., :-1]
+    first = torch.where(torch.nn.functional.pad(new, (1, 0), value=False), at, 0).cummax(-1).values
+    last = torch.where(torch.nn.functional.pad(new, (0, 1), value=False), at, n - 1).flip(-1).cummin(-1).values.flip(-1)
+    if where is None:
+        end = torch.where(last == n - 1, FAR, last + 1)
+        return torch.stack([first, end, first, end])
+    # equal values stand in their own order, and go back to where they were
+    start, end = where.gather(-1, first.long()), where.gather(-1, last.long()) + 1
+    start, end, count = (torch.empty_like(x).scatter_(-1, where, x) for x in (start, end, (last - first + 1).long()))
+    whole = end - start == count
+    return _ranges(start, end, torch.ones_like(whole), start, end, whole, n)
 
 
 def _below(r: torch.Tensor, c: torch.Tensor, strictly: bool) -> torch.Tensor:

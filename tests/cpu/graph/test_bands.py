@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.graph import derived
 from composattn.graph.bands import EVERYTHING, NOTHING, UNKNOWN, TileInterval, tile_intervals, tile_intervals_transposed
 from composattn.graph.derived import Derived, derive, refresh
 from composattn.graph.evaluate import Env, evaluate_all
@@ -257,3 +258,12 @@ def test_a_band_costs_no_more_at_a_million_positions() -> None:
 def test_what_is_derived_can_be_read() -> None:
     text = masks.dilated_window((20, 20), 4).bands()
     assert "sub(first, 20)" in text and "tested in every tile: kv = q mod 4" in text
+
+
+@pytest.mark.parametrize("kind", ["sorted", "any"])
+def test_equal_values_of_a_tensor_and_itself_are_found_without_search(kind: str, generator: torch.Generator) -> None:
+    for _ in range(200):
+        n, heads = (int(torch.randint(1, most, (), generator=generator)) for most in (20, 3))
+        values = torch.randint(0, 5, (2, heads, n), generator=generator)
+        values = values.sort(-1).values if kind == "sorted" else values
+        assert torch.equal(derived._equal_to_itself(values), derived._equal(values, values))
