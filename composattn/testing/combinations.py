@@ -1,0 +1,139 @@
+"""Every combination of a mod, a layout, a kind of mask, heads and a pass: each is right, or refused by name.
+
+    for cell in cells():
+        print(cell, outcome(cell, "streaming"))
+
+`docs/combinations.md` is the table of all outcomes. A cell that is neither right nor refused raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .. import mods
+from ..api import attention
+from ..block_sparse import BlockSparse
+from ..errors import ComposattnError
+from ..graph.mask import Mask
+from ..graph.score import Score
+from .cases import make_case
+from .packed import make_paged_case, make_varlen_case
+from .tolerance import Case, check, run
+
+OK = "right"
+Q_LEN, KV_LEN, DIM = 150, 200, 64
+Q_LENS, KV_LENS = (150, 0, 37), (200, 5, 37)
+PAGED_KV_LENS, PAGED_Q_LEN, PAGE_SIZE = (200, 0, 37), 5, 32
+
+
+@dataclasses.dataclass
+class Shapes:
+    """What mods and masks are made for."""
+
+    generator: torch.Generator
+    device: str | torch.device
+    heads: int
+    q_len: int
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+
+def _relative_bias(shapes: Shapes) -> Score:
+    return mods.relative_bias(shapes.normal(shapes.heads, 2 * 128 + 1).requires_grad_())
+
+
+def _own_function(shapes: Shapes) -> Score:
+    rows = shapes.normal(3, Q_LEN)
+    return Score.of(lambda score, b, h, q, kv: score + rows[b, q] * torch.cos((kv % 7) * 0.5) - 0.1 * h, "own function")
+
+
+MODS: dict[str, Callable[[Shapes], Score | None]] = {
+    "none": lambda shapes: None,
+    "alibi": lambda shapes: mods.alibi(shapes.heads),
+    "softcap": lambda shapes: mods.softcap(20.0),
+    "learned relative bias": _relative_bias,
+    "own function": _own_function,
+}
+
+
+def _blocks(shapes: Shapes) -> Mask:
+    grid = (1, 1, -(-shapes.q_len // 32), -(-KV_LEN // 32))
+    kinds = torch.randint(0, 3, grid, generator=shapes.generator).to(shapes.device, torch.int8)
+    return BlockSparse(kinds, 32, partial=mods.causal("bottom_right"))
+
+
+MASKS: dict[str, Callable[[Shapes], Mask]] = {
+    "band": lambda shapes: mods.causal("bottom_right") & mods.sliding_window(90, align="bottom_right"),
+    "tiles": lambda shapes: mods.neighborhood((16, 16), (9, 5)),
+    "block-sparse": _blocks,
+}
+
+LAYOUTS = ("dense", "varlen", "paged")
+HEADS = {"MHA": (2, 2), "GQA": (4, 2)}
+PASSES = ("forward", "backward", "deterministic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One combination, by the names of its parts."""
+
+    mod: str
+    layout: Literal["dense", "varlen", "paged"]
+    mask: str
+    heads: str
+    way: Literal["forward", "backward", "deterministic"]
+
+    def __str__(self) -> str:
+        return ", ".join(dataclasses.astuple(self))
+
+    def case(self, device: str | torch.device = "cpu") -> Case:
+        """The cell's call, of bf16 tensors; the same in every run."""
+        seed = zlib.crc32(str(self).encode())
+        generator = torch.Generator().manual_seed(seed)
+        heads, kv_heads = HEADS[self.heads]
+        q_len = PAGED_Q_LEN if self.layout == "paged" else Q_LEN
+        shapes = Shapes(generator, device, heads, q_len)
+        call: dict[str, Any] = {"score_mod": MODS[self.mod](shapes), "mask_mod": MASKS[self.mask](shapes)}
+        call |= {"heads": heads, "kv_heads": kv_heads, "dim": DIM, "dtype": torch.bfloat16, "device": device}
+        if self.layout == "dense":
+            case = make_case(seed, q_len=Q_LEN, kv_len=KV_LEN, batch=1, **call)
+        elif self.layout == "varlen":
+            case = make_varlen_case(seed, Q_LENS, KV_LENS, **call)
+        else:
+            case = make_paged_case(seed, PAGED_KV_LENS, page_size=PAGE_SIZE, q_len=PAGED_Q_LEN, **call)
+            case = dataclasses.replace(case, dout=torch.ones_like(case.q))
+        return case.without_gradients() if self.way == "forward" else case
+
+
+def cells() -> list[Cell]:
+    """All of them."""
+    parts: Any = (MODS, LAYOUTS, MASKS, HEADS, PASSES)
+    return [Cell(*names) for names in itertools.product(*parts)]
+
+
+def outcome(cell: Cell, backend: str, device: str | torch.device = "cpu") -> str:
+    """`OK`, or the refusal: its name and what it says.
+
+    Raises: AssertionError where the result is wrong, or differs between two deterministic runs; what is no refusal.
+    """
+    case = cell.case(device)
+    attend = functools.partial(attention, backend=backend)
+    if cell.way == "deterministic":
+        attend = functools.partial(attend, deterministic=True)
+    try:
+        check(attend, case)
+        if cell.way == "deterministic":
+            first, second = run(attend, case), run(attend, case)
+            different = [name for name in first if not torch.equal(first[name], second[name])]
+            assert not different, f"{cell}: {', '.join(different)} differ between two runs"
+    except ComposattnError as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return OK
