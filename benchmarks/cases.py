@@ -118,7 +118,10 @@ def documents(case: Case, device: torch.device, count: int = 12) -> Pattern:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said."""
+    """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said.
+
+    `page_size`: the keys lie in pages of so many rows, in no order; 0: together.
+    """
 
     name: str
     sets: tuple[str, ...]
@@ -130,6 +133,7 @@ class Case:
     kv_heads: int = 0
     kv_len: int = 0
     v_dim: int = 0
+    page_size: int = 0
     direction: Direction = "forward"
     measure: Measure = "tflops"
     dtype: torch.dtype = field(default=torch.bfloat16)
@@ -204,18 +208,21 @@ def _all() -> Iterable[Case]:
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
         yield _modded(relative, direction, (direction, "mods"), heads=32, dim=64)
         yield _modded(causal, direction, (direction, "mods"), heads=32, kv_heads=4)
-    yield Case(
-        "decode B16 q1 kv32768 GQA 32/8 D128",
-        ("decode",),
-        full,
-        batch=16,
-        heads=32,
-        kv_heads=8,
-        q_len=1,
-        kv_len=32768,
-        dim=128,
-        measure="tbps",
-    )
+    for batch, kv_len in ((16, 32768), (1, 131072)):
+        for page_size in (0, 16, 64, 256):
+            yield Case(
+                f"decode B{batch} q1 kv{kv_len} GQA 32/8 D128" + (f" pages of {page_size}" if page_size else ""),
+                ("decode",),
+                full,
+                batch=batch,
+                heads=32,
+                kv_heads=8,
+                q_len=1,
+                kv_len=kv_len,
+                dim=128,
+                page_size=page_size,
+                measure="tbps",
+            )
     yield Case(
         "host time a call, B1 S128 H1 D64",
         ("host", "core"),

@@ -52,6 +52,29 @@ class Implementation(Protocol):
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job: ...
 
 
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of a case in pages of a cache (pages, page_size, H, D), drawn in no order."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor  # int32 (B, pages of a sequence)
+    used: torch.Tensor  # int32 (B,)
+
+    @staticmethod
+    def of(case: Case, inputs: Inputs) -> Pages:
+        count = -(-case.kv_len // case.page_size)
+        table = torch.randperm(case.batch * count, device=inputs.k.device).view(case.batch, count)
+
+        def cache(t: torch.Tensor) -> torch.Tensor:
+            rows = F.pad(t.transpose(1, 2), (0, 0, 0, 0, 0, count * case.page_size - case.kv_len))
+            pages = rows.reshape(-1, case.page_size, *rows.shape[2:])
+            return torch.empty_like(pages).index_copy_(0, table.flatten(), pages)
+
+        used = torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=table.device)
+        return Pages(cache(inputs.k), cache(inputs.v), table.to(torch.int32), used)
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -87,6 +110,11 @@ class Composattn:
             backend=self.backend,
             deterministic=self.deterministic,
         )
+        if case.page_size:
+            pages = Pages.of(case, inputs)
+            paged = ca.Paged(pages.table, case.page_size, pages.used)
+            forward = functools.partial(attention, paged=paged)
+            return Job(forward, (inputs.q, pages.k.transpose(1, 2), pages.v.transpose(1, 2)), inputs.grad, _same)
         return _job(case, inputs, attention, pattern.learned)
 
 
@@ -100,6 +128,8 @@ class TorchSdpa:
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         if not pattern.is_plain:
             raise NotServed(f"no argument for {pattern.name} but a dense mask")
+        if case.page_size:
+            raise NotServed("keys in pages")
         if pattern.causal and case.q_len != case.kv_len:
             raise NotServed("is_causal is aligned to the first key")
 
@@ -129,6 +159,8 @@ class FlexAttention:
         import torch._functorch.config as functorch_config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        if case.page_size:
+            raise NotServed("pages are a conversion of the mask on the user's side")
         device = inputs.q.device
         block_mask = None
         if pattern.mask_mod is not None:
@@ -169,6 +201,8 @@ class FlashAttention4:
             return self._documents(case, pattern, inputs)
         from flash_attn.cute import flash_attn_func
 
+        if case.page_size:
+            return self._paged(case, inputs)
         options: dict[str, Any] = {"causal": pattern.causal}
         if pattern.left_window is not None:
             options = {"causal": False, "window_size": (pattern.left_window, 0)}
@@ -178,12 +212,25 @@ class FlashAttention4:
             if case.direction == "backward":
                 raise NotServed("the gradient of a score mod has to be written by hand")
             options["score_mod"] = _cute_alibi(case.heads)
+        if case.measure == "tbps":
+            options["num_splits"] = 0  # as its heuristic says
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return _first(flash_attn_func(q, k, v, **options))
 
         turned = [t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v, inputs.grad)]
         return Job(forward, _leaves(case, *turned[:3]), turned[3], lambda t: t.transpose(1, 2))
+
+    def _paged(self, case: Case, inputs: Inputs) -> Job:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        pages = Pages.of(case, inputs)
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _first(flash_attn_varlen_func(q, k, v, page_table=pages.table, seqused_k=pages.used, num_splits=0))
+
+        q, grad = (t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.grad))
+        return Job(forward, (q, pages.k, pages.v), grad, lambda t: t.transpose(1, 2))
 
     def _documents(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         """Packed (total, H, D): every batch entry's documents, one after the other."""
