@@ -121,12 +121,13 @@ class ForwardPlan:
 
     def __str__(self) -> str:
         t = self.tiling
+        of_heads = f" of {t.heads} heads" if t.heads > 1 else ""
         mods = "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}"
         return "\n".join(
             [
                 f"forward on {self.backend} ({self.target.arch}), {self.dtype}, "
                 f"D {self.head_dim}, Dv {self.head_dim_v}",
-                f"  tiles      {t.tile_m} queries x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
+                f"  tiles      {t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
                 f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}; "
@@ -137,7 +138,6 @@ class ForwardPlan:
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
                 f"  mods       {mods}",
                 f"  kv tiles   {self._kv_tiles()}",
-                *([f"  rows       {t.heads} query heads of each query"] if t.heads > 1 else []),
                 *([f"  split      kv in {self.splits} parts, combined exactly"] if self.is_split else []),
             ]
         )

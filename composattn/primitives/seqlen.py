@@ -153,6 +153,11 @@ Rows = DenseRows | PackedRows | PagedRows
 Sequence = DenseSequence | PackedSequence | PagedSequence
 
 
+def most_rows(rows: Rows, tensor: cute.Tensor) -> Int32:
+    """How many rows a head can have in `tensor`, made by `for_copies`: those of all sequences where they are packed."""
+    return cute.size(rows.table, mode=[1]) * rows.page_size if isinstance(rows, PagedRows) else tensor.shape[0]
+
+
 def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Rows, Rows]:
     """Where the rows of queries and of keys lie, on the host.
 

@@ -19,6 +19,7 @@ from composattn.errors import InvalidSchedule
 from composattn.graph.mask import Mask
 from composattn.graph.program import PLAIN, Program
 from composattn.graph.score import Score
+from composattn.mods import causal
 from composattn.plan import ForwardPlan, plan_forward
 from composattn.problem import Problem
 from composattn.schedule import Schedule
@@ -91,7 +92,9 @@ PAGED: dict[str, tuple[list[int], dict[str, Any], Schedule]] = {
         [300, 513], {"page_size": 256, "heads": 4, "kv_heads": 1, "dim": 128, "score_mod": alibi}, Schedule(split_kv=3),
     ),
     "chunk-32": (
-        [300, 130], {"page_size": 32, "q_len": 130, "heads": 2, "kv_heads": 1, "dim": 64, "mask_mod": late}, Schedule(),
+        [300, 130],
+        {"page_size": 32, "q_len": 130, "heads": 2, "kv_heads": 1, "dim": 64, "mask_mod": causal("bottom_right")},
+        Schedule(),
     ),
     "tree-128-d256": (
         [290, 200], {"page_size": 128, "q_len": 7, "heads": 2, "kv_heads": 1, "dim": 256,

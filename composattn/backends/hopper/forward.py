@@ -22,7 +22,7 @@ from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.seqlen import Rows, Sequence, rows_of
+from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, narrow
 
@@ -110,7 +110,7 @@ class HopperForward:
         else:
             mO = self.heads.view(queries.for_copies(o))
             tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
-        kv_bytes = Int64(mK.shape[0]) * ((tiling.d + tiling.dv) * dtype.width // 8)
+        kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
         section = (tiling.l2, tiling.heads_together)
         if const_expr(work is None):
             order = WorkOrder.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
