@@ -127,7 +127,8 @@ class ForwardPlan:
             [
                 f"forward on {self.backend} ({self.target.arch}), {self.dtype}, "
                 f"D {self.head_dim}, Dv {self.head_dim_v}",
-                f"  tiles      {t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
+                f"  tiles      {t.queries} queries{of_heads} x {t.tile_n} keys, "
+                f"on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
                 f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}; "
