@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import mods
+from ..block_sparse import BlockSparse
 from ..graph.mask import Mask
 from ..graph.score import Score
 from .packed import draw_paged, draw_varlen
@@ -183,6 +184,14 @@ def _noise(site: Site) -> Mask:
     return Mask.of(lambda b, h, q, kv: rows[q] >= columns[h, kv], "noise")
 
 
+def _blocks(site: Site) -> Mask:
+    rows, columns = (16 * site.choices.integer(1, 3) for _ in range(2))
+    lead = (site.choices.choice((1, site.batch)), site.choices.choice((1, site.heads)))
+    kinds = site.integers(0, 2, *lead, -(-site.q_len // rows), -(-site.kv_len // columns)).to(torch.int8)
+    partial = draw_mask(site, depth=0) if site.choices.integer(0, 1) else None
+    return BlockSparse(kinds, (rows, columns), partial=partial)
+
+
 def _plain_mask(site: Site) -> Mask:
     n, m = site.choices.integer(1, 9), site.choices.integer(1, 9)
     functions: dict[str, Callable[..., Any]] = {
@@ -220,6 +229,7 @@ MASKS: tuple[Callable[[Site], Mask], ...] = (
     _table,
     _table_by_head,
     _noise,
+    _blocks,
     _plain_mask,
     _plain_mask,
     _plain_mask,
