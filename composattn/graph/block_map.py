@@ -28,7 +28,7 @@ from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
 from .intervals import Tiles
 from .solve import Opaque, Residue
-from .tiles import EMPTY, FULL, PARTIAL, kinds
+from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
 
@@ -174,9 +174,10 @@ class TileLists(ABC):
         h = x.heads if self.mask.deps & Dep.H else 1
         tensors = {id(c.tensor): t for c, t in zip(self.sources, read, strict=True)}
         numbers = {id(s): v for s, v in zip(self.scalars, values, strict=True)}
-        grid = Tiles(x.q_len, x.kv_len, self.tile, b, h, x.device, q_lens, kv_lens, tensors, numbers)
-        rows, columns = -(-x.q_len // self.tile[0]), -(-x.kv_len // self.tile[1])
-        step = max(1, _AT_ONCE // (b * h * columns))
+        cuts = useful_cuts(self.mask, x.q_len, x.kv_len, self.tile)
+        grid = Tiles(x.q_len, x.kv_len, self.tile, b, h, x.device, q_lens, kv_lens, tensors, numbers, cuts=cuts)
+        rows, columns = -(-x.q_len // self.tile[0]), -(-x.kv_len // min(self.tile[1], cuts[1] or self.tile[1]))
+        step = max(1, _AT_ONCE // (b * h * columns * -(-self.tile[0] // (cuts[0] or self.tile[0]))))
         # never inference tensors: those could not be written to again from outside of inference mode
         with torch.inference_mode(False), torch.no_grad():
             parts = []
@@ -189,6 +190,7 @@ class TileLists(ABC):
         """The kinds of tiles, with what the bands know besides."""
         if not self.bands:
             return found
+        grid = dataclasses.replace(grid, cuts=(None, None))  # tiles again
         first, last = grid.leaf("q").low, grid.leaf("q").high
         start = grid.starts(1)
         kv_len = grid.leaf("kv_len").low

@@ -19,6 +19,7 @@ Nothing here looks at a value on the host: on a GPU the analysis is a queue of l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -75,6 +76,27 @@ _MOST = 3e38  # beyond it fp32 is infinite
 _FAST = 2.0**-9  # of a transcendental in the fastest form that a kernel may use
 
 
+@dataclass(frozen=True)
+class Cells:
+    """First and last positions of cells, and which of them make up each tile, the last one repeated."""
+
+    first: T
+    last: T
+    of_tile: T
+
+
+@functools.lru_cache(64)  # made on the host
+def _cells(first: int, stop: int, tile: int, cut: int, device: torch.device | str) -> Cells:
+    begins = sorted({*range(first, stop, tile), *range(-(-first // cut) * cut, stop, cut)})
+    members: list[list[int]] = [[] for _ in range(first, stop, tile)]
+    for n, begin in enumerate(begins):
+        members[(begin - first) // tile].append(n)
+    most = max(map(len, members))
+    ends = [*(b - 1 for b in begins[1:]), stop - 1]
+    padded = [m + m[-1:] * (most - len(m)) for m in members]
+    return Cells(*(torch.tensor(x, device=device) for x in (begins, ends, padded)))
+
+
 @dataclass
 class Tiles:
     """A grid of tiles over (B|1, H|1, Tq, Tkv) and the lengths behind it.
@@ -82,6 +104,8 @@ class Tiles:
     `q_lens`, `kv_lens`: int tensors (B,) where sequences have lengths of their own, at most `q_len` and `kv_len`; of
     tiles that begin beyond a sequence's end nothing is said. `tensors`: what is read in place of a captured tensor, by
     its id; `scalars`: the value of a run-time number, by its id. `rows`: of which query tiles it speaks, None: all.
+    `cuts`: numbers at whose multiples positions of queries and of keys are cut besides: bounds hold in cells between
+    (`q // n` is one number there, and `q % n` moves one way).
     """
 
     q_len: int
@@ -95,6 +119,7 @@ class Tiles:
     tensors: Mapping[int, T] = field(default_factory=dict)
     scalars: Mapping[int, float] = field(default_factory=dict)
     rows: tuple[int, int] | None = None
+    cuts: tuple[int | None, int | None] = (None, None)
 
     @property
     def positions(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -109,13 +134,23 @@ class Tiles:
         shape = (-1, 1) if which == 0 else (1, -1)
         return torch.arange(*self.positions[which], self.tile[which], device=self.device).view(1, 1, *shape)
 
+    def cells(self, which: int) -> Cells | None:
+        """Those of queries (0) or keys (1); None where they are the tiles."""
+        cut = self.cuts[which]
+        return None if cut is None else _cells(*self.positions[which], self.tile[which], cut, self.device)
+
     def leaf(self, name: str) -> Ints:
         if name in ("q", "kv"):
             which = int(name == "kv")
-            low, length = self.starts(which), (self.q_len, self.kv_len)[which]
+            cells, length = self.cells(which), (self.q_len, self.kv_len)[which]
+            low = (
+                self.starts(which)
+                if cells is None
+                else cells.first.view((1, 1, -1, 1) if which == 0 else (1, 1, 1, -1))
+            )
+            high = low + (self.tile[which] - 1 if cells is None else cells.last.view_as(low) - low)
             lens = (self.q_lens, self.kv_lens)[which]
             last = length - 1 if lens is None else (lens.view(-1, 1, 1, 1).to(torch.int64) - 1).clamp(min=0)
-            high = low + (self.tile[which] - 1)
             if isinstance(last, int):
                 return Ints(low, high.clamp(max=last), width=self.tile[which] - 1)
             return Ints(torch.minimum(low, last), torch.minimum(high, last), width=self.tile[which] - 1)
@@ -636,8 +671,8 @@ def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T
     ranged: tuple[int, T, T, int] | None = None
     for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
         size = x.shape[d]
-        if index.op == "index" and index.attr in ("q", "kv"):
-            which = int(index.attr == "kv")
+        which = int(index.attr == "kv")
+        if index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
             x = _by_tiles(x, d, tiles.tile[which], tiles.positions[which], largest)
             indices.append(_numbers(x, d, 2 + which))
             continue

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import InvalidArgument
 from .evaluate import Env, evaluate
-from .expr import Dep, Expr, captures
+from .expr import Dep, Expr, captures, walk
 from .intervals import Bools, Tiles
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -41,7 +41,7 @@ def tiles(
         held = captures(mask)
         device = held[0].tensor.device if held else "cpu"
     b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
-    found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device))
+    found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device, cuts=useful_cuts(mask, q_len, kv_len, tile)))
     if refine:
         _refine(mask, found, q_len, kv_len, tile, device)
     return found
@@ -52,11 +52,43 @@ def kinds(mask: Expr, grid: Tiles) -> torch.Tensor:
     found = grid.value(mask)
     assert isinstance(found, Bools)
     result = found.yes.to(torch.int8) + (found.yes & ~found.no).to(torch.int8)
+    for dim, which in ((2, 0), (3, 1)):
+        cells = grid.cells(which)
+        if cells is not None and result.shape[dim] > 1:
+            parts = result.index_select(dim, cells.of_tile.flatten()).unflatten(dim, cells.of_tile.shape)
+            low, high = parts.amin(dim + 1), parts.amax(dim + 1)
+            result = torch.where(low == high, low, PARTIAL)
     for which, lens in enumerate((grid.q_lens, grid.kv_lens)):
         if lens is not None:
             result = torch.where(grid.starts(which) < lens.view(-1, 1, 1, 1), result, EMPTY)
     shape = (grid.batch, grid.heads, grid.starts(0).shape[2], grid.starts(1).shape[3])
     return result.to(torch.int8).expand(shape).contiguous()
+
+
+_MORE_CELLS = 4  # times as many cells as tiles are worth it, and
+_FEW_CELLS = 2**18  # that many always
+
+
+def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> tuple[int | None, int | None]:
+    """Where to cut tiles so that rows of a grid (q // n, q % n) are seen apart: the finest n that is not too fine."""
+    cuts: list[int | None] = []
+    counts = [-(-length // size) for length, size in zip((q_len, kv_len), tile, strict=True)]
+    limit = max(_FEW_CELLS, _MORE_CELLS * counts[0] * counts[1])
+    for which, (dep, other, length) in enumerate(((Dep.Q, Dep.KV, q_len), (Dep.KV, Dep.Q, kv_len))):
+        found = {
+            int(node.args[1].attr)
+            for node in walk(mask)
+            if node.op in ("floordiv", "mod") and node.args[1].is_const and node.deps & dep and not node.deps & other
+        }
+        cut = None
+        for n in sorted(found):
+            cells = counts[which] + length // n
+            if tile[which] % n and n % tile[which] and cells * counts[1 - which] <= limit:
+                cut = n
+                counts[which] = cells
+                break
+        cuts.append(cut)
+    return cuts[0], cuts[1]
 
 
 def _refine(
