@@ -1,0 +1,153 @@
+"""Packed sequences and keys in pages on a GPU: random calls, no wait for the device, no kernel for new lengths.
+
+COMPOSATTN_FUZZ=300 draws that many random calls instead of a few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn import compile as compiled
+from composattn import errors
+from composattn.mods import alibi, causal, neighborhood, sliding_window
+from composattn.testing import FUSED, check, make_paged_case, make_varlen_case, random_case
+from composattn.testing.tolerance import Case
+
+pytestmark = pytest.mark.gpu
+
+FUZZED = int(os.environ.get("COMPOSATTN_FUZZ", "8"))
+BACKENDS = ("hopper", "streaming")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("number", range(FUZZED))
+@pytest.mark.parametrize("layout", ["varlen", "paged"])
+def test_random_calls_are_right(layout: str, number: int, backend: str) -> None:
+    seed = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:{layout}:{number}").randrange(2**31)
+    space = dataclasses.replace(FUSED, layouts=(layout,), batches=(1, 2, 5))  # type: ignore[arg-type]
+    case = random_case(seed, space)
+    try:
+        check(functools.partial(ca.attention, backend=backend), case)
+    except Exception as error:
+        raise AssertionError(f"random_case({seed}): {case}") from error
+
+
+# --- what a call may not do ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Whoever waits for the device raises, once the test has turned it on."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def packed(lengths: tuple[int, ...]) -> Case:
+    return make_varlen_case(
+        0, lengths, tail=1000 - sum(lengths), heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, device="cuda"
+    )
+
+
+LENGTHS = ((300, 0, 17, 600), (1, 1, 1, 1), (0, 1000, 0, 0), (250, 250, 250, 250))
+MASKS = {
+    "causal": lambda: causal(),
+    "window": lambda: causal() & sliding_window(100),
+    "tiles": lambda: neighborhood((40, 25), (9, 5)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_new_lengths_wait_for_nothing_and_compile_nothing(mask: str, no_waiting: None) -> None:
+    def planned() -> ca.Attention:
+        return ca.Attention(mask_mod=MASKS[mask](), score_mod=alibi(4), backend="hopper", deterministic=True)
+
+    attend, cases = planned(), [packed(lengths) for lengths in LENGTHS]
+
+    def run(case: Case, attend: ca.Attention = attend) -> tuple[torch.Tensor, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+        varlen = ca.Varlen(case.varlen.cu_seqlens_q, max_seqlen_q=1000)
+        out = attend(q, k, v, varlen=varlen)
+        return out, *torch.autograd.grad(out, (q, k, v), case.dout)
+
+    run(cases[0])
+    kernels = len(compiled._compiled)
+    torch.cuda.set_sync_debug_mode("error")
+    results = [run(case) for case in cases]
+    torch.cuda.set_sync_debug_mode("default")
+    assert len(compiled._compiled) == kernels
+    for case, result in zip(cases, results, strict=True):
+        assert all(map(torch.equal, result, run(case, planned())))
+
+
+def test_new_pages_wait_for_nothing_and_compile_nothing(no_waiting: None) -> None:
+    attend = ca.Attention(mask_mod=causal("bottom_right"), backend="hopper")
+    shape = {"heads": 8, "kv_heads": 2, "dim": 128, "page_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    cases = [make_paged_case(seed, lengths, **shape) for seed, lengths in enumerate(((700, 3), (65, 699), (640, 0)))]
+    with torch.no_grad():
+        attend(cases[0].q, cases[0].k, cases[0].v, paged=cases[0].paged)
+        kernels = len(compiled._compiled)
+        torch.cuda.set_sync_debug_mode("error")
+        for case in cases:
+            attend(case.q, case.k, case.v, paged=case.paged)
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(compiled._compiled) == kernels
+
+
+# --- in torch's machinery --------------------------------------------------------------------------------------
+
+
+def test_lengths_change_under_a_cuda_graph() -> None:
+    case = packed(LENGTHS[0])
+    attend = ca.Attention(mask_mod=causal(), backend="hopper")
+    q, k, v = (x.nan_to_num() for x in (case.q, case.k, case.v))
+    varlen = ca.Varlen(case.varlen.cu_seqlens_q.clone())
+    with torch.no_grad():
+        attend(q, k, v, varlen=varlen)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        varlen.cu_seqlens_q.copy_(varlen.cu_seqlens_q)  # whatever follows from the lengths is computed in the graph
+        with torch.cuda.graph(graph):
+            out = attend(q, k, v, varlen=varlen)
+        for lengths in LENGTHS:
+            varlen.cu_seqlens_q.copy_(packed(lengths).varlen.cu_seqlens_q)
+            graph.replay()
+            wanted = attend(q, k, v, varlen=ca.Varlen(varlen.cu_seqlens_q.clone()))
+            assert torch.equal(out, wanted)
+
+
+def test_packed_and_paged_calls_compile_whole() -> None:
+    case, paged = packed(LENGTHS[0]), make_paged_case(0, (100, 5), dim=64, dtype=torch.bfloat16, device="cuda")
+    attend = ca.Attention(mask_mod=causal("bottom_right"), backend="hopper", deterministic=True)
+    q, k, v = (x.nan_to_num().requires_grad_() for x in (case.q, case.k, case.v))
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **lengths: object) -> torch.Tensor:
+        return attend(q, k, v, **lengths)  # type: ignore[arg-type, return-value]
+
+    def results(f: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        out = f(q, k, v, varlen=case.varlen)
+        return [out, *torch.autograd.grad(out, (q, k, v), case.dout)]
+
+    whole = torch.compile(forward, fullgraph=True)
+    assert all(map(torch.equal, results(whole), results(forward)))
+    with torch.no_grad():
+        tensors = (paged.q, paged.k, paged.v)
+        assert torch.equal(whole(*tensors, paged=paged.paged), forward(*tensors, paged=paged.paged))
+
+
+def test_contents_of_tensors_on_the_gpu_are_checked_on_demand() -> None:
+    case = packed(LENGTHS[0])
+    falling = ca.Varlen(torch.tensor([0, 300, 200, 400, 1000], dtype=torch.int32, device="cuda"))
+    with ca.debug_checks(), pytest.raises(errors.OffsetsNotMonotone):
+        ca.attention(case.q, case.k, case.v, varlen=falling)
