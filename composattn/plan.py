@@ -106,6 +106,11 @@ class ForwardPlan:
     splits: int = dataclasses.field(default=1, compare=False)
 
     @property
+    def stores_rows(self) -> bool:
+        """Whether output rows are stored one by one: in parts, or where packed heads leave a copy no mode to end with."""
+        return self.is_split or (self.layout.q == "packed" and self.tiling.heads > 1)
+
+    @property
     def key(self) -> str:
         """Content of the plan as text, the same in every process."""
         return _content(self)

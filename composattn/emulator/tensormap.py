@@ -63,7 +63,8 @@ class TensorMap:
         """The overlapping part of the tensor in memory, as [..., bytes of a row]."""
         starts = [s.start for s in tensor][::-1]
         counts = [s.stop - s.start for s in tensor][::-1]
-        first = self.address + sum(c * s for c, s in zip(starts, self.strides, strict=True))
+        # addresses wrap: kernels may step back by a large stride
+        first = (self.address + sum(c * s for c, s in zip(starts, self.strides, strict=True))) % (1 << 64)
         last = first + sum((n - 1) * s for n, s in zip(counts, self.strides, strict=True)) + self.element
         found = memory.find(first, 1)
         if last > found.end:

@@ -99,7 +99,7 @@ class InPages(Fixed):
 
     def part(self, tma, tensor, shared, columns: int) -> TilesInPages:
         """K or V: tiles of `columns` columns on their way into the stages of `shared`."""
-        return TilesInPages(self, tma, tensor[None, None, self.h, None, None], shared, columns)
+        return TilesInPages(self, tma, tensor[None, None, self.h, None], shared, columns)
 
 
 @dataclasses.dataclass
@@ -113,12 +113,10 @@ class TilesInPages(Fixed):
     def start(self, at: Pages, stage: Int32, bar: cute.Pointer) -> None:
         """The whole warp: starts the copies of a tile into a stage; they complete on `bar`."""
         pages, box = self.pages, (self.pages.rows, self.columns)
-        first_page, first_row = pages.first_page(at.tile), pages.first_row(at.tile)
+        first_row = pages.first_row(at.tile)
         for i in range(pages.tile_n // pages.rows):
-            used = pages.keys.used(first_page + i)
             number = cute.arch.shuffle_sync(at.number, i)
-            row = pages.keys.page_size - used + first_row
-            page = cute.domain_offset((row, 0), self.source[None, None, used, number])
+            page = cute.domain_offset((first_row, 0), self.source[None, None, number])
             room = cute.local_tile(self.target[None, None, stage], box, (i, 0))
             target, source = partition(self.tma, room, cute.local_tile(page, box, (0, 0)))
             cute.copy(self.tma, source, target, tma_bar_ptr=bar)

@@ -5,17 +5,17 @@ Kernels ask `rows.sequence(b)` and get the same answers for both: `length`, `sta
 
 A bulk copy leaves out what is outside of its tensor: loads give zeros, stores are dropped. For a packed tensor that
 must also hold at the end of each sequence, with no branch and one descriptor for all. So the copies see the tensor
-(total, D, H) with one mode more, of total + 1 entries at the rows' stride, from an address moved back by `total` rows:
+(total, D, H) with two modes more: `entry`, at the rows' stride, and `back`, of which only the last entry is used:
 
-    row coordinate r in [0, total), entry e in [0, total]  ->  row r + e - total of the tensor
+    row coordinate r in [0, FAR), entry e in [0, total], back FAR  ->  row r + e - FAR of the tensor
 
-A sequence of `length` rows from `start` is entry start + length, seen from row coordinate total - length on: its row i
-is row start + i of the tensor while i < length, and from there on outside. No coordinate reaches what lies before the
-tensor unless one says so: rows of a negative i are never asked for.
+A sequence of `length` rows from `start` is entry start + length, seen from row coordinate FAR - length on: its row i is
+row start + i of the tensor while i < length, and from there on outside. The stride of `back` is 2^34 bytes less a row:
+FAR = 2^30 of them are 2^64, which is nothing to an address, less FAR rows. Moving the address in the descriptor back
+instead needs a mode less, but then copies fault on an H200 where nothing is mapped there.
 
-A page of a cache is copied as a short sequence of its own, and what the cache holds beyond the sequence's end doesn't
-matter: a tensor (pages, H, page_size, D) gets a mode more of page_size + 1 entries, its address is moved back by a page
-of rows, and a page of which `length` rows are used is entry `length`, seen from row coordinate page_size - length on.
+Pages of a cache are copied whole; what the last one holds beyond the sequence's end comes along, and whoever multiplies
+it has to clear it first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .values import Bundle, Fixed, larger, smaller
+from .values import Bundle, Fixed
+
+FAR = 1 << 30  # rows; a copy's coordinates have 31 bits
 
 
 class DenseRows(Bundle):
@@ -41,6 +43,8 @@ class DenseRows(Bundle):
     def for_copies(tensor: cute.Tensor) -> cute.Tensor:
         """(B, H, S, D) as (S, D, H, B): what a bulk copy's descriptor is made from."""
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [2, 3, 1, 0]))
+
+    for_loads = for_copies  # an entry ends where its tensor does
 
     def sequence(self, b: Int32) -> DenseSequence:
         return DenseSequence(b, self.length)
@@ -57,14 +61,17 @@ class PackedRows(Bundle):
         self.parts = ("starts",) if used is None else ("starts", "used")
 
     @staticmethod
+    def for_loads(tensor: cute.Tensor) -> cute.Tensor:
+        """(total, H, D) as (total, D, H): for loads that may bring rows of the next sequence along."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [0, 2, 1]))
+
+    @staticmethod
     def for_copies(tensor: cute.Tensor) -> cute.Tensor:
-        """(total, H, D) as (total, D, H, total + 1), see above: what a bulk copy's descriptor is made from."""
+        """(total, H, D) as (FAR, D, H, total + 1, FAR + 1), see above: what a bulk copy's descriptor is made from."""
         (total, heads, columns), (row, head, column) = tensor.shape, tensor.stride
-        dtype = tensor.element_type
-        address = tensor.iterator.toint() - Int64(total) * row * (dtype.width // 8)
-        moved = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-        layout = cute.make_layout((total, columns, heads, total + 1), stride=(row, column, head, row))
-        return cute.make_tensor(moved, layout)
+        back = Int64((1 << 64) // FAR // (tensor.element_type.width // 8)) - row
+        shape = (FAR, columns, heads, total + 1, FAR + 1)
+        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=(row, column, head, row, back)))
 
     def sequence(self, b: Int32) -> PackedSequence:
         start = self.starts[b]
@@ -81,14 +88,10 @@ class PagedRows(Bundle):
     def __init__(self, table: cute.Tensor, used: cute.Tensor, page_size: int) -> None:
         self.table, self.used, self.page_size = table, used, page_size
 
-    def for_copies(self, tensor: cute.Tensor) -> cute.Tensor:
-        """(pages, H, page_size, D) as (page_size, D, H, page_size + 1, pages), see above: for a copy's descriptor."""
-        (pages, heads, _, columns), (page, head, row, column) = tensor.shape, tensor.stride
-        dtype, size = tensor.element_type, self.page_size
-        address = tensor.iterator.toint() - Int64(size) * row * (dtype.width // 8)
-        moved = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-        layout = cute.make_layout((size, columns, heads, size + 1, pages), stride=(row, column, head, row, page))
-        return cute.make_tensor(moved, layout)
+    @staticmethod
+    def for_copies(tensor: cute.Tensor) -> cute.Tensor:
+        """(pages, H, page_size, D) as (page_size, D, H, pages): what a bulk copy's descriptor is made from."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [2, 3, 1, 0]))
 
     def sequence(self, b: Int32) -> PagedSequence:
         return PagedSequence(self.table[b, None], self.used[b], self.page_size)
@@ -119,11 +122,12 @@ class PackedSequence(Fixed):
     length: Int32
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int]) -> cute.Tensor:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor."""
-        rows = tensor[None, None, h, self.start + self.length]
-        total = cute.size(tensor, mode=[0, 1] if isinstance(tile[0], tuple) else [0])
-        moved = cute.domain_offset((_along(tile, total - self.length), 0), rows)
-        return cute.local_tile(moved, tile, (_along(tile, None), 0))
+        """(rows, columns, number of the tile) of a tensor made by `for_copies` or `for_loads` and a descriptor."""
+        if cute.rank(tensor) == 3:
+            rows, first = tensor[None, None, h], self.start
+        else:
+            rows, first = tensor[None, None, h, self.start + self.length, FAR], FAR - self.length
+        return cute.local_tile(cute.domain_offset((_along(tile, first), 0), rows), tile, (_along(tile, None), 0))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(total - start, ...) of a plain tensor (H, total, ...)."""
@@ -138,10 +142,6 @@ class PagedSequence(Fixed):
     table: cute.Tensor
     length: Int32
     page_size: int
-
-    def used(self, page: Int32) -> Int32:
-        """Rows of the sequence's `page`-th page that the sequence has."""
-        return smaller(larger(self.length - page * self.page_size, 0), self.page_size)
 
 
 def _along(tile, x):

@@ -28,6 +28,7 @@ from ...primitives.values import Fixed, narrow
 
 ROWS = 64  # query rows of one warpgroup's product
 WARPGROUP = 128
+CONSUMERS_BARRIER = 8  # of all consumers; turns have 1 to 3, a warpgroup by itself 5 to 7
 
 
 def fragment_shape(columns: int) -> FragmentShape:
@@ -92,7 +93,8 @@ class HopperForward:
         dtype = self.dtype = q.element_type
         queries, keys = rows_of(self.plan.layout, q, k, sequences)
         # a tile is the first two modes
-        mQ, mK, mV = [rows.for_copies(t) for rows, t in ((queries, q), (keys, k), (keys, v))]
+        mK, mV = keys.for_copies(k), keys.for_copies(v)
+        mQ = queries.for_loads(q)  # a row of Q has no say in what other rows get
         q_rows, mQ = mQ.shape[0], self.heads.view(mQ)
         q_layout = tile_layout(dtype, ROWS, tiling.d)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
@@ -104,9 +106,11 @@ class HopperForward:
         rows = copied_rows(keys, tiling.tile_n)
         tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(dtype, rows, tiling.d), (rows, tiling.d))
         tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(dtype, rows, tiling.dv), (rows, tiling.dv))
-        tma_o, tO, splits = None, o, None
+        tma_o, splits = None, None
         if const_expr(self.plan.is_split):
-            splits = Int32(o.shape[0])
+            tO, splits = o, Int32(o.shape[0])
+        elif const_expr(self.plan.stores_rows):
+            tO = _permuted(o, (1, 0, 2))
         else:
             mO = self.heads.view(queries.for_copies(o))
             tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
@@ -154,7 +158,7 @@ class HopperForward:
         tiling = self.tiling
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in call.tmas[: 3 if self.plan.is_split else 4]:
+            for tma in call.tmas[: 3 if self.plan.stores_rows else 4]:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
         if warp == 0:
@@ -250,6 +254,8 @@ class HopperForward:
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             me.first_scores(tiles.first, k_slot)
+            if const_expr(self.plan.layout.kv == "paged"):
+                me.clear_values(tiles.first, work.keys.length, v_slot)
             k_slot = k_slot.next()
             for run in tiles.runs:
                 for segment in run.segments():
@@ -447,6 +453,19 @@ class Consumer(Fixed):
         self.probabilities(n, tested=True, first=True)
         self.store_probabilities()
 
+    @cute.jit
+    def clear_values(self, n, kv_len, v_slot):
+        """V of kv tile `n` beyond the last key to zeros: a page holds anything there, and 0 * NaN is NaN."""
+        self.block.v_edge.wait(v_slot)
+        sV = self.block.sV[None, None, v_slot.index]
+        first, groups = kv_len - n * self.tiling.tile_n, self.tiling.warpgroups
+        for row in cutlass.range(first + self.warpgroup, self.tiling.tile_n, groups, unroll=1):
+            if self.thread < self.tiling.dv // 2:
+                for column in cutlass.range_constexpr(2):
+                    sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=groups * WARPGROUP)
+
     def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         early = self.tiling.rescale_early
@@ -483,8 +502,8 @@ class Consumer(Fixed):
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
         rescale_rows(self.output, normalizer)
-        if self.plan.is_split:
-            self.store_part(call, work)
+        if self.plan.stores_rows:
+            self.store_rows(call, work)
         else:
             self.store_output(call, work)
         if call.lse is not None:
@@ -520,8 +539,8 @@ class Consumer(Fixed):
         tile = work.m * tiling.warpgroups + self.warpgroup
         _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
 
-    def store_part(self, call, work):
-        """In fp32, from registers: few rows, or few parts."""
+    def store_rows(self, call, work):
+        """From registers: few rows, or few parts."""
         part = _of_part(call.tensors[3], work.part)
         for r in range(2):
             q, h, inside = self.row_place(work, r)
@@ -571,6 +590,10 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
         for c in cutlass.range_constexpr(columns // 8):
             two = cute.make_rmem_tensor(2, Float32)
             two[0], two[1] = values[2 * c], values[2 * c + 1]
+            if const_expr(target.element_type is not Float32):
+                rounded = cute.make_rmem_tensor(2, target.element_type)
+                narrow(rounded, two)
+                two = rounded
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
 
 
