@@ -72,7 +72,7 @@ class Problem:
     def flops(self, visible_pairs: int | None = None) -> int:
         """Floating-point operations of the forward over `visible_pairs` (q, kv) pairs, summed over batch and heads.
 
-        Two products, a multiply and an add each. None: every pair.
+        Two products, a multiply and an add each. None: every pair of a dense call.
         """
         pairs = self.batch * self.q_heads * self.q_len * self.kv_len if visible_pairs is None else visible_pairs
         return 2 * pairs * (self.head_dim + self.head_dim_v)
