@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .expr import Capture, Expr, const, read
+from .expr import Capture, Expr, const, read, size
 from .linear import FAR, larger, smaller
 from .ops import apply
 
@@ -113,14 +113,14 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     `low` must be provably at least 0; positions beyond the end read the last element, as reads do.
     Two overlapping windows of 2^k rows cover a range exactly (Bender and Farach-Colton 2000, section 3).
     """
-    size = capture.tensor.shape[dim]
+    if low is high:
+        return read(capture, (*others[:dim], low, *others[dim:]))
     # of a dimension read at a constant only that part is needed
     fixed = tuple(i.attr if i.is_const else None for i in (*others[:dim], low, *others[dim:]))
     fixed = tuple(None if d == dim else i for d, i in enumerate(fixed))
     table = derive(("range", dim, largest, fixed), _range_table(dim, largest, fixed), capture)
-    low, high = smaller(low, const(size - 1)), smaller(high, const(size - 1))
-    if low is high:
-        return read(capture, (*others[:dim], low, *others[dim:]))
+    last = apply("sub", size(table, 1 + dim - sum(i is not None for i in fixed[:dim])), const(1))
+    low, high = smaller(low, last), smaller(high, last)
     count = apply("add", apply("sub", high, low), const(1))
     level: Expr = const(0)
     for k in range(1, LEVELS):

@@ -62,6 +62,8 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.op == "scalar":
         value = env.scalars.get(id(node.attr), node.attr.value)
         return _number(value, _torch_type(node.dtype, env), env)
+    if node.op == "size":
+        return _number(env.tensor_of(node).shape[node.args[0].attr], torch.int64, env)
     if node.op == "read":
         return _read(node, args, env)
     wanted = _torch_type(node.dtype, env)

@@ -253,6 +253,11 @@ def read(capture: Capture, indices: Iterable[Expr]) -> Expr:
     return make("read", tuple(indices), DType.of(capture.tensor.dtype), capture, Dep.RUNTIME)
 
 
+def size(capture: Capture, dim: int) -> Expr:
+    """How long a dimension of a captured tensor is, at the call: a kernel serves tensors of any length."""
+    return make("size", (const(dim),), DType.INT32, capture, Dep.RUNTIME)
+
+
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every node under `roots` once, arguments before users."""
     seen: set[int] = set()
@@ -274,6 +279,8 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
     if node.op == "read":
         return read(node.attr, args)
+    if node.op == "size":
+        return node
     return apply(node.op, *args, attr=node.attr) if args else node
 
 
@@ -296,7 +303,7 @@ def substitute(root: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
 
 def captures(*roots: Expr) -> tuple[Capture, ...]:
     """Captured tensors in order of first appearance, each once."""
-    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op == "read"))
+    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op in ("read", "size")))
 
 
 def scalars(*roots: Expr) -> tuple[Any, ...]:
@@ -315,7 +322,7 @@ def content_key(*roots: Expr | None) -> tuple[Hashable, ...]:
     rows: list[Hashable] = []
     for node in walk(*(r for r in roots if r is not None)):
         attr: Hashable = node.attr
-        if node.op == "read":
+        if node.op in ("read", "size"):
             tensor = node.attr.tensor
             attr = (slots.setdefault(node.attr, len(slots)), str(tensor.dtype), tensor.ndim)
         elif node.op == "scalar":

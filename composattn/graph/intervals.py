@@ -214,6 +214,9 @@ class Tiles:
             return self.leaf(node.attr)
         if node.op == "scalar":
             return self.constant(self.scalars.get(id(node.attr), node.attr.value), node.dtype)
+        if node.op == "size":
+            held = node.attr.tensor
+            return self.exactly(self.tensors.get(id(held), held).shape[node.args[0].attr])
         if node.op == "read":
             return self.read(node, args)
         if node.op.startswith("cast_"):

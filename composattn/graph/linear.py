@@ -168,6 +168,8 @@ def _range(expr: Expr) -> tuple[float, float]:
         return expr.attr, expr.attr
     if op == "index":
         return _LEAF[expr.attr]
+    if op == "size":
+        return 1, POSITIONS  # a tensor without elements is no capture
     if expr.dtype is DType.BOOL:
         return 0, 1
     if op in ("cast_int32", "cast_int64") and args[0].dtype is not DType.FLOAT:

@@ -53,7 +53,7 @@ def to_sympy(expr: Expr, names: Names | None = None) -> Any | None:
     return done[expr]
 
 
-_LEAVES = ("const", "index", "score", "scalar", "read")
+_LEAVES = ("const", "index", "score", "scalar", "size", "read")
 
 
 def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
@@ -69,6 +69,8 @@ def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
     if node.op == "scalar":
         return sympy.Symbol(names.scalar(node.attr), real=True, integer=node.dtype.is_integer or None)
     name = names.tensor(node.attr)
+    if node.op == "size":
+        return sympy.Symbol(f"{name}.size({args[0]})", integer=True, positive=True)
     if node.dtype is DType.BOOL:
         return sympy.Ne(_indexed(name, args), 0)
     return _indexed(name, args)
@@ -135,6 +137,8 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
         return "s", _ATOM
     if op == "scalar":
         return names.scalar(node.attr), _ATOM
+    if op == "size":
+        return f"{names.tensor(node.attr)}.size({args[0][0]})", _ATOM
     if op == "read":
         name = names.tensor(node.attr)
         return (f"{name}[{', '.join(text for text, _ in args)}]" if args else name), _ATOM

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.expr import index
+from ..graph.expr import Capture, const, index, size
 from ..graph.mask import Mask
 from ..graph.ops import apply
 from ..graph.trace import Proxy, Scalar
@@ -226,10 +226,11 @@ def _membership(tokens: Any) -> Any:
         positions = tensor(tokens, "tokens", "integer", ("n",)).to(torch.int64)
         if bool((positions < 0).any()):
             raise InvalidModArgument("tokens must be positions of at least 0")
-        last = int(positions.max()) + 1  # one beyond the last token, where nothing is global
-        table = torch.zeros(last + 1, dtype=torch.bool, device=positions.device)
+        # one beyond the last token, where nothing is global
+        table = torch.zeros(int(positions.max()) + 2, dtype=torch.bool, device=positions.device)
         table[positions] = True
-        return lambda b, position: table[position.clamp(max=last)]
+        last: Any = Proxy(apply("sub", size(Capture(table), 0), const(1)))
+        return lambda b, position: table[torch.minimum(position, last)]
     count = count_at(tokens, "tokens", "n")
     return lambda b, position: position < count(0)
 

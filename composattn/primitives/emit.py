@@ -191,6 +191,8 @@ class Evaluator:
             return self.tile.values[r, c] * self.leaves.scale
         if node.op == "scalar":
             return self.leaves.scalars[self.mods.scalar_slot[node.attr]]
+        if node.op == "size":
+            return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
         if node.op == "read":
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
             return read_element(tensor, [self.value(a, r, c) for a in node.args], node.dtype)

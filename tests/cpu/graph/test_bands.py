@@ -17,6 +17,7 @@ from composattn.graph.derived import Derived, derive, refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import Capture, DType, Expr, captures, const
 from composattn.graph.picture import dense, tiles_of
+from composattn.graph.program import Program
 from composattn.mods import masks
 from tests.cpu.graph.random_masks import RandomMask
 
@@ -267,3 +268,18 @@ def test_equal_values_of_a_tensor_and_itself_are_found_without_search(kind: str,
         values = torch.randint(0, 5, (2, heads, n), generator=generator)
         values = values.sort(-1).values if kind == "sorted" else values
         assert torch.equal(derived._equal_to_itself(values), derived._equal(values, values))
+
+
+BY_LENGTH = {
+    "documents": lambda n: masks.document(torch.arange(n) // 70) & masks.causal(),
+    "offsets": lambda n: masks.document(offsets=torch.tensor([0, 100, n])),
+    "shared_prefix": lambda n: masks.shared_prefix(torch.tensor([0, 100, n])),
+    "padding": lambda n: masks.padding(torch.arange(n).view(1, n) % 3 > 0),
+    "tokens": lambda n: masks.global_tokens(torch.tensor([4, n - 1])),
+    "marked": lambda n: masks.global_tokens(torch.arange(n) % 50 == 0),
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_tensors_of_another_length_share_a_kernel(name: str) -> None:
+    assert Program(None, BY_LENGTH[name](300).expr).key == Program(None, BY_LENGTH[name](450).expr).key
