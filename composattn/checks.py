@@ -73,8 +73,11 @@ def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int) -> lis
             raise errors.OffsetsNotMonotone(
                 f"{name} falls from {at[b]} to {at[b + 1]} at sequence {b}; it must be the running sums of lengths"
             )
-    if at[-1] > total:
-        raise errors.OffsetsOutOfRange(f"{name} ends with {at[-1]}, and {of} has {total} rows")
+    if at[-1] != total:
+        raise errors.OffsetsOutOfRange(
+            f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
+            "with seqused 0"
+        )
     return lengths
 
 

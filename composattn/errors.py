@@ -150,7 +150,7 @@ class OffsetsNotMonotone(InvalidArgument):
 
 
 class OffsetsOutOfRange(InvalidArgument):
-    """cu_seqlens that does not begin with 0, or ends beyond the tensor; found where `debug_checks` are on."""
+    """cu_seqlens that does not begin with 0 and end with the total; found where `debug_checks` are on."""
 
 
 class UsedOutOfRange(InvalidArgument):

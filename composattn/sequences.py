@@ -26,11 +26,11 @@ class Varlen:
     Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and
     v; any of them may be empty. Masks and score mods see b, and positions inside of the sequence.
 
-    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), on q's device, contiguous: 0 first, then running sums of the lengths.
-        Without `cu_seqlens_k` the keys lie as the queries do.
+    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), on q's device, contiguous: 0 first, then running sums of the lengths,
+        the last of them the total. Without `cu_seqlens_k` the keys lie as the queries do.
     seqused_q, seqused_k: int32 (B,): only so many first rows of each sequence are used; None is all of them (where
         the keys lie as the queries do, as many as of the queries). Rows that no sequence uses get out 0, lse -inf and
-        zero gradients, whatever they hold.
+        zero gradients, whatever they hold; to pad the total, let a last sequence have them, with seqused 0.
     max_seqlen_q, max_seqlen_k: upper bounds of the lengths, for who has them; results never depend on them.
 
     New lengths never recompile, and nothing here waits for the device. Contents are checked where
@@ -62,7 +62,12 @@ class Varlen:
                 _check_counts(name, getattr(self, name), batch)
         for name in ("max_seqlen_q", "max_seqlen_k"):
             _check_maximum(name, getattr(self, name))
-        _check_one_device(self)
+        _check_one_device(
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_q=self.seqused_q,
+            seqused_k=self.seqused_k,
+        )
 
     @property
     def batch(self) -> int:
@@ -110,7 +115,7 @@ class Paged:
         if not isinstance(size, int) or size & (size - 1) or not SMALLEST_PAGE <= size <= LARGEST_PAGE:
             raise errors.UnsupportedPageSize(f"page_size is {size!r}; pages hold 16, 32, 64, 128 or 256 rows")
         _check_counts("seqused", self.seqused, self.batch)
-        _check_one_device(self)
+        _check_one_device(page_table=self.page_table, seqused=self.seqused)
 
     @property
     def batch(self) -> int:
@@ -216,8 +221,8 @@ def _check_maximum(name: str, value: Any) -> None:
         raise errors.InvalidLength(f"{name} is {value!r}; it is a Python number from 0, or None")
 
 
-def _check_one_device(sequences: Varlen | Paged) -> None:
-    fields = ((f.name, getattr(sequences, f.name)) for f in dataclasses.fields(sequences))
-    devices = {name: str(t.device) for name, t in fields if isinstance(t, torch.Tensor)}
+def _check_one_device(**tensors: torch.Tensor | None) -> None:
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
-        raise errors.DeviceMismatch(f"the tensors of a {type(sequences).__name__} lie on {devices}; move them to q's")
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise errors.DeviceMismatch(f"{places}; move them to q's device")

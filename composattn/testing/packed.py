@@ -26,15 +26,14 @@ PAGE_SIZES = (16, 16, 32, 64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where sequences lie: `lengths` rows each, of which the first `used` count (None: all), then `tail` more."""
+    """Where sequences lie: `lengths` rows each, of which the first `used` count (None: all)."""
 
     lengths: Sequence[int]
     used: Sequence[int] | None = None
-    tail: int = 0
 
     @property
     def total(self) -> int:
-        return sum(self.lengths) + self.tail
+        return sum(self.lengths)
 
     @property
     def counts(self) -> Sequence[int]:
@@ -65,7 +64,6 @@ def make_varlen_case(
     *,
     used_q: Sequence[int] | None = None,
     used_kv: Sequence[int] | None = None,
-    tail: int = 0,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     heads: int = 4,
@@ -79,10 +77,10 @@ def make_varlen_case(
 ) -> Case:
     """Packed sequences of these lengths; `kv_lens` None: the keys lie as the queries do. See `Varlen`.
 
-    `used_q`, `used_kv`: seqused. `tail`: rows after the last sequence. Tensors of a seed, as in `draw_case`.
+    `used_q`, `used_kv`: seqused. Tensors of a seed, as in `draw_case`.
     """
     site = _site(seed, q_lens, kv_lens or q_lens, heads, kv_heads or heads, dtype, device)
-    queries, keys = Rows(q_lens, used_q, tail), None if kv_lens is None else Rows(kv_lens, used_kv, tail)
+    queries, keys = Rows(q_lens, used_q), None if kv_lens is None else Rows(kv_lens, used_kv)
     case = varlen_case(site, queries, keys, dim, v_dim or dim)
     case = dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
     return case if gradients else case.without_gradients()
@@ -185,7 +183,7 @@ def paged_case(
 
 
 def draw_varlen(site: Site, dim: int, v_dim: int) -> Case:
-    """Lengths up to those of the site, empty ones too; seqused and rows after the last now and then."""
+    """Lengths up to those of the site, empty ones too; seqused now and then."""
     queries = _draw_rows(site, site.q_len)
     alike = site.q_len == site.kv_len and site.choices.integer(0, 1) == 1
     return varlen_case(site, queries, None if alike else _draw_rows(site, site.kv_len), dim, v_dim)
@@ -201,7 +199,7 @@ def draw_paged(site: Site, dim: int, v_dim: int) -> Case:
 def _draw_rows(site: Site, longest: int) -> Rows:
     lengths = _draw_lengths(site, longest)
     used = [site.choices.integer(0, n) for n in lengths] if site.choices.integer(0, 2) == 0 else None
-    return Rows(lengths, used, tail=site.choices.choice((0, 0, 0, 5)))
+    return Rows(lengths, used)
 
 
 def _draw_lengths(site: Site, longest: int) -> list[int]:

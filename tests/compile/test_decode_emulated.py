@@ -119,7 +119,7 @@ def test_keys_in_pages_match_fp64(name: str) -> None:
 def test_packed_queries_share_rows_with_heads(schedule: Schedule) -> None:
     case = make_varlen_case(
         5, [3, 0, 9, 1], [200, 30, 300, 5], used_q=[2, 0, 9, 1], score_mod=alibi, mask_mod=late, heads=6, kv_heads=2,
-        dim=64, dtype=torch.float16, tail=2, gradients=False,
+        dim=64, dtype=torch.float16, gradients=False,
     )  # fmt: skip
     check(functools.partial(ca.attention, backend="hopper-emulated", schedule=schedule), case)
 

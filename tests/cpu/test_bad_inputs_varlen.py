@@ -153,6 +153,7 @@ CONTENTS: dict[str, Case] = {
     "cu-seqlens-begins-late": (errors.OffsetsOutOfRange, lambda: packed(ca.Varlen(int32(1, 3, 3, 8)))),
     "cu-seqlens-is-negative": (errors.OffsetsOutOfRange, lambda: packed(ca.Varlen(int32(-1, 3, 3, 8)))),
     "cu-seqlens-ends-beyond-q": (errors.OffsetsOutOfRange, lambda: packed(ca.Varlen(int32(0, 3, 3, 9)))),
+    "cu-seqlens-ends-before-q": (errors.OffsetsOutOfRange, lambda: packed(ca.Varlen(int32(0, 3, 3, 7)))),
     "cu-seqlens-k-ends-beyond-k": (errors.OffsetsOutOfRange, lambda: packed(ca.Varlen(CU, int32(0, 3, 3, 9)))),
     "seqused-is-longer-than-the-sequence": (
         errors.UsedOutOfRange,
@@ -209,7 +210,6 @@ def test_good_contents_pass_the_checks(backend: str) -> None:
     counts = int32(3, 0, 1)
     with ca.debug_checks():
         packed(ca.Varlen(CU), backend=backend)
-        packed(ca.Varlen(int32(0, 3, 3, 7)), backend=backend)  # a row after the last sequence
         packed(ca.Varlen(CU, CU, seqused_q=counts, seqused_k=counts, max_seqlen_q=3, max_seqlen_k=3), backend=backend)
         paged(backend=backend)
         paged(int32(0, 1, -7, 99, 4, 0).view(3, 2), backend=backend)  # pages that no key lies in

@@ -138,7 +138,7 @@ def test_packed_is_as_documents_in_one_sequence() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_no_sequence_get_nothing_whatever_they_hold(backend: str) -> None:
-    case = make_varlen_case(5, (6, 9, 0), (8, 3, 4), used_q=(4, 9, 0), used_kv=(8, 1, 0), tail=2)
+    case = make_varlen_case(5, (6, 9, 0, 2), (8, 3, 4, 2), used_q=(4, 9, 0, 0), used_kv=(8, 1, 0, 0))
     assert case.q.isnan().any() and case.k.isnan().any() and case.dout.isnan().any() and case.dlse.isnan().any()
     found = run(functools.partial(ca.attention, backend=backend), case)
     rows = torch.tensor([4, 5, 15, 16])
