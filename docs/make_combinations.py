@@ -3,7 +3,7 @@
     python docs/make_combinations.py                             the page, from what is recorded
     python docs/make_combinations.py streaming reference         runs these backends first, all cells
     python docs/make_combinations.py hopper --jobs 16            on a GPU
-    python docs/make_combinations.py hopper-emulated --missing   only cells not recorded yet
+    python docs/make_combinations.py hopper-emulated --missing   only cells not recorded as right
 
 What came out is kept in docs/combinations.json, cell by cell. Stops at a result that is neither right nor refused.
 """
@@ -113,7 +113,9 @@ def _one(asked: tuple[Cell, str]) -> tuple[str, str]:
 def record(backend: str, jobs: int, missing: bool) -> None:
     """Runs the cells of a backend and keeps what came out, each as soon as it is known."""
     kept = recorded().get(backend, {}) if missing else {}
-    asked = [(cell, backend) for cell in cells() if str(cell) not in kept]
+    left = [cell for cell in cells() if kept.get(str(cell)) != OK]
+    left.sort(key=lambda cell: combinations.PASSES.index(cell.way))  # a gradient needs the kernel of the forward too
+    asked = [(cell, backend) for cell in left]
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs) as pool:
         for number, (cell, said) in enumerate(pool.imap(_one, asked), start=1):
@@ -126,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backends", nargs="*", choices=[*BACKENDS, []])
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--missing", action="store_true", help="keep what is recorded, run the rest")
+    parser.add_argument("--missing", action="store_true", help="keep what is recorded as right, run the rest")
     options = parser.parse_args()
     for backend in options.backends:
         record(backend, options.jobs, options.missing)
