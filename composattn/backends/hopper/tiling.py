@@ -62,15 +62,17 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
     rows = d + dv if persistent else widest  # O apart from Q, which may be the next tile's by then
     by_registers, by_memory = _by_registers(warpgroups, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)
+    paged = problem.layout.kv == "paged"
+    consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     return Tiling(
         tile_m=tile_m,
-        tile_n=_whole_pages(tile_n) if problem.layout.kv == "paged" else tile_n,
+        tile_n=_whole_pages(tile_n) if paged else tile_n,
         d=d,
         dv=dv,
         stages=2,
         warpgroups=warpgroups,
-        consumer_registers=160 if warpgroups == 3 else 240,
-        producer_registers=32 if warpgroups == 3 else 24,
+        consumer_registers=consumers,
+        producer_registers=producer,
         pingpong=widest <= 128,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
@@ -98,7 +100,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         stages=min(8, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
         consumer_registers=240,
-        producer_registers=24,
+        producer_registers=40,  # page numbers beside what all copies need
         pingpong=False,
         rescale_early=False,
         slack=8.0,
@@ -107,7 +109,6 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
         separate_o=persistent,
-        resident=2 if dv <= 128 else 1,
     )
 
 
