@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+import composattn as ca
 from composattn.backends.hopper.gradient import HopperGradient
 from composattn.compile import Artifact, compile_offline
 from composattn.graph.mask import Mask
@@ -113,6 +114,13 @@ def test_who_asks_for_a_fixed_order_gets_it() -> None:
         finally:
             torch.use_deterministic_algorithms(was)
     assert answers == [False, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_explain_shows_the_order_that_is_asked_for(asked: bool) -> None:
+    attention = ca.Attention(backend="hopper-emulated", deterministic=asked)
+    text = str(attention.explain(*(torch.randn(1, 2, 64, 64).bfloat16() for _ in range(3))))
+    assert ("from the last keys to the first" in text) is asked
 
 
 @pytest.mark.parametrize("d", [128, 256])

@@ -98,8 +98,11 @@ class HopperCall:
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        backward = plan_backward(self.problem, self.program, self.target) if self.gradient.fused else ""
-        return f"{self.forward_plan(return_lse=True)}\n{backward}".rstrip()
+        plans = [str(self.forward_plan(return_lse=True))]
+        if self.gradient.fused:
+            in_order = self.gradient.deterministic()
+            plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
+        return "\n".join(plans)
 
     @cached_property
     def gradient(self) -> HopperGradient:
