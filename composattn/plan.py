@@ -107,7 +107,7 @@ class ForwardPlan:
 
     @property
     def stores_rows(self) -> bool:
-        """Whether output rows are stored one by one: in parts, or where packed heads leave a copy no mode to end with."""
+        """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
         return self.is_split or (self.layout.q == "packed" and self.tiling.heads > 1)
 
     @property

@@ -621,9 +621,10 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
     dtype = cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
     batch, heads, kv_heads, q_len, kv_len = size(), size(), size(), size(), size()
     layout = plan.layout
+    entries = {"dense": (batch,), "packed": (), "paged": (size(),)}
 
     def tensor(lies, h, s, d):
-        shape = (s, h, d) if lies == "packed" else (batch, h, s, d)
+        shape = (s, h, d) if lies == "packed" else (*entries[lies], h, s, d)
         strides = (*(stride(divisibility=8) for _ in shape[1:]), 1)
         return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
