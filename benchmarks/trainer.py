@@ -38,7 +38,8 @@ class Flex:
     def __init__(self, mask: Callable[..., Any], size: Size) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        self.mask, self.size, self.block_mask = mask, size, None
+        self.mask, self.size = mask, size
+        self.block_mask: Any = None
         self.create = torch.compile(create_block_mask, dynamic=False)
         self.attend = torch.compile(flex_attention, dynamic=False)
 
