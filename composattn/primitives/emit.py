@@ -73,6 +73,23 @@ def rate(node: Expr, of_one_head: bool) -> Rate:
     return Rate.of(node.deps | Dep.Q) if several else node.rate
 
 
+def in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
+    """Whether `node` changes with a position only from one block of positions to the next; `known` keeps answers."""
+    return bool(node.deps & dep) and _constant_in_blocks(node, dep, block, known)
+
+
+def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
+    if not node.deps & dep:
+        return True
+    found = known.get((node, dep))
+    if found is None:
+        x, *more = node.args or (node,)
+        quotient = node.op == "floordiv" and x.op == "index" and more[0].is_const and more[0].attr % block == 0
+        inside = bool(node.args) and all(_constant_in_blocks(a, dep, block, known) for a in node.args)
+        found = known[node, dep] = quotient or inside
+    return found
+
+
 # --- evaluation ---------------------------------------------------------------------------------------------
 
 
@@ -104,6 +121,7 @@ class Evaluator:
         self.row: dict[tuple[Expr, int], Any] = {} if parent is None else dict(parent.row)
         self.column: dict[tuple[Expr, int], Any] = {}
         self.element: dict[tuple[Expr, int, int], Any] = {}
+        self.block: dict[tuple[Expr, int, int], Any] = {}
         self.start: dict[Linear, Any] = {}
         self.start_float: dict[Linear, Any] = {}
 
@@ -116,8 +134,12 @@ class Evaluator:
         if node.is_const:
             return node.attr
         often = self.rate(node)
+        shared = False
+        if often in (Rate.ELEMENT, Rate.ROW, Rate.COLUMN):
+            first = self.first_of_block(node, r, c)
+            shared, (r, c) = first is not None, first or (r, c)
         if often is Rate.ELEMENT:
-            store, key = self.element, (node, r, c)
+            store, key = self.block if shared else self.element, (node, r, c)
         elif often is Rate.COLUMN:
             store, key = self.column, (node, c)
         elif often is Rate.ROW:
@@ -127,6 +149,17 @@ class Evaluator:
         if key not in store:
             store[key] = self._compute(node, r, c)
         return store[key]
+
+    def first_of_block(self, node: Expr, r: int, c: int) -> tuple[int, int] | None:
+        """The first element whose value of `node` is the same for certain, as of q // n and kv // n; None: only this."""
+        shape, known = self.tile.shape, self.mods.in_blocks
+        if shape.block == 1:
+            return None
+        rows = in_blocks(node, Dep.Q, shape.block, known) and (shape.of_one_head or not node.deps & Dep.H)
+        columns = in_blocks(node, Dep.KV, shape.block, known)
+        if not rows and not columns:
+            return None
+        return shape.first_row(r) if rows else r, shape.first_column(c) if columns else c
 
     def forget_element(self) -> None:
         """Drops what was computed for the current element, so that registers are not kept alive by mistake."""
@@ -356,6 +389,7 @@ class Mods:
         self.capture_slot = {capture: slot for slot, capture in enumerate(program.captures)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
         self.key = (program.key, positive_scale)
+        self.in_blocks: dict[tuple[Expr, Dep], bool] = {}
         self.additive = None if self.score is None else additive(self.score, of_one_head)
 
     @property

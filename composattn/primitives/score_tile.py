@@ -18,13 +18,15 @@ class FragmentShape:
 
     `row_offsets` and `column_offsets` are added to the thread's first query and column; `lanes_per_row` neighbouring
     lanes share a row. `head_offsets` are added to the thread's first head where rows are of several heads (see
-    `gqa_packing`), elsewhere there are none.
+    `gqa_packing`), elsewhere there are none. Positions whose offsets have the same quotient by `block` lie in one block
+    of so many, counted from 0; 1 promises nothing.
     """
 
     row_offsets: tuple[int, ...]
     column_offsets: tuple[int, ...]
     lanes_per_row: int
     head_offsets: tuple[int, ...] = ()
+    block: int = 1
 
     @property
     def rows(self) -> int:
@@ -34,10 +36,22 @@ class FragmentShape:
     def columns(self) -> int:
         return len(self.column_offsets)
 
+    def first_row(self, r: int) -> int:
+        """The first row in the block of row `r`."""
+        return _first_of_block(self.row_offsets, r, self.block)
+
+    def first_column(self, c: int) -> int:
+        """The first column in the block of column `c`."""
+        return _first_of_block(self.column_offsets, c, self.block)
+
     @property
     def of_one_head(self) -> bool:
         """Whether all rows of a thread are of one query head."""
         return not any(self.head_offsets)
+
+
+def _first_of_block(offsets: tuple[int, ...], i: int, block: int) -> int:
+    return next(n for n, offset in enumerate(offsets) if offset // block == offsets[i] // block)
 
 
 @dataclasses.dataclass

@@ -25,6 +25,7 @@ WINDOW = 512
 PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True)
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 8, 8)
+BLOCKS = torch.rand(4, 8, 8) < 0.5
 
 MASKS = {
     "full": None,
@@ -32,6 +33,8 @@ MASKS = {
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW),
     "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
     "grid": lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 3) & ((q % 64 - kv % 64).abs() <= 3),
+    "blocks": lambda b, h, q, kv: BLOCKS[h, q // 64, kv // 64],
+    "chunks": lambda b, h, q, kv: (kv // 256 == q // 256) | (kv // 256 == q // 256 - 1),
 }
 SCORES = {
     "plain": None,
@@ -118,6 +121,17 @@ def loops(artifact: Artifact) -> int:
     if artifact.plan.lists is not None:
         return 2
     return sum(1 if not shape.full else 1 + shape.left + shape.right for shape in artifact.plan.intervals)
+
+
+@pytest.mark.parametrize("mask", ["blocks", "chunks"])
+def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> None:
+    artifact = compile_offline(plan(mask=mask), folder)
+    if not artifact.instructions:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    assert artifact.spills == 0
+    for loop in artifact.inner_loops(loops(artifact)):
+        assert loop["LDG"] <= 9  # one for each 16 of 128 columns, and the number of the tile
+        assert sum(loop.values()) < 800  # of masks with a value an element: 1000 to 1500
 
 
 def test_roles_keep_within_the_register_file() -> None:

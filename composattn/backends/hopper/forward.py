@@ -33,7 +33,7 @@ CONSUMERS_BARRIER = 8  # of all consumers; turns have 1 to 3, a warpgroup by its
 
 def fragment_shape(columns: int) -> FragmentShape:
     """One thread of a 64-row accumulator: rows r and r + 8, pairs of columns every 8, four lanes a row."""
-    return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), 4)
+    return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), 4, block=16)
 
 
 def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
