@@ -10,6 +10,7 @@ import torch
 from .compile import compile_plan
 from .launch import _at_least_1d, _empty_like_queries
 from .plan_backward import BackwardPlan, BackwardPlans
+from .sequences import NO_SEQUENCES, Sequences
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kernel = Callable[..., Any]
@@ -38,30 +39,57 @@ class BackwardLauncher:
         scale: float,
         captured: Sequence[torch.Tensor] = (),
         scalars: Sequence[float | int] = (),
+        sequences: Sequences = NO_SEQUENCES,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
-        q, k, v, out, lse as the forward had and gave them; dout (B, Hq, Sq, Dv); dlse (B, Hq, Sq) fp32 where the
-        plan has it. Extra memory: 4 bytes * Sq * (padded D + 2) a query head.
+        q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it.
+        Extra memory: 4 bytes * Sq * (padded D + 2) a query head.
         """
-        dq, dk, dv = (_empty_like_queries(t, t.shape[3]) for t in (q, k, v))
-        batch, heads, q_len, _ = q.shape
-        if not q_len:
-            return dq, dk.zero_(), dv.zero_()
-        if not k.shape[2]:
-            return dq.zero_(), dk, dv
-        tile_m, d = self.tiling.tile_m, self.tiling.d
-        tiles = -(-q_len // tile_m)
+        layout = self.plans.main.layout
+        dq = _gradient_of(q, layout.used_q or not k.numel())
+        dk, dv = (_gradient_of(t, layout.used_kv or not q.numel()) for t in (k, v))
+        if not q.numel() or not k.numel():
+            return dq, dk, dv
+        places = tuple(t for t in sequences if t is not None) or None
+        rows, keys = self._work(sequences, captured)
+        batch, heads, tiles = self._workspace(q, sequences)
         turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
-        statistics = q.new_empty((2, batch, heads, tiles * tile_m), dtype=torch.float32)
-        dq_sum = q.new_empty((batch, heads, tiles, tile_m * d), dtype=torch.float32)
+        statistics = q.new_empty((2, batch, heads, tiles * self.tiling.tile_m), dtype=torch.float32)
+        dq_sum = q.new_empty((batch, heads, tiles, self.tiling.tile_m * self.tiling.d), dtype=torch.float32)
         q, k, v, out, dout = (copyable(t) for t in (q, k, v, out, dout))
         reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
         with _device_of(q):
-            self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum)
-            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, turns, scale, reads, numbers)
-            self.finish(dq_sum, dq, scale)
+            self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum, places, rows)
+            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, turns, scale, places, keys, reads, numbers)
+            self.finish(dq_sum, dq, scale, places, rows)
         return dq, dk, dv
+
+    def _work(
+        self, sequences: Sequences, captured: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Tables of the tiles of queries and of keys, where plans have them."""
+        rows, main = self.plans.prepare.work, self.plans.main
+        counts = None if main.lists is None else captured[main.captured.index(main.lists.captures[0])]
+        return (
+            None if rows is None else rows(sequences),
+            None if main.work is None else main.work(sequences.mirrored, counts),
+        )
+
+    def _workspace(self, q: torch.Tensor, sequences: Sequences) -> tuple[int, int, int]:
+        """(entries, heads, tiles of each) of the workspaces, see `composattn.primitives.padded_tiles`."""
+        tile_m = self.tiling.tile_m
+        if sequences.cu_q is None:
+            batch, heads, q_len, _ = q.shape
+            return batch, heads, -(-q_len // tile_m)
+        total, heads, _ = q.shape
+        return 1, heads, total // tile_m + sequences.cu_q.shape[0] - 1
+
+
+def _gradient_of(t: torch.Tensor, partly: bool) -> torch.Tensor:
+    """Memory for the gradient of `t`, zeros where the kernels write `partly` of it."""
+    made = t.new_empty(t.shape) if t.ndim == 3 else _empty_like_queries(t, t.shape[3])
+    return made.zero_() if partly else made
 
 
 def copyable(t: torch.Tensor) -> torch.Tensor:

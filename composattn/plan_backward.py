@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
 
-from .graph.bands import TileInterval, tile_intervals_transposed
+from .graph.bands import EVERYTHING, TileInterval, tile_intervals_transposed
+from .graph.block_map import QueryLists, made_lists
 from .graph.expr import Capture, const, content_key, index
 from .graph.expr import captures as captures_of
 from .graph.program import PLAIN, Program
-from .problem import Problem
+from .plan import extent_of
+from .problem import Layout, Problem
+from .schedule import Order
 from .target import Target
+from .work import WorkTables, descends, work_tables
 
 Split = Literal["columns", "rows", "transposed"]
 
@@ -75,9 +80,14 @@ class BackwardPlan:
     deterministic: bool  # dQ's parts are added in a fixed order
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[type, ...]  # int or float
+    layout: Layout
+    listed: bool  # tiles come in the order of a table
     program_key: Hashable
     program: Program = dataclasses.field(compare=False, repr=False)
     intervals: tuple[TileInterval, ...] = dataclasses.field(compare=False, repr=False)
+    lists: QueryLists | None = dataclasses.field(compare=False, repr=False)  # of query tiles; None: intervals say which
+    order: str = dataclasses.field(compare=False)  # of the tiles, and why, for people to read
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of `Sequences`, mirrored for tiles of keys
 
     @property
     def key(self) -> str:
@@ -89,15 +99,14 @@ class BackwardPlan:
     def shared_memory(self) -> int:
         return self.tiling.shared_memory(self.dtype.itemsize)
 
-    @property
+    @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""
-        return _captured(self.program, self.intervals)
+        return _captured(self.program, self.intervals, self.lists)
 
     def __str__(self) -> str:
         t = self.tiling
         keys = "the same 64 keys" if t.shared_keys else "64 keys each"
-        order = ", from the last keys to the first" if self.deterministic else ""
         return "\n".join(
             [
                 f"{self.module} on {self.backend} ({self.target.arch}), {self.dtype}, "
@@ -106,10 +115,17 @@ class BackwardPlan:
                 f"stages Q {t.q_stages}, dO {t.do_stages}, dS {t.ds_stages}",
                 f"  roles      1 copying warp, {t.warpgroups} warpgroups of {keys}; "
                 f"registers {t.consumer_registers}/{t.producer_registers}",
-                f"  dQ         summed in fp32 in memory, shared by {t.dq_split}{order}",
+                f"  schedule   one block a tile of keys, {self.order}",
+                f"  dQ         summed in fp32 in memory, shared by {t.dq_split}",
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
+                *self._query_tiles(),
             ]
         )
+
+    def _query_tiles(self) -> list[str]:
+        if self.lists is None:
+            return []
+        return [f"  q tiles    by lists made on the device, as {self.lists.reason}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,25 +162,36 @@ def plan_backward(
     chosen = tiling or importlib.import_module(f"composattn.backends.{target.backend}.backward_tiling").backward_tiling(
         problem, program, target
     )
-    visited = query_intervals(program) if intervals is None else intervals
-    ends = [e for i in visited for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    lists = None
+    if intervals is None:
+        lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
+        intervals = query_intervals(program) if lists is None else ()
+    ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    order, keys = _order(problem, chosen, intervals, lists, deterministic)
+    packed = problem.layout.q == "packed"
+    sizes = (chosen.tile_m, chosen.tile_n)
+    rows = work_tables(problem, EVERYTHING, *sizes, "in_order") if packed else None
     common: dict[str, Any] = {
         "backend": target.backend, "target": target, "dtype": problem.dtype, "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v, "tiling": chosen,
+        "head_dim_v": problem.head_dim_v, "tiling": chosen, "layout": problem.layout,
     }  # fmt: skip
     bare: dict[str, Any] = {
         "deterministic": False, "captures": (), "scalars": (), "program_key": PLAIN.key, "program": PLAIN,
-        "intervals": (),
+        "intervals": (), "lists": None, "listed": packed, "order": "in order", "work": rows,
     }  # fmt: skip
     main = BackwardPlan(
         module="backward_wide" if chosen.shared_keys else "backward",
         has_dlse=False,
         deterministic=deterministic,
-        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, visited)),
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, intervals, lists)),
         scalars=tuple(type(s.value) for s in program.scalars),
         program_key=content_key(program.score, program.mask, *program.roots, *ends),
         program=program,
-        intervals=visited,
+        intervals=intervals,
+        lists=lists,
+        listed=keys is not None,
+        order=order,
+        work=keys,
         **common,
     )
     return BackwardPlans(
@@ -185,9 +212,40 @@ def query_intervals(program: Program) -> tuple[TileInterval, ...]:
     return tile_intervals_transposed(program.mask)
 
 
-def _captured(program: Program, intervals: tuple[TileInterval, ...]) -> tuple[Capture, ...]:
+def _order(
+    problem: Problem,
+    tiling: BackwardTiling,
+    intervals: tuple[TileInterval, ...],
+    lists: QueryLists | None,
+    deterministic: bool,
+) -> tuple[str, WorkTables | None]:
+    """In which order tiles of keys run, in words, and the tables that say so, if any.
+
+    The tables see keys as queries: theirs is the mirrored problem.
+    """
+    packed = problem.layout.kv == "packed"
+    mirrored = dataclasses.replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, layout=problem.layout.mirrored)
+    sizes = (tiling.tile_n, tiling.tile_m)
+    if deterministic:
+        # shortest first under a causal mask, and who waits for a turn waits for blocks that started before it
+        words = "from the last keys to the first, as are the parts of dQ added"
+        return words, work_tables(mirrored, EVERYTHING, *sizes, "in_order") if packed else None
+    wanted = problem.schedule.order
+    order: Order = "longest_first" if wanted == "auto" else wanted
+    words = order.replace("_", " ")
+    if order == "in_order" and not packed:
+        return words, None
+    exchanged = {index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}
+    ends = None if lists is not None else tuple(i.mapped(exchanged) for i in intervals)
+    if order == "longest_first" and not packed and ends is not None and descends(mirrored, ends, *sizes):
+        return f"{words}: the first keys first, as none are seen by fewer queries than those behind them", None
+    return f"{words}: by a table on the device", work_tables(mirrored, ends, *sizes, order)
+
+
+def _captured(program: Program, intervals: tuple[TileInterval, ...], lists: QueryLists | None) -> tuple[Capture, ...]:
     ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
-    return tuple(dict.fromkeys((*program.captures, *captures_of(*ends))))
+    listed = () if lists is None else lists.captures
+    return tuple(dict.fromkeys((*program.captures, *captures_of(*ends), *listed)))
 
 
 __all__ = ["BackwardPlan", "BackwardPlans", "BackwardTiling", "plan_backward", "query_intervals"]

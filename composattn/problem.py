@@ -34,6 +34,12 @@ class Layout:
     def is_dense(self) -> bool:
         return self.q == self.kv == "dense"
 
+    @property
+    def mirrored(self) -> Layout:
+        """With queries and keys exchanged."""
+        assert self.kv != "paged"
+        return Layout(self.kv, self.q, 0, self.used_kv, self.used_q, self.max_kv_len, self.max_q_len)
+
 
 DENSE = Layout()
 

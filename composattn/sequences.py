@@ -168,6 +168,21 @@ class Sequences(NamedTuple):
     def is_dense(self) -> bool:
         return self.cu_q is None and self.page_table is None
 
+    @property
+    def mirrored(self) -> Sequences:
+        """With queries and keys exchanged."""
+        return Sequences(self.cu_k, self.cu_q, self.used_k, self.used_q)
+
+    @property
+    def queries(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First rows of packed queries, and how many are used."""
+        return self.cu_q, self.used_q
+
+    @property
+    def keys(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First rows of packed keys, and how many are used."""
+        return self.cu_k, self.used_k
+
     @staticmethod
     def of(varlen: Varlen | None, paged: Paged | None) -> Sequences:
         """The tensors of both, what was left out filled in."""
@@ -183,6 +198,16 @@ class Sequences(NamedTuple):
 
 NO_SEQUENCES = Sequences()
 """Those of a dense call."""
+
+
+def rows_in_use(offsets: torch.Tensor, used: torch.Tensor | None, total: int) -> torch.Tensor | None:
+    """bool (total,): which of the packed rows a sequence uses, None for all; does not wait for the device."""
+    if used is None:
+        return None
+    row = torch.arange(total, device=offsets.device)
+    # of empty sequences the last one that begins here or before, as rows belong to it
+    b = torch.searchsorted(offsets[1:], row, right=True).clamp(max=len(used) - 1)
+    return row - offsets[b] < used[b]
 
 
 # --- checks that look at no contents ---------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def visited_by_bands(
 
 
 def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
-    """The same, from the counts of `KeyLists`."""
-    of_all_heads = counts.sum((0, 2))  # (B|1, Tq)
+    """The same, from the counts of `KeyLists`, or of `QueryLists` for tiles of keys."""
+    of_all_heads = counts.sum((0, 2)) if counts.ndim == 4 else counts.sum(1)  # (B|1, Tq)
     b = tiles.b.clamp(min=0, max=of_all_heads.shape[0] - 1)
     return of_all_heads[b, tiles.m.clamp(max=of_all_heads.shape[1] - 1)]
 
@@ -142,6 +142,8 @@ class WorkTables:
     def _make(self, sequences: Sequences, counts: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
             tiles = query_tiles(self.problem, sequences, self.tile_m)
+            if self.order == "in_order":
+                return in_order(tiles, None, self.order)
             if counts is not None:
                 return in_order(tiles, visited_by_lists(tiles, counts), self.order)
             sizes = (self.problem.q_heads, self.tile_m, self.tile_n)
@@ -171,14 +173,25 @@ def work_tables(
 
 def ascends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
     """Whether later query tiles of dense queries never visit less; None where tensors or run-time numbers decide."""
+    change = _change(problem, intervals, tile_m, tile_n)
+    return None if change is None else not bool((change < 0).any())
+
+
+def descends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
+    """Whether later query tiles of dense queries never visit more; None where tensors or run-time numbers decide."""
+    change = _change(problem, intervals, tile_m, tile_n)
+    return None if change is None else not bool((change > 0).any())
+
+
+def _change(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> torch.Tensor | None:
+    """How much more each query tile visits than the one before it."""
     ends = _ends(intervals)
     if captures(*ends) or scalars(*ends):
         return None
     # of keys in pages each sequence may have less, and all its tiles with it
     here = dataclasses.replace(problem, device=torch.device("cpu"), layout=DENSE)
     tiles = query_tiles(here, NO_SEQUENCES, tile_m)
-    work = visited_by_bands(tiles, intervals, problem.q_heads, tile_m, tile_n).view(problem.batch, -1)
-    return not bool((work.diff(dim=1) < 0).any())
+    return visited_by_bands(tiles, intervals, problem.q_heads, tile_m, tile_n).view(problem.batch, -1).diff(dim=1)
 
 
 def _ends(intervals: tuple[TileInterval, ...] | None) -> list[Expr]:

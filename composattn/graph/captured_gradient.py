@@ -174,31 +174,37 @@ class GradientProgram(Program):
 
 def unit_counts(
     reads: Iterable[tuple[FusedRead, ...]],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     dout: torch.Tensor,
+    v: torch.Tensor,
     dlse: torch.Tensor | None,
+    q_len: int,
+    kv_len: int,
+    rows_in_use: torch.Tensor | None = None,
+    keys_in_use: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Units in 1 for each tensor, powers of two, on q's device with no synchronisation.
+    """Units in 1 for each tensor, powers of two, on v's device with no synchronisation.
 
-    |dP| and |D| are at most |dO| |V| a row, Σ P = 1 a row: a sum over all rows stays below 2^62 units.
+    |dP| and |D| are at most |dO| |V| a row, Σ P = 1 a row: a sum over all rows stays below 2^62 units. Positions are
+    below `q_len` and `kv_len`. dO and V are (B, H, S, D), or packed (total, H, D) and dLSE (H, total): then only rows
+    and keys in use, bool (total,), count, whatever others hold.
     """
-    most = 2.0 * _longest(dout) * _longest(v)
+    most = 2.0 * _longest(dout, rows_in_use) * _longest(v, keys_in_use)
     if dlse is not None and dlse.numel():
-        most = most + dlse.float().abs().amax()
-    rows = max(1, q.shape[0] * q.shape[1] * q.shape[2])
-    bounds = [max(sum(r.bound(q.shape[2], k.shape[2]) for r in group), 1e-6) * rows for group in reads]
+        sizes = dlse.float().abs()
+        most = most + (sizes if rows_in_use is None else torch.where(rows_in_use, sizes, 0.0)).amax()
+    rows = max(1, dout.numel() // dout.shape[-1])
+    bounds = [max(sum(r.bound(q_len, kv_len) for r in group), 1e-6) * rows for group in reads]
     sums = torch.stack([most * b for b in bounds])  # no copy from the host: CUDA graphs can't capture one
     # a factor of 4 for the rounding of P, dP and D
     units = torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
     return torch.where(torch.isfinite(sums), units, torch.nan)
 
 
-def _longest(t: torch.Tensor) -> torch.Tensor:
+def _longest(t: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
     if not t.numel():
         return t.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax()
+    lengths = torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32)
+    return (lengths if in_use is None else torch.where(in_use[:, None], lengths, 0.0)).amax()
 
 
 def in_numbers(total: torch.Tensor, units: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -155,11 +155,12 @@ class BoundBackwardMods(Fixed):
         tile, mask = at.tile, self.backward.mask
         kv_limit = self.leaves.kv_len - tile.first_kv
         inside_kv = [tile.shape.column_offsets[c] < kv_limit for c in range(tile.columns)]
-        q_limit = self.leaves.q_len - tile.first_q
+        # rows beyond the last query have P = 0 and dS = 0, but what a score mod may make of them
+        q_limit = None if self.backward.score is None else self.leaves.q_len - tile.first_q
         for r in range(tile.rows):
-            inside_q = tile.shape.row_offsets[r] < q_limit
+            inside_q = True if q_limit is None else tile.shape.row_offsets[r] < q_limit
             for c in range(tile.columns):
-                visible = inside_kv[c] & inside_q
+                visible = inside_kv[c] if inside_q is True else inside_kv[c] & inside_q
                 if mask is not None:
                     value = at.value(mask, r, c)
                     visible = visible & value if not isinstance(value, bool) or not value else visible

@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 
 from ...autograd import Grads, attend
-from ...errors import GradientUnsupported
 from ...graph.derived import Derived, refresh
 from ...graph.program import Program
 from ...launch import ForwardLauncher
@@ -22,7 +21,7 @@ from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences
 from ...target import Target
 from .. import refuse_sequences
-from .gradient import HopperGradient
+from .gradient import Forward, HopperGradient
 
 LAYOUTS = ("dense", "packed", "paged")  # what the kernels take
 
@@ -84,11 +83,6 @@ class HopperCall:
 
     def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> HopperAttend:
         """One differentiable call with these run-time numbers and sequences."""
-        if not self.problem.layout.is_dense:
-            raise GradientUnsupported(
-                'backend="hopper" computes no gradients of packed sequences yet; use backend="streaming", or call it '
-                "under torch.no_grad()"
-            )
         return HopperAttend(self, scalars, sequences)
 
     def scalars(self) -> list[float | int]:
@@ -99,7 +93,7 @@ class HopperCall:
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
         plans = [str(self.forward_plan(return_lse=True))]
-        if self.gradient.fused:
+        if self.problem.layout.kv != "paged" and self.gradient.fused:
             in_order = self.gradient.deterministic()
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
         return "\n".join(plans)
@@ -136,4 +130,5 @@ class HopperAttend:
         dlse: torch.Tensor | None,
         wanted: Sequence[bool],
     ) -> Grads:
-        return self.call.gradient(q, k, v, captured, self.scalars, out, lse, dout, dlse, wanted)
+        forward = Forward(q, k, v, captured, self.scalars, out, lse, self.sequences)
+        return self.call.gradient(forward, dout, dlse, wanted)

@@ -14,12 +14,24 @@ from cutlass.memory import SmemAllocator
 from ...plan_backward import BackwardPlan, BackwardTiling
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
+from ...primitives.emit_tiles import query_tiles_of
+from ...primitives.padded_tiles import PaddedTiles
 from ...primitives.pipelines import Edge, Slot
-from ...primitives.q_tiles import QueryRun, query_runs
+from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.tile_scheduler import WorkOrder, WorkTile
+from ...primitives.seqlen import Rows, Sequence, rows_of
+from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, narrow
-from .forward import WARPGROUP, _fake_capture, _issue, _partition, _permuted, row_column_view, tile_layout
+from .forward import (
+    WARPGROUP,
+    _fake_capture,
+    _issue,
+    _partition,
+    _permuted,
+    fake_sequences,
+    row_column_view,
+    tile_layout,
+)
 
 ROWS = 64  # keys of one warpgroup's products
 CONSUMERS_BARRIER = 1
@@ -46,6 +58,7 @@ class HopperBackward:
     def __init__(self, plan: BackwardPlan):
         self.plan, self.tiling = plan, plan.tiling
         self.mods = BackwardMods(plan.program, plan.intervals, plan.captured)
+        self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
 
     def __repr__(self):
         return "backward"  # becomes part of the kernel's name
@@ -53,23 +66,27 @@ class HopperBackward:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # (B, Hq, Sq, D)
+        q: cute.Tensor,  # (B, Hq, Sq, D), packed (total, Hq, D); those that follow alike
         k: cute.Tensor,  # (B, Hkv, Skv, D)
         v: cute.Tensor,  # (B, Hkv, Skv, Dv)
         dout: cute.Tensor,  # (B, Hq, Sq, Dv)
-        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32: LSE in log2 units, D
+        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32: LSE in log2 units, D; see PaddedTiles
         dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
         dk: cute.Tensor,  # (B, Hkv, Skv, D)
         dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
         turns: cute.Tensor | None,  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
         scale: Float32,
+        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
+        work: cute.Tensor | None,  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `WorkOrder`
         captured,  # tuple of tensors that the mods read
         scalars,  # tuple of run-time numbers that the mods read
         stream,
     ):
         tiling = self.tiling
         dtype = self.dtype = q.element_type
-        mQ, mK, mV, mdO, mdK, mdV = [_permuted(t, (2, 3, 1, 0)) for t in (q, k, v, dout, dk, dv)]
+        queries, keys = rows_of(self.plan.layout, q, k, sequences)
+        mQ, mdO = [queries.for_copies(t) for t in (q, dout)]
+        mK, mV, mdK, mdV = [keys.for_copies(t) for t in (k, v, dk, dv)]
         q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
         do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
@@ -85,11 +102,15 @@ class HopperBackward:
             cpasync.make_tiled_tma_atom(store, mdK, k_layout, (tiling.tile_n, tiling.d)),
             cpasync.make_tiled_tma_atom(store, mdV, v_layout, (tiling.tile_n, tiling.dv)),
         ]
-        q_len, kv_len = mQ.shape[0], mK.shape[0]
-        group = mQ.shape[2] // mK.shape[2]
+        kv_heads = mK.shape[2]
+        group = mQ.shape[2] // kv_heads
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
-        q_bytes = Int64(q_len) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
-        order = WorkOrder.of(kv_len, tiling.tile_n, mK.shape[3], mK.shape[2], mK.shape[2], q_bytes, tiling.l2)
+        q_rows = q.shape[2] if self.plan.layout.is_dense else q.shape[0]
+        q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
+        if const_expr(work is None):
+            order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, q_bytes, tiling.l2)
+        else:
+            order = WorkOrder.listed(work, kv_heads, kv_heads, q_bytes, tiling.l2)
         self.kernel(
             tuple(c[0] for c in copies),
             tuple(c[1] for c in copies),
@@ -101,8 +122,8 @@ class HopperBackward:
             scale,
             captured,
             scalars,
-            q_len,
-            kv_len,
+            queries,
+            keys,
             group,
         ).launch(
             grid=(order.tiles, 1, 1),
@@ -113,10 +134,10 @@ class HopperBackward:
 
     @cute.kernel
     def kernel(
-        self, tmas, tensors, layouts, statistics, dq_sum, turns, order, scale, captured, scalars, q_len, kv_len, group
+        self, tmas, tensors, layouts, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group
     ):
         tiling = self.tiling
-        call = Call(tmas, tensors, statistics, dq_sum, turns, order, scale, captured, scalars, q_len, kv_len, group)
+        call = Call(tmas, tensors, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas:
@@ -128,6 +149,15 @@ class HopperBackward:
                     edge.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(order.table is None):
+            self.share_roles(call, block, warp)
+        else:
+            if order.tile(cute.arch.block_idx()[0]).exists:
+                self.share_roles(call, block, warp)
+
+    @cute.jit
+    def share_roles(self, call, block, warp):
+        tiling = self.tiling
         if warp < 4:
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
@@ -139,26 +169,30 @@ class HopperBackward:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
 
-    def work_tile(self, call) -> WorkTile:
-        """This block's keys: the first ones first, as a causal mask lets most queries see them.
+    def work_tile(self, call) -> "KeyTile":
+        """This block's keys: the first ones first, as a causal mask lets most queries see them, or as a table says.
 
-        In a fixed order of dQ the last ones first: a block waits only for blocks that started before it.
+        In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
+        has the tiles of each sequence from the first to the last.
         """
+        tile_n = self.tiling.tile_n
         work = call.order.tile(cute.arch.block_idx()[0])
-        if self.plan.deterministic:
-            return work
-        return WorkTile(call.order.blocks - 1 - work.m, work.b, work.h, work.kv_head)
+        queries, keys = call.queries.sequence(work.b), call.keys.sequence(work.b)
+        dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
+        count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
+        n = work.m if dense == self.plan.deterministic else count - 1 - work.m
+        padded = PaddedTiles.of(queries, work.b, self.tiling.tile_m)
+        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded)
 
-    def leaves(self, call, work, head, m=None) -> Leaves:
-        first = (work.m if m is None else m) * self.tiling.tile_n
-        last = cutlass.min(first + self.tiling.tile_n, call.kv_len) - 1
-        return Leaves(work.b, head, call.q_len, call.kv_len, call.scale, call.captured, call.scalars, first, last)
+    def leaves(self, call, work, head, n=None) -> Leaves:
+        q_len, kv_len = work.queries.length, work.keys.length
+        first = (work.n if n is None else n) * self.tiling.tile_n
+        last = cutlass.min(first + self.tiling.tile_n, kv_len) - 1
+        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
 
-    def query_tiles(self, call, work, head, m=None) -> list[QueryRun]:
-        """The query tiles that a tile of keys (this block's, or `m`) visits for one head; all roles ask alike."""
-        intervals = self.mods.intervals(self.leaves(call, work, head, m))
-        # rows beyond the last query are 0 in Q and dO and have P = 0; a score mod may turn their scores to NaN
-        return query_runs(intervals, call.q_len, self.tiling.tile_m, padding_is_harmless=self.mods.score is None)
+    def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
+        """The query tiles that a tile of keys (this block's, or `n`) visits for one head; all roles ask alike."""
+        return self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
 
     # --- producer ------------------------------------------------------------------------------------------
 
@@ -168,21 +202,21 @@ class HopperBackward:
         work = self.work_tile(call)
         tma_q, tma_do, tma_k, tma_v = call.tmas[:4]
         tQ, tdO, tK, tV = call.tensors[:4]
-        gK = cute.local_tile(tK[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.d), (work.m, 0))
-        gV = cute.local_tile(tV[None, None, work.kv_head, work.b], (tiling.tile_n, tiling.dv), (work.m, 0))
+        gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
+        gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = _partition(tma_k, block.sK, gK)
         tVsV, tVgV = _partition(tma_v, block.sV, gV)
         bar = block.kv_edge.acquire(Slot.first(1))
-        cute.copy(tma_k, tKgK, tKsK, tma_bar_ptr=bar)
-        cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=bar)
+        cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
+        cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
         q_slot, do_slot = Slot.first(tiling.q_stages), Slot.first(tiling.do_stages)
         row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
-            gQ = cute.local_tile(tQ[None, None, head, work.b], (tiling.tile_m, tiling.d), (None, 0))
-            gdO = cute.local_tile(tdO[None, None, head, work.b], (tiling.tile_m, tiling.dv), (None, 0))
+            gQ = work.queries.tiles(tQ, head, (tiling.tile_m, tiling.d))
+            gdO = work.queries.tiles(tdO, head, (tiling.tile_m, tiling.dv))
             gLse, gDelta = [
-                cute.local_tile(call.statistics[kind, work.b, head, None], (tiling.tile_m,), (None,))
+                cute.local_tile(call.statistics[kind, work.padded.b, head, None], (tiling.tile_m,), (None,))
                 for kind in range(2)
             ]
             tQsQ, tQgQ = _partition(tma_q, block.sQ, gQ)
@@ -190,15 +224,16 @@ class HopperBackward:
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
+                    padded = work.padded.first + m
                     bar = block.q_edge.acquire(q_slot)
                     cute.copy(tma_q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
                     with cute.arch.elect_one():
-                        cute.copy(row, gLse[None, m], block.sLse[None, q_slot.index], mbar_ptr=bar)
+                        cute.copy(row, gLse[None, padded], block.sLse[None, q_slot.index], mbar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
                     cute.copy(tma_do, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
                     with cute.arch.elect_one():
-                        cute.copy(row, gDelta[None, m], block.sDelta[None, do_slot.index], mbar_ptr=bar)
+                        cute.copy(row, gDelta[None, padded], block.sDelta[None, do_slot.index], mbar_ptr=bar)
                     do_slot = do_slot.next()
 
     # --- turns: dQ of a query tile is added to by one tile of keys after another, the last one first ---------
@@ -213,8 +248,8 @@ class HopperBackward:
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
-                    turn = call.turns[work.b, head, None].iterator + m
-                    before = self.blocks_before(call, work, head, m, lane)
+                    turn = call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
+                    before = self.turn(call, work, head, run, i, lane)
                     _wait_for(turn, before)
                     cute.arch.sync_warp()
                     block.turn_edge.acquire(slot)
@@ -223,17 +258,23 @@ class HopperBackward:
                     block.turn_edge.wait_empty(slot)
                     _publish_if(turn, before + 1, lane == 0)
 
+    def turn(self, call, work, head, run, i, lane):
+        """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""
+        if isinstance(run, ListedQueryRun):
+            return run.before(i)
+        return self.blocks_before(call, work, head, run.tile(i), lane)
+
     @cute.jit
     def blocks_before(self, call, work, head, m, lane):
         """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
         count = Int32(0)
-        beyond = call.order.blocks - 1 - work.m
+        beyond = work.count - 1 - work.n
         for step in cutlass.range((beyond + 31) // 32, unroll=1):
-            other = work.m + 1 + step * 32 + lane
+            other = work.n + 1 + step * 32 + lane
             visits = Boolean(False)
-            for run in self.query_tiles(call, work, head, cutlass.min(other, call.order.blocks - 1)):
+            for run in self.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
                 visits = visits | run.visits(m)
-            count = count + Int32(visits & (other < call.order.blocks))
+            count = count + Int32(visits & (other < work.count))
         distance = 16
         while const_expr(distance > 0):
             count = count + cute.arch.shuffle_sync_bfly(count, distance)
@@ -253,7 +294,7 @@ class HopperBackward:
         tiling, work = self.tiling, me.work
         turn_slot = Slot.first(1)
         q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
-        ragged = (work.m + 1) * tiling.tile_n > call.kv_len
+        ragged = (work.n + 1) * tiling.tile_n > work.keys.length
         block.kv_edge.wait(Slot.first(1))
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
@@ -281,9 +322,22 @@ class Call(Fixed):
     scale: Float32
     captured: tuple
     scalars: tuple
-    q_len: Int32
-    kv_len: Int32
+    queries: Rows
+    keys: Rows
     group: Int32
+
+
+@dataclasses.dataclass
+class KeyTile(Fixed):
+    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`."""
+
+    n: Int32
+    count: Int32
+    b: Int32
+    kv_head: Int32
+    queries: Sequence
+    keys: Sequence
+    padded: PaddedTiles
 
 
 class Block(Fixed):
@@ -420,7 +474,7 @@ class Consumer(Fixed):
         # rows of the seam are queries (columns of this transposed product), columns are keys
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32)
-        self.first_kv = work.m * tiling.tile_n + self.warpgroup * ROWS + (self.thread // 32) * 16 + self.lane // 4
+        self.first_kv = work.n * tiling.tile_n + self.warpgroup * ROWS + (self.thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
 
     def _bind_dq(self, dtype):
@@ -490,7 +544,8 @@ class Consumer(Fixed):
         block.do_edge.release(do_slot, self.lane)
         if const_expr(block.turn_edge is not None):
             block.turn_edge.wait(turn_slot)
-        add_to_sum(call.dq_sum[self.work.b, self.head, m, None], tQrdQ, self.warpgroup, self.thread)
+        padded = self.work.padded
+        add_to_sum(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
         if const_expr(block.turn_edge is not None):
             cute.arch.sync_warp()
             block.turn_edge.release(turn_slot, self.lane)
@@ -530,9 +585,8 @@ class Consumer(Fixed):
             (call.tmas[4], call.tensors[4], block.sK, tiling.d),
             (call.tmas[5], call.tensors[5], block.sV, tiling.dv),
         ):
-            tile = cute.local_tile(tensor[None, None, work.kv_head, work.b], (tiling.tile_n, columns), (work.m, 0))
-            source, target = _partition(tma, shared, tile)
-            store_if(is_first, tma, source, target)
+            source, target = _partition(tma, shared, work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns)))
+            store_if(is_first, tma, source, target[None, work.n])
         wait_if(is_first)
 
 
@@ -603,24 +657,37 @@ def element_type(plan: BackwardPlan):
     return cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
 
 
+def fake_rows(plan: BackwardPlan, batch, heads, length, d):
+    """q, k or a tensor like them to compile with, as the plan's layout has it."""
+    shape = (batch, heads, length, d) if plan.layout.is_dense else (length, heads, d)
+    return fake_tensor(element_type(plan), shape)
+
+
+def fake_work(plan: BackwardPlan):
+    """A table of the order of tiles to compile with, see `composattn.work`."""
+    return make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8) if plan.listed else None
+
+
 def fake_arguments(plan: BackwardPlan) -> tuple:
     """Tensors with dynamic sizes and strides that stand for a call's when compiling."""
-    size = cute.sym_int
-    dtype, tiling = element_type(plan), plan.tiling
+    size, tiling = cute.sym_int, plan.tiling
     batch, heads, kv_heads, q_len, kv_len, tiles = size(), size(), size(), size(), size(), size()
+    entries = batch if plan.layout.is_dense else size()
     rows = cute.sym_int(divisibility=tiling.tile_m)
     d, dv = plan.head_dim, plan.head_dim_v
     return (
-        fake_tensor(dtype, (batch, heads, q_len, d)),
-        fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
-        fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
-        fake_tensor(dtype, (batch, heads, q_len, dv)),
-        fake_tensor(Float32, (2, batch, heads, rows), divisibility=4),
-        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
-        fake_tensor(dtype, (batch, kv_heads, kv_len, d)),
-        fake_tensor(dtype, (batch, kv_heads, kv_len, dv)),
-        fake_tensor(Int32, (batch, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,
+        fake_rows(plan, batch, heads, q_len, d),
+        fake_rows(plan, batch, kv_heads, kv_len, d),
+        fake_rows(plan, batch, kv_heads, kv_len, dv),
+        fake_rows(plan, batch, heads, q_len, dv),
+        fake_tensor(Float32, (2, entries, heads, rows), divisibility=4),
+        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
+        fake_rows(plan, batch, kv_heads, kv_len, d),
+        fake_rows(plan, batch, kv_heads, kv_len, dv),
+        fake_tensor(Int32, (entries, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,
         Float32(1.0),
+        fake_sequences(plan.layout),
+        fake_work(plan),
         tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
         tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),

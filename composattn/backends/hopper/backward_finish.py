@@ -1,15 +1,17 @@
 """After the backward kernel on Hopper: the fp32 sums of dQ, scaled and rounded, into the tensor."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from ...plan_backward import BackwardPlan
+from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
+from ...primitives.seqlen import rows_of
 from ...primitives.values import narrow
-from .backward import _dq_part, dq_columns, dq_product, element_type, fake_tensor, store_if, wait_if
-from .forward import WARPGROUP, _partition, _permuted, tile_layout
+from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, store_if, wait_if
+from .forward import WARPGROUP, _partition, fake_sequences, tile_layout
 
 
 class BackwardFinish:
@@ -25,32 +27,45 @@ class BackwardFinish:
     def __call__(
         self,
         dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
-        dq: cute.Tensor,  # (B, Hq, Sq, D)
+        dq: cute.Tensor,  # (B, Hq, Sq, D), packed (total, Hq, D)
         scale: Float32,
+        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
+        work: cute.Tensor | None,  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
         stream,
     ):
         tiling = self.tiling
         self.dtype = dq.element_type
         layout = tile_layout(self.dtype, tiling.tile_m, tiling.d, slice_columns=dq_columns(tiling))
+        queries, _ = rows_of(self.plan.layout, dq, dq, sequences)
         tma, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), _permuted(dq, (2, 3, 1, 0)), layout, (tiling.tile_m, tiling.d)
+            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(dq), layout, (tiling.tile_m, tiling.d)
         )
-        self.kernel(tma, tensor, layout, dq_sum, scale).launch(
-            grid=(cute.ceil_div(dq.shape[2], tiling.tile_m), dq.shape[1], dq.shape[0]),
+        self.kernel(tma, tensor, layout, dq_sum, scale, queries, work).launch(
+            grid=query_grid(dq_sum, work),
             block=(tiling.warpgroups * WARPGROUP, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tma, tensor, layout, dq_sum, scale):
+    def kernel(self, tma, tensor, layout, dq_sum, scale, queries, work):
+        tile, head, b = query_tile(work)
+        if const_expr(work is None):
+            self.finish(tma, tensor, layout, dq_sum, scale, queries, tile, head, b)
+        else:
+            if b >= 0:
+                self.finish(tma, tensor, layout, dq_sum, scale, queries, tile, head, b)
+
+    @cute.jit
+    def finish(self, tma, tensor, layout, dq_sum, scale, queries, tile, head, b):
         tiling, dtype = self.tiling, self.dtype
-        tile, head, batch = cute.arch.block_idx()
+        sequence = queries.sequence(b)
+        padded = PaddedTiles.of(sequence, b, tiling.tile_m)
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         shared = SmemAllocator().allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         mma, part = dq_product(tiling, dtype)
         registers = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(part), Float32)
-        self.load(dq_sum[batch, head, tile, None], registers, warpgroup, thread)
+        self.load(dq_sum[padded.b, head, padded.first + tile, None], registers, warpgroup, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
         rounded = cute.make_rmem_tensor_like(registers, dtype)
@@ -61,10 +76,9 @@ class BackwardFinish:
         cute.copy(copy, copy.retile(rounded), copy.partition_D(_dq_part(tiling, shared, warpgroup, part)))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        target = cute.local_tile(tensor[None, None, head, batch], (tiling.tile_m, tiling.d), (tile, 0))
-        source, target = _partition(tma, shared, target)
+        source, target = _partition(tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)))
         is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-        store_if(is_first, tma, source, target)
+        store_if(is_first, tma, source, target[None, tile])
         wait_if(is_first)
 
     def load(self, source: cute.Tensor, registers: cute.Tensor, warpgroup: Int32, thread: Int32) -> None:
@@ -82,10 +96,13 @@ def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
     size, tiling = cute.sym_int, plan.tiling
     batch, heads, q_len, tiles = size(), size(), size(), size()
+    entries = batch if plan.layout.is_dense else size()
     arguments = (
-        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
-        fake_tensor(element_type(plan), (batch, heads, q_len, plan.head_dim)),
+        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
+        fake_rows(plan, batch, heads, q_len, plan.head_dim),
         Float32(1.0),
+        fake_sequences(plan.layout),
+        fake_work(plan),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return BackwardFinish(plan), arguments

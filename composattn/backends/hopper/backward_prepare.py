@@ -7,8 +7,11 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ...plan_backward import BackwardPlan
 from ...primitives.delta import row_product, row_statistics
+from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
+from ...primitives.seqlen import rows_of
 from ...primitives.values import choose
-from .backward import element_type, fake_tensor
+from .backward import fake_rows, fake_tensor, fake_work
+from .forward import _permuted, fake_sequences
 
 THREADS = 256
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
@@ -32,43 +35,57 @@ class BackwardPrepare:
     @cute.jit
     def __call__(
         self,
-        out: cute.Tensor,  # (B, Hq, Sq, Dv)
-        dout: cute.Tensor,  # (B, Hq, Sq, Dv)
-        lse: cute.Tensor,  # (B, Hq, Sq) fp32
-        dlse: cute.Tensor | None,  # (B, Hq, Sq) fp32
-        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32
+        out: cute.Tensor,  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
+        dout: cute.Tensor,  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
+        lse: cute.Tensor,  # (B, Hq, Sq) fp32, packed (Hq, total)
+        dlse: cute.Tensor | None,  # (B, Hq, Sq) fp32, packed (Hq, total)
+        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32; see PaddedTiles
         dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32
+        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
+        work: cute.Tensor | None,  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
         stream,
     ):
-        tiles = cute.ceil_div(out.shape[2], self.tiling.tile_m)
-        self.kernel(out, dout, lse, dlse, statistics, dq_sum).launch(
-            grid=(tiles, out.shape[1], out.shape[0]), block=(THREADS, 1, 1), stream=stream
+        queries, _ = rows_of(self.plan.layout, out, out, sequences)
+        if const_expr(work is not None):
+            out, dout = [_permuted(t, (1, 0, 2)) for t in (out, dout)]
+        self.kernel(out, dout, lse, dlse, statistics, dq_sum, queries, work).launch(
+            grid=query_grid(dq_sum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_sum):
-        tile, head, batch = cute.arch.block_idx()
+    def kernel(self, out, dout, lse, dlse, statistics, dq_sum, queries, work):
+        tile, head, b = query_tile(work)
+        if const_expr(work is None):
+            self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
+        else:
+            if b >= 0:
+                self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
+
+    @cute.jit
+    def prepare(self, out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b):
         thread = cute.arch.thread_idx()[0]
-        q_len = out.shape[2]
+        sequence = queries.sequence(b)
+        padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
+        out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
         member = thread % self.lanes
         at_once = THREADS // self.lanes
         rows, products = [], []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
             local = step * at_once + thread // self.lanes
             q = tile * self.tiling.tile_m + local
-            inside = (q < q_len) & (local < self.tiling.tile_m)
+            inside = (q < sequence.length) & (local < self.tiling.tile_m)
             product = Float32(0.0)
             for chunk in cutlass.range_constexpr(self.passes):
                 column = (chunk * self.lanes + member) * ELEMENTS
-                product = product + _load_product(
-                    out[batch, head, None, None], dout[batch, head, None, None], q, column,
-                    inside & (column < self.plan.head_dim_v),
-                )  # fmt: skip
+                product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
             products.append(product)
-        self.clear(dq_sum[batch, head, tile, None], thread)
+        self.clear(dq_sum[padded.b, head, padded.first + tile, None], thread)
+        first = padded.first * self.tiling.tile_m
+        found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         for step in cutlass.range_constexpr(len(rows)):
-            _store_statistics(lse, dlse, statistics, batch, head, *rows[step], row_product(products[step], self.lanes))
+            product = row_product(products[step], self.lanes)
+            _store_statistics(lse, dlse, found, first, *rows[step], product)
 
     def clear(self, whole: cute.Tensor, thread: Int32) -> None:
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -99,35 +116,38 @@ def _aligned(pointer: cute.Pointer) -> cute.Pointer:
 
 
 @cute.jit
-def _store_statistics(lse, dlse, statistics, batch, head, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
+def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
     if mine:
         row_lse, row_dlse = -Float32.inf, Float32(0.0)
         if inside:
-            row_lse = lse[batch, head, q]
+            row_lse = lse[q]
             if const_expr(dlse is not None):
-                row_dlse = dlse[batch, head, q]
+                row_dlse = dlse[q]
         log2, delta = row_statistics(row_lse, product, row_dlse)
-        statistics[0, batch, head, q] = log2
-        statistics[1, batch, head, q] = delta
+        found[0][first + q] = log2
+        found[1][first + q] = delta
 
 
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    size, stride = cute.sym_int, cute.sym_int64
-    dtype, tiling = element_type(plan), plan.tiling
+    size, stride, tiling = cute.sym_int, cute.sym_int64, plan.tiling
     batch, heads, q_len, tiles = size(), size(), size(), size()
+    entries = batch if plan.layout.is_dense else size()
     rows = cute.sym_int(divisibility=tiling.tile_m)
 
     def statistic():
-        return cute.runtime.make_fake_tensor(Float32, (batch, heads, q_len), (stride(), stride(), stride()))
+        shape = (batch, heads, q_len) if plan.layout.is_dense else (heads, q_len)
+        return cute.runtime.make_fake_tensor(Float32, shape, tuple(stride() for _ in shape))
 
     arguments = (
-        fake_tensor(dtype, (batch, heads, q_len, plan.head_dim_v)),
-        fake_tensor(dtype, (batch, heads, q_len, plan.head_dim_v)),
+        fake_rows(plan, batch, heads, q_len, plan.head_dim_v),
+        fake_rows(plan, batch, heads, q_len, plan.head_dim_v),
         statistic(),
         statistic() if plan.has_dlse else None,
-        fake_tensor(Float32, (2, batch, heads, rows), divisibility=4),
-        fake_tensor(Float32, (batch, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
+        fake_tensor(Float32, (2, entries, heads, rows), divisibility=4),
+        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
+        fake_sequences(plan.layout),
+        fake_work(plan),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
     return BackwardPrepare(plan), arguments

@@ -7,6 +7,7 @@ import dataclasses
 from ...errors import UnsupportedHeadDim
 from ...graph.expr import Rate, walk
 from ...graph.program import Program
+from ...graph.solve import Opaque, pieces
 from ...plan_backward import BackwardTiling
 from ...problem import Problem
 from ...target import Target
@@ -31,9 +32,10 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         )
     if max(d, dv) > 128:
         return _shared_keys(d, dv, target)
-    # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors,
-    # with D 128 none for a score mod
-    reads = _reads_an_element(program)
+    # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
+    # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
+    # score mod
+    reads = _reads_an_element(program) or _has_opaque_test(program)
     tall = d <= 64 and dv <= 64 and not reads
     wide = d == 128 and not reads and program.score is None
     return BackwardTiling(
@@ -67,3 +69,9 @@ def _reads_an_element(program: Program) -> bool:
     """Whether a mod reads a captured tensor at positions that change from pair to pair."""
     graphs = [g for g in (program.score, program.mask) if g is not None]
     return any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(*graphs))
+
+
+def _has_opaque_test(program: Program) -> bool:
+    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
+    constraints = [] if program.mask is None else [c for p in pieces(program.mask) for c in p.constraints]
+    return any(isinstance(c, Opaque) for c in constraints)

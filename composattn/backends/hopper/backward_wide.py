@@ -80,7 +80,7 @@ class Side(Fixed):
         self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32)
-        self.first_kv = work.m * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
+        self.first_kv = work.n * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
 
     def begin_head(self, mods: BackwardMods, head, leaves):
@@ -116,7 +116,8 @@ class Side(Fixed):
         edge = self.block.turn_edge
         if const_expr(edge is not None):
             edge.wait(turn_slot)
-        add_to_sum(call.dq_sum[self.work.b, self.head, m, None], tQrdQ, self.warpgroup, self.thread)
+        padded = self.work.padded
+        add_to_sum(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
         if const_expr(edge is not None):
             cute.arch.sync_warp()
             edge.release(turn_slot, self.lane)
@@ -137,10 +138,10 @@ class Side(Fixed):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=WEIGHTS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
         tensor = call.tensors[number]
-        tile = cute.local_tile(tensor[None, None, work.kv_head, work.b], (tiling.tile_n, columns), (work.m, 0))
-        source, target = _partition(call.tmas[number], shared, tile)
+        tiles = work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns))
+        source, target = _partition(call.tmas[number], shared, tiles)
         is_first = self.thread // 32 == 0
-        store_if(is_first, call.tmas[number], source, target)
+        store_if(is_first, call.tmas[number], source, target[None, work.n])
         wait_if(is_first)
 
 

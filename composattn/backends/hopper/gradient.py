@@ -7,6 +7,7 @@ tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,8 +24,23 @@ from ...graph.program import Program
 from ...launch_backward import BackwardLauncher
 from ...plan_backward import plan_backward
 from ...problem import Problem
+from ...sequences import NO_SEQUENCES, Sequences, rows_in_use
 from ...target import Target
 from ..streaming import Mods, Streaming
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What a forward had and gave; `captured` and `scalars` in the order of the program."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    captured: Sequence[torch.Tensor]
+    scalars: Sequence[float | int]
+    out: torch.Tensor
+    lse: torch.Tensor
+    sequences: Sequences = NO_SEQUENCES
 
 
 class HopperGradient:
@@ -88,84 +104,81 @@ class HopperGradient:
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        scalars: Sequence[float | int],
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        forward: Forward,
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
         wanted: Sequence[bool],
     ) -> Grads:
-        """(dq, dk, dv, *d captured); `captured` and `scalars` in the order of the program."""
+        """(dq, dk, dv, *d captured), the captured tensors in the order of the program."""
         if torch.is_grad_enabled():
             raise GradientUnsupported(
                 'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
                 "whose gradients are"
             )
         if not self.fused:
-            return self._streamed(q, k, v, captured, lse, dout, dlse, wanted)
+            return self._streamed(forward, dout, dlse, wanted)
         asked = [c for c, want in zip(self.program.captures, wanted[3:], strict=True) if want]
         summed = frozenset(c for c in asked if c in self.fusable)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
         if any(wanted[:3]) or summed:
-            dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-            grads = self._fused(q, k, v, captured, scalars, out, lse, dout, dlse, summed, found)
+            like = forward.out
+            grads, found = self._fused(
+                forward, torch.zeros_like(like) if dout is None else dout.to(like.dtype), dlse, summed
+            )
         if len(found) < len(asked):
             also = [want and c not in found for c, want in zip(self.program.captures, wanted[3:], strict=True)]
-            streamed = self._streamed(q, k, v, captured, lse, dout, dlse, (False, False, False, *also))
+            streamed = self._streamed(forward, dout, dlse, (False, False, False, *also))
             found |= {c: g for c, g, want in zip(self.program.captures, streamed[3:], also, strict=True) if want}
         return (*grads, *(found.get(c) for c in self.program.captures))
 
     def _fused(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        scalars: Sequence[float | int],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        summed: frozenset[Capture],
-        found: dict[Capture, torch.Tensor | None],
-    ) -> Grads:
-        """(dq, dk, dv); the gradients of `summed` are put into `found`."""
+        self, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None, summed: frozenset[Capture]
+    ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
+        """(dq, dk, dv), and the gradients of `summed`."""
+        q, k, v, sequences = forward.q, forward.k, forward.v, forward.sequences
         launcher = self.launcher(dlse is not None, self.deterministic(), summed)
         program = self.summing(summed)
-        at_call = dict(zip(self.program.captures, captured, strict=True))
+        at_call = dict(zip(self.program.captures, forward.captured, strict=True))
         made: dict[Capture, torch.Tensor] = {}
         if isinstance(program, GradientProgram):
-            made[program.units] = unit_counts(program.reads.values(), q, k, v, dout, dlse)
+            made[program.units] = self._units(program, forward, dout, dlse)
             for c, total in program.totals.items():
                 made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
-        reads = launcher.plans.main.captured
+        plan = launcher.plans.main
+        if plan.lists is not None:
+            numbers = dict(zip(program.scalars, forward.scalars, strict=True))
+            listed = plan.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
+            made |= zip(plan.lists.captures, listed, strict=True)
+        reads = plan.captured
         refresh(reads)
         tensors = [made.get(c, at_call.get(c, c.tensor)) for c in reads]
-        grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, tensors, scalars)
+        grads = launcher(q, k, v, forward.out, forward.lse, dout, dlse, self.scale, tensors, forward.scalars, sequences)
+        found: dict[Capture, torch.Tensor | None] = {}
         if isinstance(program, GradientProgram):
             for n, (c, total) in enumerate(program.totals.items()):
                 found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
-        return grads
+        return grads, found
+
+    def _units(
+        self, program: GradientProgram, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Units in 1 of each sum."""
+        q, v, sequences = forward.q, forward.v, forward.sequences
+        reads = program.reads.values()
+        if sequences.cu_q is None or sequences.cu_k is None:
+            return unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
+        totals = q.shape[0], v.shape[0]
+        rows = rows_in_use(sequences.cu_q, sequences.used_q, totals[0])
+        keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
+        return unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
     def _streamed(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        lse: torch.Tensor,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
+        self, forward: Forward, dout: torch.Tensor | None, dlse: torch.Tensor | None, wanted: Sequence[bool]
     ) -> Grads:
-        streaming = Streaming(Mods(self.program, self.scale))
+        streaming = Streaming(Mods(self.program, self.scale), forward.scalars, forward.sequences)
+        q, k, v, captured = forward.q, forward.k, forward.v, forward.captured
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
         out, _ = streaming.forward(q, k, v, captured)
-        return streaming.backward(
-            q, k, v, captured, out, lse, None if dout is None else dout.to(out.dtype), dlse, wanted
-        )
+        dout = None if dout is None else dout.to(out.dtype)
+        return streaming.backward(q, k, v, captured, out, forward.lse, dout, dlse, wanted)

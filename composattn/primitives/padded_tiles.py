@@ -1,0 +1,50 @@
+"""Where the tiles of a sequence lie in a workspace that has whole tiles: statistics of rows, sums of dQ, turns.
+
+Dense workspaces are (B, H, tiles, ...). Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
+start // tile + b: it ends at most at (start + length) // tile + b + 1, where the next one begins: no two overlap, and
+no sum over the sequences is needed to find a place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .seqlen import DenseSequence, Sequence
+from .values import Fixed
+
+
+@dataclasses.dataclass
+class PaddedTiles(Fixed):
+    """Entry `b` of a workspace's first mode, and which of the entry's tiles is the sequence's first one."""
+
+    b: Any
+    first: Any
+
+    @staticmethod
+    def of(sequence: Sequence, b: Any, tile: int) -> PaddedTiles:
+        """Those of sequence `b` in tiles of `tile` rows."""
+        if isinstance(sequence, DenseSequence):
+            return PaddedTiles(b, 0)
+        return PaddedTiles(0, sequence.start // tile + b)
+
+
+# --- kernels with a block a tile of queries --------------------------------------------------------------------
+
+
+def query_grid(workspace: cute.Tensor, work: cute.Tensor | None) -> tuple[Any, Any, Any]:
+    """A block for each tile and head of a workspace (B, H, tiles, ...), or for each entry of `work` and head."""
+    entries, heads, tiles = workspace.shape[:3]
+    return (tiles, heads, entries) if work is None else (work.shape[0], heads, 1)
+
+
+def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
+    """(number of the tile in its sequence, head, sequence) of this block; the sequence is -1 where there is no work."""
+    number, head, b = cute.arch.block_idx()
+    return (number, head, b) if work is None else (work[number, 1], head, work[number, 0])
+
+
+__all__ = ["PaddedTiles", "query_grid", "query_tile"]

@@ -1,0 +1,187 @@
+"""Gradients of packed sequences by the emulated kernels against fp64: empty ones, unused rows, mods, a fixed order."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends import reference
+from composattn.compile import compile_offline
+from composattn.emulator.capture import Captured
+from composattn.emulator.launch import run
+from composattn.graph.mask import Mask
+from composattn.graph.program import Program
+from composattn.graph.score import Score
+from composattn.launch_backward import BackwardLauncher
+from composattn.plan_backward import BackwardPlan, plan_backward
+from composattn.problem import Problem
+from composattn.sequences import Sequences
+from composattn.target import HOPPER
+from composattn.testing import check, make_case, make_varlen_case
+from composattn.testing import run as run_case
+from tests.support import outlier_normal
+
+SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 400), torch.arange(200) // 70
+
+
+def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv
+
+
+MODS: dict[str, tuple[Any, Any]] = {
+    "plain": (None, None),
+    "causal": (None, causal),
+    "from-the-end": (None, lambda b, h, q, kv: kv + 40 > q),
+    "window-by-sequence": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30 + 10 * b)),
+    "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
+    "alibi": (lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv), causal),
+    "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), causal),
+    "relative": (lambda s, b, h, q, kv: s + BIAS[h, q - kv + 200], None),
+}
+
+# mods, dtype, query heads, key heads, lengths of queries, of keys (None: the same), D, Dv, LSE, in order, used
+CASES: dict[str, tuple[Any, ...]] = {
+    "plain-d128": ("plain", torch.bfloat16, 1, 1, [100, 0, 1, 129], None, 128, 128, True, False, False),
+    "causal-gqa2-d64": ("causal", torch.bfloat16, 2, 1, [130, 64, 7], None, 64, 64, True, False, False),
+    "other-lengths-d64": ("plain", torch.float16, 1, 1, [70, 0, 33, 80], [129, 50, 0, 1], 64, 64, False, False, False),
+    "from-the-end": ("from-the-end", torch.bfloat16, 1, 1, [70, 90], [150, 60], 128, 128, True, False, False),
+    "window-used-gqa2": ("window-by-sequence", torch.bfloat16, 2, 1, [120, 40], None, 128, 128, True, False, True),
+    "document-in-order": ("document", torch.float16, 2, 1, [180, 0, 60], None, 64, 64, True, True, False),
+    "causal-used-in-order": ("causal", torch.bfloat16, 1, 1, [280, 130], None, 128, 128, False, True, True),
+    "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, [33, 90], None, 128, 128, True, False, False),
+    "softcap-used-d64": ("softcap", torch.bfloat16, 1, 1, [100, 70], [60, 110], 64, 64, False, False, True),
+    "relative-d256": ("relative", torch.bfloat16, 1, 1, [90, 30], None, 256, 256, True, False, False),
+    "window-d256-in-order": ("window-by-sequence", torch.float16, 1, 1, [80, 70], None, 256, 256, True, True, True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("varlen")
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
+    mods, dtype, heads, kv_heads, q_lens, kv_lens, d, dv, through_lse, in_order, with_used = CASES[case]
+    score, mask = MODS[mods]
+    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    kv_lens = q_lens if kv_lens is None else kv_lens
+    cu_q, cu_k = offsets(q_lens), offsets(kv_lens)
+    used_q = [max(0, n - 13 * i - 5) for i, n in enumerate(q_lens)] if with_used else q_lens
+    used_k = [max(0, n - 11 * i - 3) for i, n in enumerate(kv_lens)] if with_used else kv_lens
+    rows = [slice(int(a), int(a) + n) for (a, _), n in zip(pairwise(cu_q), used_q, strict=True)]
+    keys = [slice(int(a), int(a) + n) for (a, _), n in zip(pairwise(cu_k), used_k, strict=True)]
+    total_q, total_k = sum(q_lens), sum(kv_lens)
+
+    def draw(total: int, used: list[slice], heads: int, d: int) -> torch.Tensor:
+        drawn = outlier_normal(total, heads, d, generator=generator, dtype=dtype)
+        poisoned = torch.full_like(drawn, torch.nan)
+        for s in used:
+            poisoned[s] = drawn[s]
+        return poisoned
+
+    q, dout = draw(total_q, rows, heads, d), draw(total_q, rows, heads, dv)
+    k, v = draw(total_k, keys, kv_heads, d), draw(total_k, keys, kv_heads, dv)
+    dlse = torch.randn(heads, total_q, generator=generator)
+    out, lse = torch.full((total_q, heads, dv), torch.nan, dtype=dtype), torch.full((heads, total_q), torch.nan)
+    wanted = [torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v)]
+    scale = d**-0.5
+    for b, (r, c) in enumerate(zip(rows, keys, strict=True)):
+        exact = [t[s].double().transpose(0, 1)[None].requires_grad_() for t, s in ((q, r), (k, c), (v, c))]
+        found_out, found_lse = reference.attention(
+            *(t.expand(b + 1, -1, -1, -1) for t in exact), score=program.score, mask=program.mask, scale=scale
+        )
+        found_out, found_lse = found_out[b], found_lse[b]  # as sequence b: mods look at it
+        out[r], lse[:, r] = found_out.transpose(0, 1).to(dtype), found_lse.float()
+        loss = (found_out.transpose(0, 1) * dout[r].double()).sum()
+        if through_lse:
+            loss = loss + torch.where(found_lse == -math.inf, 0.0, found_lse * dlse[:, r].double()).sum()
+        grads = torch.autograd.grad(loss, exact)
+        for total, s, g in zip(wanted, (r, c, c), grads, strict=True):
+            total[s] = g[0].transpose(0, 1)
+
+    def kernel_of(plan: BackwardPlan) -> Any:
+        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
+        kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
+        return lambda *given: run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
+
+    def counts(used: list[int]) -> torch.Tensor | None:
+        return torch.tensor(used, dtype=torch.int32) if with_used else None
+
+    varlen = ca.Varlen(cu_q, cu_k, seqused_q=counts(used_q), seqused_k=counts(used_k))
+    problem = Problem.of(q, k, v, varlen=varlen)
+    plans = plan_backward(problem, program, HOPPER, has_dlse=through_lse, deterministic=in_order)
+    torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
+    try:
+        found = BackwardLauncher(plans, kernel_of)(
+            q, k, v, out, lse, dout, dlse if through_lse else None, scale,
+            [c.tensor for c in plans.main.captured], [s.value for s in program.scalars], Sequences.of(varlen, None),
+        )  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        unused = torch.ones(len(want), dtype=torch.bool)
+        for s in rows if name == "dq" else keys:
+            unused[s] = False
+        assert not got[unused].any(), f"{name} of rows that no sequence uses"
+        error = float((got.double() - want).norm() / want.norm())
+        assert error <= 2 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
+
+
+LEARNED: dict[str, Any] = {
+    "distance": lambda t: lambda s, b, h, q, kv: s + t["relative"][h, q - kv + 130],
+    "row-and-column": lambda t: lambda s, b, h, q, kv: s + 0.1 * t["row"][b, q] + t["column"][kv],
+    "slope-by-sequence-and-head": lambda t: lambda s, b, h, q, kv: s - t["slope"][b, h] * (q - kv),
+    "not-in-the-kernel": lambda t: lambda s, b, h, q, kv: s * t["slope"][b, h],
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_captured_gradients_of_packed_sequences_are_right(name: str, generator: torch.Generator) -> None:
+    def table(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).requires_grad_()
+
+    tables = {"relative": table(2, 261), "row": table(3, 130), "column": table(130), "slope": table(3, 2)}
+    case = make_varlen_case(
+        int(torch.randint(1000, (), generator=generator)), [60, 0, 130], used_q=[51, 0, 99],
+        score_mod=LEARNED[name](tables), mask_mod=causal, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16,
+    )  # fmt: skip
+    check(partial(ca.attention, backend="hopper-emulated"), case)
+
+
+def test_lists_serve_packed_sequences_in_a_fixed_order(generator: torch.Generator) -> None:
+    blocks = torch.rand(2, 2, 10, 10, generator=generator) < 0.4
+    case = make_varlen_case(
+        3, [150, 40], [90, 140], mask_mod=lambda b, h, q, kv: blocks[b, h, q // 16, kv // 16], heads=2, dim=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = Problem.of(case.q, case.k, case.v, varlen=case.varlen)
+    assert plan_backward(problem, case.program, HOPPER, deterministic=True).main.lists is not None
+    attention = partial(ca.attention, backend="hopper-emulated", deterministic=True)
+    check(attention, case)
+    first, again = (run_case(attention, case) for _ in range(2))
+    assert all(torch.equal(first[name].nan_to_num(), again[name].nan_to_num()) for name in first)
+
+
+@pytest.mark.parametrize("order", ["longest_first", "shortest_first", "in_order"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_gradients_depend_on_no_order(order: Any, packed: bool, generator: torch.Generator) -> None:
+    """A mask that leaves later keys more queries, so that the default order of the keys does not serve."""
+    options: dict[str, Any] = {"mask_mod": lambda b, h, q, kv: q <= kv, "heads": 1, "dim": 64, "dtype": torch.bfloat16}
+    case = make_varlen_case(5, [150, 290], **options) if packed else make_case(5, batch=1, q_len=290, **options)
+    check(partial(ca.attention, backend="hopper-emulated", schedule=ca.Schedule(order=order)), case)
