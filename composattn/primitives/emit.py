@@ -151,7 +151,7 @@ class Evaluator:
         return store[key]
 
     def first_of_block(self, node: Expr, r: int, c: int) -> tuple[int, int] | None:
-        """The first element whose value of `node` is the same for certain, as of q // n and kv // n; None: only this."""
+        """The first element where `node` is the same for certain, as q // n and kv // n are; None: only this one."""
         shape, known = self.tile.shape, self.mods.in_blocks
         if shape.block == 1:
             return None
