@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from .errors import GradientUnsupported
+from .sequences import Sequences
 
 Grads = tuple[torch.Tensor | None, ...]
 
@@ -25,6 +26,10 @@ class Differentiable(Protocol):
     @property
     def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where the sequences lie."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
@@ -70,11 +75,14 @@ class _Attend(torch.autograd.Function):
         out, lse = output
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *captured, out, lse)
+        # saved only so that torch refuses a backward after lengths were written to
+        lengths = [t for t in call.sequences if t is not None]
+        ctx.save_for_backward(*lengths, q, k, v, *captured, out, lse)
+        ctx.first = len(lengths)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, *captured, out, lse = ctx.saved_tensors
+        q, k, v, *captured, out, lse = ctx.saved_tensors[ctx.first :]
         wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (len(wanted) + 1)

@@ -194,6 +194,15 @@ def test_a_double_backward_goes_through_packed_sequences() -> None:
     assert torch.autograd.gradgradcheck(attend, (q, k, v))
 
 
+def test_a_backward_after_lengths_were_written_to_is_refused() -> None:
+    case = make_varlen_case(0, (5, 3))
+    q = case.q.detach().requires_grad_()
+    out = ca.attention(q, case.k, case.v, varlen=case.varlen)
+    case.varlen.cu_seqlens_q.copy_(int32(0, 4, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_func_grad_goes_through_packed_sequences() -> None:
     case = make_varlen_case(0, (5, 3))
 
