@@ -8,6 +8,7 @@ from typing import Any
 
 from .bands import EVERYTHING, TileInterval, tile_intervals
 from .expr import Capture, Expr, captures, const, content_key, scalars, score
+from .row_limits import RowLimits, row_limits
 
 
 class Program:
@@ -31,9 +32,15 @@ class Program:
         return EVERYTHING if self.mask is None else tile_intervals(self.mask)
 
     @cached_property
+    def limits(self) -> RowLimits | None:
+        """Where the keys that a row sees begin and end, if they are one run; derived from the mask."""
+        return row_limits(self.mask)
+
+    @cached_property
     def roots(self) -> tuple[Expr, ...]:
         ends = [end for i in self.intervals for end in (i.begin, i.end, i.full_begin, i.full_end)]
-        return tuple(e for e in (self.score, self.mask, *ends) if e is not None)
+        limits = () if self.limits is None else (self.limits.begin, self.limits.end, self.limits.holds)
+        return tuple(e for e in (self.score, self.mask, *ends, *limits) if e is not None)
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:

@@ -14,16 +14,19 @@ import dataclasses
 import math
 from typing import Any
 
-from cutlass import Float32, Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
 from ..graph.expr import Dep, DType, Expr, Rate, promote, score
 from ..graph.program import Program
 from .emit_ops import CUTE, convert, read_element
 from .score_tile import ScoreTile
-from .values import Fixed, choose
+from .values import Fixed, bits_before, choose, larger, smaller
 
 LOG2_E = math.log2(math.e)
+
+WORD = 24  # columns that a word of `apply_limits` speaks of
 
 _LIMIT = 1 << 24  # integers below it are exact in fp32
 
@@ -384,7 +387,8 @@ class Mods:
     """
 
     def __init__(self, program: Program, positive_scale: bool = True, of_one_head: bool = True) -> None:
-        self.score, self.mask, self.bounds = program.score, program.mask, program.intervals
+        self.score, self.mask = program.score, program.mask
+        self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
         self.capture_slot = {capture: slot for slot, capture in enumerate(program.captures)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
@@ -421,6 +425,16 @@ class BoundMods(Fixed):
             parts = [mods.additive.factor, *(t.head for t in mods.additive.linear_terms)]
             self.work.prepare(*parts, *(term for _, term in mods.additive.others))
         self.row_shift = [self._row_shift(r) for r in range(tile.rows)]
+        self.limits_hold: Any = False  # a number known when compiling, or a kernel value
+        if mods.limits is not None and _is_fixed(mods.limits.holds, tile.shape.of_one_head):
+            self.limits_hold = self.work.value(mods.limits.holds)
+            self.row_limits = [self._row_limits(r) for r in range(tile.rows)]
+
+    def _row_limits(self, r: int) -> tuple[Any, Any]:
+        """The keys that row `r` sees, inside of the sequence."""
+        limits = self.mods.limits
+        begin = None if limits.begin.is_const and limits.begin.attr <= 0 else Int32(self.work.value(limits.begin, r))
+        return begin, smaller(Int32(self.work.value(limits.end, r)), self.leaves.kv_len)
 
     def _row_shift(self, r: int) -> Any:
         """Part of the scores of row `r` that `apply_score` leaves out, in natural units; belongs into LSE."""
@@ -477,11 +491,44 @@ class BoundMods(Fixed):
                 tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
                 at.forget_element()
 
+    def apply_either(self, tile: ScoreTile) -> None:
+        """By the rows' limits where they hold, else by the mask, which a branch decides."""
+        if isinstance(self.limits_hold, bool):
+            (self.apply_limits if self.limits_hold else self.apply_mask)(tile)
+        else:
+            _apply_either(self, tile, self.limits_hold)
+
+    def apply_limits(self, tile: ScoreTile) -> None:
+        """What `apply_mask` does, by each row's first and last visible key alone; where the mask's limits hold.
+
+        A word says which of a row's columns are visible, and a bit of it costs less than a comparison: predicates are
+        set by seven from a register.
+        """
+        shape = tile.shape
+        for r, (begin, end) in enumerate(self.row_limits):
+            stop = shape.columns_before(larger(end - tile.first_kv, 0))
+            start = None if begin is None else shape.columns_before(larger(begin - tile.first_kv, 0))
+            for word in range(0, tile.columns, WORD):
+                visible = bits_before(stop if word == 0 else larger(stop - word, 0))
+                if start is not None:
+                    visible = visible & ~bits_before(start if word == 0 else larger(start - word, 0))
+                for c in range(word, min(word + WORD, tile.columns)):
+                    bit = visible & (1 << (c - word))
+                    tile.values[r, c] = choose(bit != 0, tile.values[r, c], -Float32.inf)
+
     @staticmethod
     def _and(inside: Any, visible: Any) -> Any:
         if isinstance(visible, bool):
             return inside if visible else inside & False
         return inside & visible
+
+
+@cute.jit
+def _apply_either(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean):
+    if limits_hold:
+        mods.apply_limits(tile)
+    else:
+        mods.apply_mask(tile)
 
 
 __all__ = ["BoundMods", "Evaluator", "Leaves", "Linear", "Mods", "additive", "linear"]

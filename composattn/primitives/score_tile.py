@@ -5,11 +5,12 @@ statistics) sees only this view. How rows and columns lie over lanes is data (`F
 """
 
 import dataclasses
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .values import Fixed
+from .values import Fixed, smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,17 @@ class FragmentShape:
     def of_one_head(self) -> bool:
         """Whether all rows of a thread are of one query head."""
         return not any(self.head_offsets)
+
+    def columns_before(self, x: Any) -> Any:
+        """How many of the thread's columns lie before its first one + `x`, for `x` from 0; any beyond the last count.
+
+        Columns are runs of neighbours at even distances.
+        """
+        run = next((n for n, c in enumerate(self.column_offsets) if c != n), self.columns)
+        if run == self.columns:
+            return x
+        period = self.column_offsets[run]
+        return x // period * run + smaller(x % period, run)
 
 
 def _first_of_block(offsets: tuple[int, ...], i: int, block: int) -> int:

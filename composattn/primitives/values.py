@@ -44,6 +44,15 @@ def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
         )
 
 
+def bits_before(count: Any) -> Any:
+    """A word with its first `count` bits set, `count` from 0; all of them from 32 on."""
+    if _known(count):
+        return (1 << min(count, 32)) - 1
+    # in PTX a shift by 32 and more gives 0
+    rest = cute.arch.inline_ptx("shl.b32 {$w0}, -1, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[count])
+    return ~rest
+
+
 class Bundle:
     """Several kernel values that cross loops and kernel boundaries as one; `parts` names them in order."""
 

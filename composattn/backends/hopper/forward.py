@@ -24,7 +24,7 @@ from ...primitives.pipelines import Edge, Slot, Turns
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import Fixed, choose, narrow
 
 ROWS = 64  # query rows of one warpgroup's product
 WARPGROUP = 128
@@ -259,10 +259,11 @@ class HopperForward:
             k_slot = k_slot.next()
             for run in tiles.runs:
                 for segment in run.segments():
-                    for i in cutlass.range(segment.count, unroll=1):
-                        me.step(segment.tile(i), segment.tested, k_slot, v_slot)
-                        k_slot = k_slot.next()
-                        v_slot = v_slot.next()
+                    for test, count in me.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            me.step(segment.tile(i), test, k_slot, v_slot)
+                            k_slot = k_slot.next()
+                            v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             me.last_product(v_slot)
@@ -427,12 +428,22 @@ class Consumer(Fixed):
     def issue_output(self, slot):
         _issue(self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, slot.index], True)
 
-    def probabilities(self, n, tested, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place."""
+    def tests(self, segment) -> list:
+        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
+        if not segment.tested:
+            return [(None, segment.count)]
+        holds = self.mods.limits_hold
+        if isinstance(holds, bool):
+            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
+        by_limits = choose(holds, segment.count, 0)
+        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+
+    def probabilities(self, n, test, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
         tile = self.tile(n)
         self.mods.apply_score(tile)
-        if tested:
-            self.mods.apply_mask(tile)
+        if test is not None:
+            test(tile)
         self.softmax.step(tile, self.rescale, first, self.tiling.slack)
 
     def store_probabilities(self):
@@ -450,7 +461,7 @@ class Consumer(Fixed):
         self.issue_scores(k_slot)
         warpgroup.wait_group(0)
         self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, tested=True, first=True)
+        self.probabilities(n, self.mods.apply_either, first=True)
         self.store_probabilities()
 
     @cute.jit
@@ -466,7 +477,7 @@ class Consumer(Fixed):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=groups * WARPGROUP)
 
-    def step(self, n, tested, k_slot, v_slot):
+    def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         early = self.tiling.rescale_early
         self.block.k_edge.wait(k_slot)
@@ -479,7 +490,7 @@ class Consumer(Fixed):
         self.turns.give(self.warpgroup)
         warpgroup.wait_group(1)
         self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, tested, first=False)
+        self.probabilities(n, test, first=False)
         warpgroup.wait_group(0)
         self.block.v_edge.release(v_slot, self.lane)
         self.store_probabilities()
