@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -116,6 +117,29 @@ def documents(case: Case, device: torch.device, count: int = 12) -> Pattern:
     return Pattern(f"{count} documents", mask, causal=True, document_starts=starts)
 
 
+DOCUMENT_LENGTHS = (700, 1500, 300, 2500, 1192, 1000, 500, 500)  # 8192 tokens
+
+
+def eight_documents(case: Case, device: torch.device, causal: bool = False) -> Pattern:
+    """Documents of these lengths, every one seen whole from each of its positions, or up to there with `causal`."""
+    starts = (0, *itertools.accumulate(DOCUMENT_LENGTHS))
+    counts = torch.tensor(DOCUMENT_LENGTHS)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device=device, dtype=torch.int32)
+
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return ids[q] == ids[kv]
+
+    def causal_mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (ids[q] == ids[kv]) & (q >= kv)
+
+    name = "8 causal documents" if causal else "8 documents"
+    return Pattern(name, causal_mask if causal else mask, causal=causal, document_starts=starts)
+
+
+def eight_causal_documents(case: Case, device: torch.device) -> Pattern:
+    return eight_documents(case, device, causal=True)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said.
@@ -203,7 +227,9 @@ def _all() -> Iterable[Case]:
                 for pattern in (full, causal):
                     core = dim == 128 and length >= 4096 and direction == "forward"
                     yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
-        for pattern in (causal, window, alibi, relative, softcap, prefix, documents):
+        for pattern in (
+            causal, window, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
+        ):  # fmt: skip
             core = direction == "forward" and pattern in (window, alibi, softcap)
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
         yield _modded(relative, direction, (direction, "mods"), heads=32, dim=64)

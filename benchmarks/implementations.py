@@ -17,6 +17,7 @@ from benchmarks.cases import Case, Pattern
 Forward = Callable[..., Any]
 OURS = "composattn"
 DETERMINISTIC = "composattn, fixed order"
+PACKED = "composattn varlen"
 GEMM = "cuBLAS GEMM 8192"
 
 
@@ -94,16 +95,23 @@ class Composattn:
 
     backend: str | None = None
     deterministic: bool = False
+    packed: bool = False  # documents as sequences of a packed call, not as a mask
 
     @property
     def name(self) -> str:
-        return DETERMINISTIC if self.deterministic else OURS
+        return DETERMINISTIC if self.deterministic else PACKED if self.packed else OURS
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         import composattn as ca
+        from composattn.mods import causal
 
         if self.deterministic and (case.direction == "forward" or not pattern.is_plain):
             raise NotServed("measured on plain backward cases only; a forward always gives the same bits")
+        if self.packed:
+            if not pattern.document_starts:
+                raise NotServed("has no documents to pack")
+            of_each = ca.Attention(mask_mod=causal() if pattern.causal else None, backend=self.backend)
+            return _packed(case, pattern, inputs, lambda q, k, v, starts, _: of_each(q, k, v, varlen=ca.Varlen(starts)))
         attention = ca.Attention(
             score_mod=pattern.score_mod,
             mask_mod=pattern.mask_mod,
@@ -233,35 +241,36 @@ class FlashAttention4:
         return Job(forward, (q, pages.k, pages.v), grad, lambda t: t.transpose(1, 2))
 
     def _documents(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
-        """Packed (total, H, D): every batch entry's documents, one after the other."""
         from flash_attn.cute import flash_attn_varlen_func
 
-        starts = torch.tensor(pattern.document_starts)
-        offsets = torch.cat([starts[:-1] + b * case.q_len for b in range(case.batch)] + [starts[-1:] * case.batch])
-        offsets = offsets.to(device=inputs.q.device, dtype=torch.int32)
-        longest = int(starts.diff().max())
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tensor:
+            ends = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            return _first(flash_attn_varlen_func(q, k, v, **ends, causal=pattern.causal))
 
-        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _first(
-                flash_attn_varlen_func(
-                    q,
-                    k,
-                    v,
-                    cu_seqlens_q=offsets,
-                    cu_seqlens_k=offsets,
-                    max_seqlen_q=longest,
-                    max_seqlen_k=longest,
-                    causal=pattern.causal,
-                )
-            )
+        return _packed(case, pattern, inputs, call)
 
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            return t.transpose(1, 2).flatten(0, 1).contiguous()
 
-        def unpack(t: torch.Tensor) -> torch.Tensor:
-            return t.unflatten(0, (case.batch, case.q_len)).transpose(1, 2)
+def _packed(case: Case, pattern: Pattern, inputs: Inputs, call: Callable[..., torch.Tensor]) -> Job:
+    """Packed (total, H, D): every batch entry's documents, one after the other.
 
-        return Job(forward, _leaves(case, pack(inputs.q), pack(inputs.k), pack(inputs.v)), pack(inputs.grad), unpack)
+    `call` takes q, k, v, where the documents start (int32, the end included) and how long the longest one is.
+    """
+    starts = torch.tensor(pattern.document_starts)
+    offsets = torch.cat([starts[:-1] + b * case.q_len for b in range(case.batch)] + [starts[-1:] * case.batch])
+    offsets = offsets.to(device=inputs.q.device, dtype=torch.int32)
+    forward = functools.partial(_with, call, offsets, int(starts.diff().max()))
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t.transpose(1, 2).flatten(0, 1).contiguous()
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(0, (case.batch, case.q_len)).transpose(1, 2)
+
+    return Job(forward, _leaves(case, pack(inputs.q), pack(inputs.k), pack(inputs.v)), pack(inputs.grad), unpack)
+
+
+def _with(call: Callable[..., Any], starts: torch.Tensor, longest: int, *qkv: torch.Tensor) -> Any:
+    return call(*qkv, starts, longest)
 
 
 def _first(result: Any) -> torch.Tensor:
@@ -292,7 +301,7 @@ def gemm(device: torch.device, size: int = 8192) -> tuple[Callable[[], Any], int
 
 def available(device: torch.device, backend: str | None = None) -> list[Implementation]:
     """Ours first, then the peers that can run on this device."""
-    found: list[Implementation] = [Composattn(backend)]
+    found: list[Implementation] = [Composattn(backend), Composattn(backend, packed=True)]
     if device.type == "cuda":
         found += [
             Composattn(backend, deterministic=True),

@@ -22,7 +22,7 @@ from composattn.schedule import AUTO, Schedule
 from composattn.target import HOPPER
 
 WINDOW = 512
-PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True)
+PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True, split_kv=1)
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 8, 8)
 BLOCKS = torch.rand(4, 8, 8) < 0.5
