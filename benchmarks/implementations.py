@@ -250,7 +250,7 @@ class FlashAttention4:
         return _packed(case, pattern, inputs, call)
 
 
-def _packed(case: Case, pattern: Pattern, inputs: Inputs, call: Callable[..., torch.Tensor]) -> Job:
+def _packed(case: Case, pattern: Pattern, inputs: Inputs, call: Forward) -> Job:
     """Packed (total, H, D): every batch entry's documents, one after the other.
 
     `call` takes q, k, v, where the documents start (int32, the end included) and how long the longest one is.
