@@ -1,7 +1,8 @@
 """What other implementations compute wrongly without a word, as cases that every backend here must get right.
 
 Known of them: causal dropped where a mask is given too, or that mask ignored in the backward; query heads mistaken
-where heads share keys; a tensor that is read twice left with half of its gradient; strides of dO taken for contiguous;
+where heads share keys; a tensor that is read twice left with half of its gradient; positions of packed sequences
+counted from the first of all; strides of dO taken for contiguous;
 block lists trusted to be ascending, or their transposed twin to be given; tiles called full or empty by five sampled
 points; mods told apart by their source text.
 """
@@ -18,7 +19,7 @@ import torch
 
 import composattn as ca
 from composattn.mods import causal, sliding_window
-from composattn.testing import Case, check, make_case
+from composattn.testing import Case, check, make_case, make_varlen_case
 
 Mod = Callable[..., Any]
 
@@ -87,6 +88,18 @@ class Suite:
         table = 0.3 * torch.randn(self.heads[0], self.length, generator=generator)
         made = SCORES[score](table.to(self.device).requires_grad_())
         check(self.attention(), self.case(generator, causal(), made))
+
+    @pytest.mark.parametrize("score", SCORES)
+    def test_scores_on_ragged_lengths(self, score: str, generator: torch.Generator) -> None:
+        q_lens, kv_lens = [self.length // 3, 0, self.length], [self.length // 2, 11, self.length - 37]
+        table = 0.3 * torch.randn(self.heads[0], self.length, generator=generator)
+        case = make_varlen_case(
+            int(torch.randint(2**31, (), generator=generator)), q_lens, kv_lens,
+            used_q=[n - n // 7 for n in q_lens], used_kv=[n - n // 5 for n in kv_lens],
+            score_mod=SCORES[score](table.to(self.device).requires_grad_()), mask_mod=causal(), heads=self.heads[0],
+            kv_heads=self.heads[1], dim=self.dim, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+        check(self.attention(), case)
 
     @pytest.mark.parametrize("form", DOUTS)
     def test_strides_of_the_incoming_gradient(self, form: str, generator: torch.Generator) -> None:

@@ -17,14 +17,16 @@ from composattn.compile import Artifact, compile_offline
 from composattn.graph.mask import Mask
 from composattn.graph.program import Program
 from composattn.graph.score import Score
+from composattn.mods.masks import neighborhood
 from composattn.plan_backward import BackwardPlans, plan_backward
 from composattn.primitives.q_tiles import query_runs
-from composattn.problem import Problem
+from composattn.problem import DENSE, Layout, Problem
 from composattn.target import HOPPER
 
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 64)
 DOCUMENT = torch.arange(8) // 3
+LENGTH = 300
 
 MODS = {
     "plain-full": (None, None),
@@ -36,14 +38,22 @@ MODS = {
 }
 
 
-def plans(mods: str, d: int, dtype: torch.dtype = torch.bfloat16, *, deterministic: bool = False) -> BackwardPlans:
+def plans(
+    mods: str, d: int, dtype: torch.dtype = torch.bfloat16, *, deterministic: bool = False, packed: bool = False
+) -> BackwardPlans:
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
-    problem = Problem(1, 4, 2, 8, 8, d, d, dtype, torch.device("cuda"))
+    layout = Layout("packed", "packed", used_q=True, used_kv=True) if packed else DENSE
+    problem = Problem(1, 4, 2, LENGTH, LENGTH, d, d, dtype, torch.device("cpu"), layout=layout)
     return plan_backward(problem, program, HOPPER, deterministic=deterministic)
 
 
+# by lists of tiles
+OPAQUE = {"grid": (None, neighborhood((15, 20), (3, 5)))}
+MODS |= OPAQUE
+
 CASES = [(m, d) for m in MODS for d in (64, 128)] + [("plain-causal", 32), ("plain-causal", 96)]
+PACKED = [("plain-full", 128), ("plain-causal", 64), ("alibi-causal", 128), ("relative-full", 256)]
 WIDE = [
     ("plain-causal", 192),
     ("plain-causal", 256),
@@ -123,10 +133,22 @@ def test_explain_shows_the_order_that_is_asked_for(asked: bool) -> None:
     assert ("from the last keys to the first" in text) is asked
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "in-order"])
+@pytest.mark.parametrize(("mods", "d"), [*PACKED, *((m, d) for m in OPAQUE for d in (64, 256))])
+def test_packed_sequences_cost_no_registers(mods: str, d: int, deterministic: bool, folder: Path) -> None:
+    plan = plans(mods, d, deterministic=deterministic, packed=True).main
+    assert (plan.lists is not None) == (mods in OPAQUE)
+    made = compile_offline(plan, folder)
+    assert not made.stack and made.spills == 0
+    if made.mnemonics:
+        assert made.mnemonics["WARPGROUP"] <= 14
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [128, 256])
 @pytest.mark.parametrize("step", ["prepare", "finish"])
-def test_other_steps_spill_nothing(step: str, d: int, folder: Path) -> None:
-    made = compile_offline(getattr(plans("plain-full", d), step), folder)
+def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path) -> None:
+    made = compile_offline(getattr(plans("plain-full", d, packed=packed), step), folder)
     assert not made.stack and made.spills == 0
 
 
