@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.mods import causal
+from composattn.testing import make_paged_case, make_varlen_case
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
@@ -49,3 +51,29 @@ def test_compile_func_and_second_derivatives(generator: torch.Generator) -> None
     torch.testing.assert_close(dq, wanted[0])
     with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):
         torch.autograd.grad(dq.float().pow(2).sum(), inputs)
+
+
+def test_packed_sequences_and_pages_compile_whole() -> None:
+    table = torch.randn(4, 301, requires_grad=True)
+    attention = ca.Attention(
+        score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 150],
+        mask_mod=causal("bottom_right"),
+        backend="hopper-emulated",
+        deterministic=True,
+    )
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim": 64, "dtype": torch.bfloat16}
+    case, pages = make_varlen_case(0, (70, 0, 28), **shape), make_paged_case(0, (70, 0, 28), **shape)
+    inputs = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+
+    def forward(*tensors: torch.Tensor, **lengths: Any) -> Any:
+        return attention(*tensors, **lengths)
+
+    def gradients(forward: Any) -> list[torch.Tensor]:
+        out = forward(*inputs, varlen=case.varlen)
+        return [out, *torch.autograd.grad(out, [*inputs, table], case.dout)]
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled), gradients(forward)))
+    with torch.no_grad():
+        tensors = (pages.q, pages.k, pages.v)
+        assert torch.equal(compiled(*tensors, paged=pages.paged), forward(*tensors, paged=pages.paged))
