@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import backends, errors, operators
 from .block_sparse import Table
-from .checks import check_contents
+from .checks import check_blocks, check_contents
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
@@ -79,6 +79,7 @@ class Attention:
         # what compiled code sees of this object, see `composattn.operators`
         self._number, self._inputs = operators.register(self), operators.inputs(self)
         self._numbers = len(self.program.scalars)
+        self._tables = [c for c in self.program.captures if isinstance(c, Table)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -114,6 +115,8 @@ class Attention:
             refuse_gradient(q, k, v, *self._inputs)
         if varlen is not None or paged is not None:
             check_contents(q, k, varlen, paged)
+        if self._tables:
+            check_blocks(self._tables)
         out, lse = call(q, k, v, return_lse, Sequences.of(varlen, paged))
         return (out, lse) if return_lse else out  # type: ignore[return-value]
 

@@ -37,7 +37,8 @@ class BlockSparse(Mask):
 
     The tensors are held by reference: write new contents into them, and the next call sees those, with nothing planned
     or compiled again. Blocks speak of positions 0 to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not
-    visible. A dense call must have as many blocks, else it raises `BlockMaskMismatch`.
+    visible. A dense call must have as many blocks, else it raises `BlockMaskMismatch`. Numbers out of range name none;
+    with `composattn.debug_checks(True)` a call raises `BlocksOutOfRange` for them.
 
     Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`.
     """
@@ -46,7 +47,8 @@ class BlockSparse(Mask):
 
     def __init__(self, tiles: torch.Tensor, block: Blocks = 128, *, partial: Any = None) -> None:
         _check("tiles", tiles, (torch.bool, torch.int8, torch.uint8), "(B|1, H|1, Tq, Tkv)", 4)
-        self._made(Table(functools.partial(_map, test=partial is not None), (tiles,), _block(block)), partial)
+        recipe = functools.partial(_map, test=partial is not None)
+        self._made(Table(recipe, (tiles,), _block(block), {"tiles": (HIDDEN, VISIBLE)}), partial)
 
     def _made(self, table: Table, partial: Any = None) -> None:
         kind = _read(table)
@@ -82,7 +84,8 @@ class BlockSparse(Mask):
                 f"indices has rows for {indices.shape[2]} query blocks; {q_len} queries are {rows} blocks of "
                 f"{_block(block)[0]}"
             )
-        return cls._of(Table(functools.partial(_picked, columns=columns), (indices,), _block(block)))
+        recipe = functools.partial(_picked, columns=columns)
+        return cls._of(Table(recipe, (indices,), _block(block), {"indices": (-1, columns - 1)}))
 
     @classmethod
     def from_csr(
@@ -103,7 +106,8 @@ class BlockSparse(Mask):
                 f"which need {rows + 1}"
             )
         _check_lead("indptr", indptr, "indices", indices)
-        return cls._of(Table(functools.partial(_rows_of, columns=columns), (indptr, indices), _block(block)))
+        limits = {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)}
+        return cls._of(Table(functools.partial(_rows_of, columns=columns), (indptr, indices), _block(block), limits))
 
     @classmethod
     def from_coo(cls, rows: torch.Tensor, columns: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
@@ -118,7 +122,8 @@ class BlockSparse(Mask):
         if rows.shape[2] != columns.shape[2]:
             raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; they are pairs")
         _check_lead("rows", rows, "columns", columns)
-        return cls._of(Table(functools.partial(_pairs, grid=grid), (rows, columns), _block(block)))
+        limits = {"rows": (-1, grid[0] - 1), "columns": (-1, grid[1] - 1)}
+        return cls._of(Table(functools.partial(_pairs, grid=grid), (rows, columns), _block(block), limits))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, partial: Any = None) -> BlockSparse:
@@ -131,10 +136,11 @@ class BlockSparse(Mask):
         lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
         if not all(hasattr(block_mask, name) for name in (*lists, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
             raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
-        tensors = tuple(t for t in (getattr(block_mask, name) for name in lists) if t is not None)
+        given = {name: t for name in lists if (t := getattr(block_mask, name)) is not None}
         block = tuple(block_mask.BLOCK_SIZE)
         grid = _grid(block, *block_mask.seq_lengths)
-        table = Table(functools.partial(_listed, grid=grid), tensors, _block(block))
+        limits = {name: (0, t.shape[-1] if name.endswith("blocks") else grid[1] - 1) for name, t in given.items()}
+        table = Table(functools.partial(_listed, grid=grid), tuple(given.values()), _block(block), limits)
         return cls._of(table, block_mask.mask_mod if partial is None else partial)
 
 
@@ -147,10 +153,16 @@ class Table(Derived):
     Reads are clamped, so what lies beyond the blocks reads those.
     """
 
-    __slots__ = ("block",)
+    __slots__ = ("block", "limits")
 
-    def __init__(self, recipe: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], block: tuple[int, int]):
-        self.block = block
+    def __init__(
+        self,
+        recipe: Callable[..., torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        block: tuple[int, int],
+        limits: dict[str, tuple[int, int]],
+    ) -> None:
+        self.block, self.limits = block, limits
         devices = {str(t.device) for t in tensors}
         if len(devices) > 1:
             raise errors.DeviceMismatch(f"the tensors of a BlockSparse lie on {sorted(devices)}; move them to q's")
@@ -161,6 +173,18 @@ class Table(Derived):
         """(B|1, H|1, Tq, Tkv)."""
         batch, heads, rows, columns = self.tensor.shape
         return batch, heads, rows - 1, columns - 1
+
+    def check_contents(self) -> None:
+        """Looks whether all numbers are in range, which waits for the device. Raises `BlocksOutOfRange`."""
+        for (name, (least, most)), source in zip(self.limits.items(), self.sources, strict=True):
+            tensor = source.tensor
+            if tensor.numel() and not least <= int(tensor.min()) <= int(tensor.max()) <= most:
+                raise errors.BlocksOutOfRange(
+                    f"{name} has numbers from {int(tensor.min())} to {int(tensor.max())}; "
+                    f"they must be from {least} to {most}"
+                )
+            if name == "indptr" and bool((tensor.diff(dim=-1) < 0).any()):
+                raise errors.BlocksOutOfRange("indptr falls; it must be the running sums of how many blocks a row has")
 
     def check(self, batch: int, heads: int, q_len: int | None, kv_len: int | None) -> None:
         """Whether it was made for a call of this form; a length may be unknown. Raises `BlockMaskMismatch`."""

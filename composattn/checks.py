@@ -6,25 +6,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from types import TracebackType
 
 import torch
 
 from . import errors
+from .block_sparse import Table
 from .sequences import Paged, Varlen
 
 _on = False
 
 
 class debug_checks:
-    """From now on, or inside of `with`, every call with `varlen` or `paged` has the contents of its lengths checked.
+    """From now on, or inside of `with`, every call has the contents of its lengths and blocks checked.
 
     That reads them on the host, which waits for the device; a call that is being captured into a CUDA graph can't.
     Compiled code checks as well, when it runs.
 
     Raises then, at the call: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`, `PageOutOfRange`,
-    `MaximumExceeded`.
+    `MaximumExceeded`, `BlocksOutOfRange`.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -42,6 +44,13 @@ class debug_checks:
 
     def __repr__(self) -> str:
         return f"debug_checks({_on})"
+
+
+def check_blocks(tables: Iterable[Table]) -> None:
+    """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
+    if _on:
+        for table in tables:
+            table.check_contents()
 
 
 def check_contents(q: torch.Tensor, k: torch.Tensor, varlen: Varlen | None, paged: Paged | None) -> None:

@@ -189,6 +189,10 @@ class BlockMaskMismatch(InvalidArgument):
     """A BlockMask or BlockSparse made for other lengths, batch or heads than those of the call."""
 
 
+class BlocksOutOfRange(InvalidArgument):
+    """Numbers of a BlockSparse that name no block."""
+
+
 class UnsupportedBlockSize(InvalidArgument):
     """Blocks of a BlockSparse that are no multiples of 16 positions."""
 

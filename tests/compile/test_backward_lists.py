@@ -24,7 +24,10 @@ from tests.support import outlier_normal
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)
 SHIFT = torch.randn(600)
 
+KINDS = torch.randint(0, 3, (1, 2, 7, 10), generator=torch.Generator().manual_seed(4), dtype=torch.int8)
+
 MASKS: dict[str, Any] = {
+    "kinds-of-48x32": ca.BlockSparse(KINDS, (48, 32), partial=masks.causal()),
     "grid": masks.neighborhood((15, 20), (3, 5)),
     "blocks-by-head": ca.mask(lambda b, h, q, kv: BLOCKS[h, q // 128, kv // 128]),
     "documents-apart": masks.document(torch.arange(300) // 40 % 3),
@@ -38,6 +41,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "blocks-ragged-relative-d64": (
         "blocks-and-causal", lambda s, b, h, q, kv: s + SHIFT[q - kv + 300], 290, 350, 2, 64, False,
     ),
+    "kinds-of-48x32-gqa2-d64-in-order": ("kinds-of-48x32", None, 300, 300, 1, 64, True),
     "blocks-d256-in-order": ("blocks-by-head", None, 200, 300, 2, 256, True),
 }  # fmt: skip
 

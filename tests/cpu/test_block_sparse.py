@@ -219,3 +219,22 @@ def test_blocks_of_another_call_are_refused(shape: tuple[int, ...], words: str, 
     mask = ca.BlockSparse(torch.ones(shape, dtype=torch.bool), 16) & causal()
     with pytest.raises(errors.BlockMaskMismatch, match=words):
         ca.attention(q, k, v, mask_mod=mask, backend="streaming")
+
+
+OUT_OF_RANGE = {
+    "tiles": lambda: ca.BlockSparse(MAP.to(torch.int8) * 3, 16),
+    "indices": lambda: ca.BlockSparse.topk(INT + 2, 16, 32, 32),
+    "indptr": lambda: ca.BlockSparse.from_csr(torch.tensor([0, 2, 1]), torch.tensor([0, 1]), 16, 32, 32),
+    "rows": lambda: ca.BlockSparse.from_coo(torch.tensor([0, 5]), torch.tensor([0, 1]), 16, 32, 32),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_numbers_that_name_no_block_are_refused_where_contents_are_checked(
+    name: str, generator: torch.Generator
+) -> None:
+    q, k, v = qkv(generator=generator, batch=1, heads=1, q_len=32, dim=8)
+    attend = ca.Attention(mask_mod=OUT_OF_RANGE[name](), backend="streaming")
+    attend(q, k, v)
+    with ca.debug_checks(), pytest.raises(errors.BlocksOutOfRange, match=name):
+        attend(q, k, v)

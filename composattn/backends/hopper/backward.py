@@ -473,7 +473,7 @@ class Consumer(Fixed):
         self._bind_dq(dtype)
         # rows of the seam are queries (columns of this transposed product), columns are keys
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32)
+        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
         self.first_kv = work.n * tiling.tile_n + self.warpgroup * ROWS + (self.thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
 

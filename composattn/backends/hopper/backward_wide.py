@@ -79,7 +79,7 @@ class Side(Fixed):
         self.total.fill(0.0)
         self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32)
+        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
         self.first_kv = work.n * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
 
