@@ -33,7 +33,7 @@ class BackwardTiling:
     `do_stages`, dS in `ds_stages` buffers. `d` and `dv` are the head dimensions as stored on chip. `dq_split` says how
     the warpgroups share dQ of a tile: by its columns, by its rows, or transposed (rows of dQᵀ). `early_dv`: the
     product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the heads that are
-    worked on together read and add to.
+    worked on together read and add to, unless `heads_together` says how many key/value heads those are.
     """
 
     tile_m: int
@@ -50,6 +50,7 @@ class BackwardTiling:
     early_dv: bool
     l2: int
     shared_keys: bool = False
+    heads_together: int | None = None
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""

@@ -185,3 +185,21 @@ def test_gradients_depend_on_no_order(order: Any, packed: bool, generator: torch
     options: dict[str, Any] = {"mask_mod": lambda b, h, q, kv: q <= kv, "heads": 1, "dim": 64, "dtype": torch.bfloat16}
     case = make_varlen_case(5, [150, 290], **options) if packed else make_case(5, batch=1, q_len=290, **options)
     check(partial(ca.attention, backend="hopper-emulated", schedule=ca.Schedule(order=order)), case)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_new_lengths_need_no_other_kernel(in_order: bool) -> None:
+    def keys(lengths: list[int], used: list[int]) -> list[str]:
+        case = make_varlen_case(0, lengths, used_q=used, mask_mod=causal, dim=64, dtype=torch.bfloat16)
+        problem = Problem.of(case.q, case.k, case.v, varlen=case.varlen)
+        made = plan_backward(problem, case.program, HOPPER, deterministic=in_order)
+        return [made.prepare.key, made.main.key, made.finish.key]
+
+    assert keys([30, 7, 200], [30, 5, 1]) == keys([0, 400], [0, 111])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_heads_come_together_as_asked_for(packed: bool) -> None:
+    options: dict[str, Any] = {"mask_mod": causal, "heads": 3, "dim": 64, "dtype": torch.bfloat16}
+    case = make_varlen_case(5, [150, 70], **options) if packed else make_case(5, batch=2, q_len=150, **options)
+    check(partial(ca.attention, backend="hopper-emulated", schedule=ca.Schedule(heads_together=2)), case)

@@ -107,10 +107,11 @@ class HopperBackward:
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = q.shape[2] if self.plan.layout.is_dense else q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
+        section = (q_bytes, tiling.l2, tiling.heads_together)
         if const_expr(work is None):
-            order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, q_bytes, tiling.l2)
+            order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
         else:
-            order = WorkOrder.listed(work, kv_heads, kv_heads, q_bytes, tiling.l2)
+            order = WorkOrder.listed(work, kv_heads, kv_heads, *section)
         self.kernel(
             tuple(c[0] for c in copies),
             tuple(c[1] for c in copies),

@@ -31,7 +31,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
             f'{problem.head_dim_v}; use backend="streaming" for training'
         )
     if max(d, dv) > 128:
-        return _shared_keys(d, dv, target)
+        return _shared_keys(d, dv, problem, target)
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
@@ -52,14 +52,16 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
         producer_registers=24,
         early_dv=not (tall or wide),
         l2=16 << 20,
+        heads_together=problem.schedule.heads_together,
     )
 
 
-def _shared_keys(d: int, dv: int, target: Target) -> BackwardTiling:
+def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardTiling:
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = BackwardTiling(
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
         consumer_registers=240, producer_registers=24, early_dv=True, l2=16 << 20, shared_keys=True,
+        heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
     return tiling if fits else dataclasses.replace(tiling, do_stages=1)
