@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .graph.bands import TileInterval
-from .graph.derived import Derived, version
+from .graph.derived import Derived
 from .graph.evaluate import Env, evaluate_all
 from .graph.expr import Dep, Expr, captures, scalars
 from .problem import DENSE, Problem
@@ -116,24 +116,24 @@ class WorkTables:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
         ends = _ends(intervals)
         self.captures, self.scalars = captures(*ends), scalars(*ends)
-        self.made: OrderedDict[tuple[int, ...], tuple[Any, Hashable, torch.Tensor]] = OrderedDict()
+        self.made: OrderedDict[tuple[int, ...], tuple[list[torch.Tensor], list[Hashable], torch.Tensor]] = OrderedDict()
 
     def __call__(self, sequences: Sequences, counts: torch.Tensor | None = None) -> torch.Tensor:
         """The table for `sequences`: int32 (entries, 2), see `in_order`."""
         if self.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._make(sequences, counts)  # a part of the graph: a replay must see the lengths of its time
-        sources = (*sequences, counts)
-        key = tuple(map(id, sources))  # which nothing else can have as long as `made` holds them
-        versions = (
-            *(None if t is None else _version(t) for t in sources),
-            *(c.version if isinstance(c, Derived) else _version(c.tensor) for c in self.captures),
-            *(s.value for s in self.scalars),
-        )
+        sources = [t for t in (*sequences, counts) if t is not None]
+        key = tuple([id(t) for t in sources])  # which nothing else can have as long as `made` holds them
+        stamp: list[Hashable] = [_version(t) for t in sources]
+        if self.captures:
+            stamp += [c.version if isinstance(c, Derived) else _version(c.tensor) for c in self.captures]
+        if self.scalars:
+            stamp += [s.value for s in self.scalars]
         found = self.made.get(key)
-        if found is not None and found[1] == versions:
+        if found is not None and found[1] == stamp:
             return found[2]
         table = self._make(sequences, counts)
-        self.made[key] = (sources, versions, table)
+        self.made[key] = (sources, stamp, table)
         self.made.move_to_end(key)
         if len(self.made) > MOST_TABLES:
             self.made.popitem(last=False)
@@ -151,8 +151,8 @@ class WorkTables:
 
 
 def _version(tensor: torch.Tensor) -> Hashable:
-    found = version(tensor)
-    return object() if found is None else found  # unlike any other: a tensor that counts no writes is read every time
+    # one unlike any other for a tensor that counts no writes: it is read every time
+    return object() if tensor.is_inference() else tensor._version
 
 
 _forms: weakref.WeakValueDictionary[Hashable, WorkTables] = weakref.WeakValueDictionary()
