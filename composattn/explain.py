@@ -16,7 +16,7 @@ from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.simplify import simplify
 from .graph.symbolic import Names, formula
-from .graph.tiles import FULL, PARTIAL
+from .graph.tiles import FULL, PARTIAL, useful_cuts
 from .graph.tiles import kinds as tile_kinds
 from .problem import Problem, softmax_scale
 from .sequences import Paged, Sequences, Varlen
@@ -130,7 +130,8 @@ def count_tiles(program: Program, problem: Problem, lengths: Lengths) -> TileCou
     alike = not mask.expr.deps & Dep.B and len(set(lengths)) == 1  # one sequence then stands for all
     heads = problem.q_heads if mask.expr.deps & Dep.H else 1
     longest = int(q_lens.max()), int(kv_lens.max())
-    grid = Tiles(*longest, TILE, batch=1 if alike else len(lengths), heads=heads, device=problem.device)
+    batch, cuts = 1 if alike else len(lengths), useful_cuts(mask.expr, *longest, TILE)
+    grid = Tiles(*longest, TILE, batch, heads, problem.device, cuts=cuts)
     if not alike:
         grid = dataclasses.replace(grid, q_lens=q_lens, kv_lens=kv_lens)
     kinds = tile_kinds(mask.expr, grid)

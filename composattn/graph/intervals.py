@@ -85,16 +85,15 @@ class Cells:
     of_tile: T
 
 
-@functools.lru_cache(64)  # made on the host
+@functools.lru_cache(64)
 def _cells(first: int, stop: int, tile: int, cut: int, device: torch.device | str) -> Cells:
-    begins = sorted({*range(first, stop, tile), *range(-(-first // cut) * cut, stop, cut)})
-    members: list[list[int]] = [[] for _ in range(first, stop, tile)]
-    for n, begin in enumerate(begins):
-        members[(begin - first) // tile].append(n)
-    most = max(map(len, members))
-    ends = [*(b - 1 for b in begins[1:]), stop - 1]
-    padded = [m + m[-1:] * (most - len(m)) for m in members]
-    return Cells(*(torch.tensor(x, device=device) for x in (begins, ends, padded)))
+    """On the device: a copy from the host would wait for it. Where ends of both kinds meet, one position is a cell too."""
+    tiles = torch.arange(first, stop, tile, device=device)
+    begins = torch.cat([tiles, torch.arange(-(-first // cut) * cut, stop, cut, device=device)]).sort().values
+    lasts = torch.maximum(torch.nn.functional.pad(begins[1:], (0, 1), value=stop) - 1, begins)
+    from_, upto = torch.searchsorted(begins, tiles), torch.searchsorted(begins, tiles + tile) - 1
+    place = torch.arange(-(-tile // cut) + 2, device=device)
+    return Cells(begins, lasts, torch.minimum(from_[:, None] + place, upto[:, None]))
 
 
 @dataclass

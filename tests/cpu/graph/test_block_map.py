@@ -177,3 +177,25 @@ def test_large_grids_are_analysed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TABLE = torch.randint(0, 9, (2, 170), generator=torch.Generator().manual_seed(3))
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor without contents: whoever looks at them on the host fails."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+UNSEEN = {
+    "grid_cut": lambda: masks.neighborhood((6, 42), (3, 5)),
+    "documents": lambda: masks.document(on_meta(250)) & masks.causal(),
+    "topk": lambda: ca.BlockSparse.topk(on_meta(2, 2, 4, 3), 64, 250, 250),
+    "kinds": lambda: ca.BlockSparse(on_meta(1, 2, 6, 8, dtype=torch.int8), (48, 32), partial=masks.causal()),
+    "floats": lambda: ca.mask(lambda b, h, q, kv, x=on_meta(2, 250, dtype=torch.float32): x[h, q] < x[h, kv] * 2),
+    "hashed": lambda: ca.mask(lambda b, h, q, kv, x=on_meta(99, dtype=torch.bool): x[(q * 7919 + kv) % 99]),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_lists_are_made_without_a_look_at_the_data(name: str) -> None:
+    extent = Extent(250, 250, 2, 2, torch.device("meta"))
+    for kind in (KeyLists, QueryLists):
+        assert all(t.device.type == "meta" for t in kind(UNSEEN[name]().expr, extent, (64, 48)).of_call())
