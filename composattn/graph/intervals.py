@@ -87,7 +87,7 @@ class Cells:
 
 @functools.lru_cache(64)
 def _cells(first: int, stop: int, tile: int, cut: int, device: torch.device | str) -> Cells:
-    """On the device: a copy from the host would wait for it. Where ends of both kinds meet, one position is a cell too."""
+    """On the device: a copy from the host would wait for it. Where ends of both kinds meet, a cell is one position."""
     tiles = torch.arange(first, stop, tile, device=device)
     begins = torch.cat([tiles, torch.arange(-(-first // cut) * cut, stop, cut, device=device)]).sort().values
     lasts = torch.maximum(torch.nn.functional.pad(begins[1:], (0, 1), value=stop) - 1, begins)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.hopper_emulated import EmulatedForward
+from composattn.graph.mask import Mask
 from composattn.graph.picture import tiles_of
 from composattn.graph.program import Program
 from composattn.mods import masks, scores
@@ -58,3 +61,41 @@ def test_matches_fp64_and_visits_what_is_visible(name: str, generator: torch.Gen
     visited = exact_tiles.sum(-1)
     # a copy of Q a warpgroup where anything is visible, one of K and one of V a tile
     assert tensor_copies(forward) == int(((visited > 0) * tiling.warpgroups + 2 * visited).sum())
+
+
+def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).half()
+
+
+def blocks(generator: torch.Generator, *shape: int, block: tuple[int, int]) -> ca.BlockSparse:
+    return ca.BlockSparse(torch.rand(shape, generator=generator) < 0.5, block)
+
+
+def agrees(mask: Mask, *inputs: torch.Tensor, **options: Any) -> None:
+    """With the oracle; `schedule` is not for it."""
+    out = ca.attention(*inputs, mask_mod=mask, backend="hopper-emulated", **options)
+    options.pop("schedule", None)
+    exact = ca.attention(*(t.double() for t in inputs), mask_mod=mask, backend="reference", **options)
+    assert (out - exact).abs().max() < 5e-3 * max(1.0, exact.abs().max())
+
+
+@pytest.mark.parametrize("heads_of_map", [1, 8], ids=["heads-packed-in-rows", "blocks-by-head"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_few_queries_over_listed_blocks(heads_of_map: int, parts: int, generator: torch.Generator) -> None:
+    mask = blocks(generator, 1, heads_of_map, 1, 10, block=(16, 32))
+    inputs = [draw(generator, 1, h, s, 64) for h, s in ((8, 5), (2, 300), (2, 300))]
+    agrees(mask, *inputs, schedule=ca.Schedule(split_kv=parts))
+
+
+def test_packed_sequences_over_listed_blocks(generator: torch.Generator) -> None:
+    lengths = [130, 0, 70, 200]
+    mask = blocks(generator, 4, 2, 4, 7, block=(64, 32)) & masks.causal()
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    agrees(mask, *(draw(generator, 400, 2, 64) for _ in range(3)), varlen=ca.Varlen(cu, max_seqlen_q=200))
+
+
+def test_pages_over_listed_blocks(generator: torch.Generator) -> None:
+    mask = blocks(generator, 2, 8, 1, 7, block=(16, 32))
+    table = torch.randperm(20, generator=generator)[:14].view(2, 7).int()
+    paged = ca.Paged(table, 32, torch.tensor([200, 77]).int())
+    agrees(mask, draw(generator, 2, 8, 3, 64), *(draw(generator, 20, 2, 32, 64) for _ in range(2)), paged=paged)

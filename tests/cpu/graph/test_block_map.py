@@ -184,13 +184,15 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+FLOATS, BOOLS = on_meta(2, 250, dtype=torch.float32), on_meta(99, dtype=torch.bool)
+
 UNSEEN = {
     "grid_cut": lambda: masks.neighborhood((6, 42), (3, 5)),
     "documents": lambda: masks.document(on_meta(250)) & masks.causal(),
     "topk": lambda: ca.BlockSparse.topk(on_meta(2, 2, 4, 3), 64, 250, 250),
     "kinds": lambda: ca.BlockSparse(on_meta(1, 2, 6, 8, dtype=torch.int8), (48, 32), partial=masks.causal()),
-    "floats": lambda: ca.mask(lambda b, h, q, kv, x=on_meta(2, 250, dtype=torch.float32): x[h, q] < x[h, kv] * 2),
-    "hashed": lambda: ca.mask(lambda b, h, q, kv, x=on_meta(99, dtype=torch.bool): x[(q * 7919 + kv) % 99]),
+    "floats": lambda: ca.mask(lambda b, h, q, kv: FLOATS[h, q] < FLOATS[h, kv] * 2),
+    "hashed": lambda: ca.mask(lambda b, h, q, kv: BOOLS[(q * 7919 + kv) % 99]),
 }
 
 
