@@ -85,9 +85,14 @@ def _analysed(mask: Expr) -> tuple[tuple[TileInterval, ...], tuple[Test, ...]]:
 
 def tile_intervals_transposed(mask: Expr) -> tuple[TileInterval, ...]:
     """Which q positions see a tile of keys `first`..`last`; the mirror image of `tile_intervals`, for the backward."""
-    mirror = {index("q"): index("kv"), index("kv"): index("q"), index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
     back = {index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
-    return tuple(i.mapped(back) for i in tile_intervals(substitute(mask, mirror)))
+    return tuple(i.mapped(back) for i in tile_intervals(mirrored(mask)))
+
+
+def mirrored(mask: Expr) -> Expr:
+    """`mask` with queries and keys exchanged."""
+    mirror = {index("q"): index("kv"), index("kv"): index("q"), index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
+    return substitute(mask, mirror)
 
 
 # --- from rows to a tile -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..errors import UnknownLength
-from .bands import UNKNOWN, TileInterval, tests_left, tile_intervals
+from .bands import UNKNOWN, TileInterval, mirrored, tests_left, tile_intervals
 from .derived import Derived, refresh, value_of
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
@@ -60,34 +60,35 @@ class Extent:
         return b * h * -(-self.q_len // tile[0]) * -(-self.kv_len // tile[1])
 
 
-def reason_for_lists(mask: Expr | None, extent: Extent, tile: tuple[int, int]) -> str | None:
+def reason_for_lists(kind: type[TileLists], mask: Expr | None, extent: Extent, tile: tuple[int, int]) -> str | None:
     """Why lists visit fewer tiles than the mask's bands do, in words; None where bands serve, or lists are too large.
 
-    Bands serve where all of the mask is solved for kv. They don't where a condition on (q, kv) stays (a test in every
-    tile of the band), where visible keys are a tile or more apart, or where equal values of a captured tensor lie
-    apart: this looks at the tensor, once.
+    Bands serve where all of the mask is solved for kv (for `QueryLists`: for q). They don't where a condition on
+    (q, kv) stays (a test in every tile of the band), where visible positions are a tile or more apart, or where equal
+    values of a captured tensor lie apart: this looks at the tensor, once.
 
     Raises: `UnknownLength` where lists would be too large for want of an upper bound of the sequences' lengths.
     """
     if mask is None:
         return None
     if extent.entries(mask, tile) > MOST_ENTRIES:
-        if extent.unbounded and _reason(mask, tile):
+        if extent.unbounded and kind.reason_for(mask, tile):
             raise UnknownLength(
                 f"this mask needs lists of tiles, which would have {extent.entries(mask, tile)} entries for "
                 f"{extent.batch} sequences of up to {extent.q_len} queries and {extent.kv_len} keys; say how long the "
                 "longest ones are: Varlen(..., max_seqlen_q=, max_seqlen_k=)"
             )
         return None
-    return _reason(mask, tile)
+    return kind.reason_for(mask, tile)
 
 
-def _reason(mask: Expr, tile: tuple[int, int]) -> str | None:
+def _reason(mask: Expr, size: int, of: str) -> str | None:
+    """Why the bands of `mask` tell too little to whoever visits tiles of `size` keys, which are called `of`."""
     left = tests_left(mask)
     if any(isinstance(c, Opaque) for c in left):
-        return "a part of the mask has no bounds on kv"
-    if any(isinstance(c, Residue) and c.step >= tile[1] for c in left):
-        return "visible keys lie tiles apart"
+        return f"a part of the mask has no bounds on {of}"
+    if any(isinstance(c, Residue) and c.step >= size for c in left):
+        return f"visible {of} lie tiles apart"
     ends = [e for i in tile_intervals(mask) for e in (i.begin, i.end, i.full_begin, i.full_end)]
     if any(_has_gaps(c) for c in captures(*ends)):
         return "equal values of a captured tensor lie apart"
@@ -96,7 +97,7 @@ def _reason(mask: Expr, tile: tuple[int, int]) -> str | None:
 
 def made_lists(kind: type[Lists], mask: Expr | None, extent: Extent, tile: tuple[int, int]) -> Lists | None:
     """Lists of this kind where there is a reason for them; the same ones as long as they are in use."""
-    reason = reason_for_lists(mask, extent, tile)
+    reason = reason_for_lists(kind, mask, extent, tile)
     if reason is None or mask is None:
         return None
     key = (kind, mask, extent, tile)
@@ -125,6 +126,11 @@ class TileLists(ABC):
 
     ranks: ClassVar[tuple[int, ...]]
     dims: ClassVar[tuple[int, ...]]
+
+    @staticmethod
+    @abstractmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        """Why the bands that would serve instead tell too little; None where they do."""
 
     def __init__(self, mask: Expr, extent: Extent, tile: tuple[int, int], reason: str = "asked for") -> None:
         self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
@@ -226,6 +232,10 @@ class KeyLists(TileLists):
     ranks = (4, 4)
     dims = (3, 2)
 
+    @staticmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        return _reason(mask, tile[1], "keys")
+
     def rows_of(self, found: T, grid: Tiles) -> tuple[T, T]:
         ragged = grid.starts(1) + self.tile[1] > grid.leaf("kv_len").low
         found = torch.where(ragged & (found == FULL), PARTIAL, found)
@@ -252,6 +262,10 @@ class QueryLists(TileLists):
 
     ranks = (3, 4, 4)
     dims = (2,)
+
+    @staticmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        return _reason(mirrored(mask), tile[0], "queries")
 
     def rows_of(self, found: T, grid: Tiles) -> tuple[T]:
         return (found,)

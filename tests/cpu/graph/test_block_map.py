@@ -139,6 +139,7 @@ WHY = {
     "causal": (masks.causal(), None), "window": (masks.sliding_window((10, 3)), None),
     "sorted_documents": (masks.document(SORTED), None),
     "documents_apart": (masks.document(SORTED[torch.randperm(200)]), "lie apart"),
+    "documents_by_offsets": (masks.document(offsets=torch.tensor([0, 60, 200])), None),
     "grid": (masks.neighborhood((10, 20), (3, 3)), "no bounds"),
     "dilated": (masks.dilated_window((50, 50), 4), None),
     "far_dilated": (masks.dilated_window((150, 150), 40), "tiles apart"),
@@ -150,19 +151,27 @@ WHY = {
 def test_lists_are_made_where_bands_tell_too_little(name: str) -> None:
     mask, why = WHY[name]
     extent = Extent(200, 200, 2, 2, CPU)
-    reason = reason_for_lists(mask.expr, extent, (16, 16))
+    reason = reason_for_lists(KeyLists, mask.expr, extent, (16, 16))
     assert (reason is None) == (why is None) and (why is None or why in str(reason))
     made = made_lists(KeyLists, mask.expr, extent, (16, 16))
     assert made is made_lists(KeyLists, mask.expr, extent, (16, 16))
 
 
+def test_the_backward_takes_lists_where_bands_tell_too_little_of_queries() -> None:
+    extent = Extent(200, 200, 2, 2, CPU)
+    reasons = {n: reason_for_lists(QueryLists, m.expr, extent, (16, 16)) for n, (m, _) in WHY.items()}
+    # a document's start, known by row, says nothing of q; a global key is seen from every row or from none
+    wanted = {"documents_by_offsets", "documents_apart", "grid", "far_dilated"}
+    assert {name for name, reason in reasons.items() if reason} == wanted
+
+
 def test_lists_that_would_be_too_large_are_not_made() -> None:
     mask = masks.neighborhood((1 << 11, 1 << 11), (7, 7))
-    assert reason_for_lists(mask.expr, Extent(1 << 22, 1 << 22, 1, 1, CPU), (128, 128)) is None
+    assert reason_for_lists(KeyLists, mask.expr, Extent(1 << 22, 1 << 22, 1, 1, CPU), (128, 128)) is None
     unbounded = Extent(1 << 19, 1 << 19, 64, 1, CPU, ragged=True, unbounded=True)
-    assert reason_for_lists(masks.causal().expr, unbounded, (128, 128)) is None
+    assert reason_for_lists(KeyLists, masks.causal().expr, unbounded, (128, 128)) is None
     with pytest.raises(errors.UnknownLength, match="max_seqlen_q"):
-        reason_for_lists(mask.expr, unbounded, (128, 128))
+        reason_for_lists(KeyLists, mask.expr, unbounded, (128, 128))
 
 
 def test_large_grids_are_analysed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.graph.bands import tile_intervals
-from composattn.graph.block_map import Extent, KeyLists, made_lists
+from composattn.graph.bands import TileInterval, tile_intervals, tile_intervals_transposed
+from composattn.graph.block_map import Extent, KeyLists, QueryLists, made_lists
 from composattn.graph.derived import refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
@@ -57,26 +57,50 @@ MASKS = {
 }  # fmt: skip
 
 
-def visited(mask: Mask, extent: Extent, tile: tuple[int, int]) -> torch.Tensor:
-    """bool (B, H, Tq, Tkv): what a kernel with this plan visits."""
+def visited_by_queries(mask: Mask, extent: Extent, tile: tuple[int, int]) -> torch.Tensor:
+    """bool (B, H, Tq, Tkv): which kv tiles the query tiles of a forward with this plan visit."""
     lists = made_lists(KeyLists, mask.expr, extent, tile)
-    rows, columns = (torch.arange(0, n, t) for n, t in zip((extent.q_len, extent.kv_len), tile, strict=True))
-    shape = (extent.batch, extent.heads, len(rows), len(columns))
     if lists is not None:
         counts, tiles = lists.of_call()
-        places = torch.where(torch.arange(len(columns)) < counts.sum(0)[..., None], tiles, len(columns)).long()
-        found = torch.zeros((*tiles.shape[:3], len(columns) + 1), dtype=torch.bool).scatter_(-1, places, True)
-        return found[..., :-1].expand(shape)
+        return marked(tiles, counts.sum(0), extent)
+    return in_bands(tile_intervals(mask.expr), extent, tile, ("q_len", "kv_len"))
+
+
+def visited_by_keys(mask: Mask, extent: Extent, tile: tuple[int, int]) -> torch.Tensor:
+    """bool (B, H, Tq, Tkv): which query tiles the kv tiles of a backward with this plan visit."""
+    lists = made_lists(QueryLists, mask.expr, extent, tile)
+    if lists is not None:
+        counts, tiles, _ = lists.of_call()
+        return marked(tiles // 2, counts, extent).mT
+    return in_bands(tile_intervals_transposed(mask.expr), extent, tile, ("kv_len", "q_len")).mT
+
+
+def marked(tiles: torch.Tensor, counts: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """bool (B, H, rows, tiles): the first `counts` of `tiles`."""
+    size = tiles.shape[-1]
+    places = torch.where(torch.arange(size) < counts[..., None], tiles, size).long()
+    found = torch.zeros((*tiles.shape[:3], size + 1), dtype=torch.bool).scatter_(-1, places, True)
+    return found[..., :-1].expand(extent.batch, extent.heads, -1, -1)
+
+
+def in_bands(
+    intervals: tuple[TileInterval, ...], extent: Extent, tile: tuple[int, int], order: tuple[str, str]
+) -> torch.Tensor:
+    """bool (B, H, stationary tiles, moving tiles); `order` names their lengths."""
+    lengths = {"q_len": extent.q_len, "kv_len": extent.kv_len}
+    sizes = dict(zip(lengths, tile, strict=True))
+    rows, columns = (torch.arange(0, lengths[name], sizes[name]) for name in order)
     index = {
         "b": torch.arange(extent.batch).view(-1, 1, 1, 1), "h": torch.arange(extent.heads).view(-1, 1, 1),
-        "first": rows.view(-1, 1), "last": (rows + tile[0] - 1).clamp(max=extent.q_len - 1).view(-1, 1),
-        "q_len": extent.q_len, "kv_len": extent.kv_len,
+        "first": rows.view(-1, 1), "last": (rows + sizes[order[0]] - 1).clamp(max=lengths[order[0]] - 1).view(-1, 1),
+        **lengths,
     }  # fmt: skip
-    found = torch.zeros(shape, dtype=torch.bool)
-    for interval in tile_intervals(mask.expr):
+    found = torch.zeros((extent.batch, extent.heads, len(rows), len(columns)), dtype=torch.bool)
+    for interval in intervals:
         refresh(captures(interval.begin, interval.end))
         begin, end = evaluate_all([interval.begin, interval.end], Env(index))
-        found |= (begin < end) & (begin < (columns + tile[1]).clamp(max=extent.kv_len)) & (end > columns)
+        stop = (columns + sizes[order[1]]).clamp(max=lengths[order[1]])
+        found |= (begin < end) & (begin < stop) & (end > columns)
     return found
 
 
@@ -95,4 +119,5 @@ def test_visits_no_tile_without_a_visible_pair(name: str, lengths: tuple[int, in
     for mask in MASKS[name]:
         for tile in ((64, 48), (16, 16), (128, 128), (48, 32)):
             exact = tiles_of(mask.dense(*lengths, 2, 2), tile).expand(2, 2, -1, -1) > 0
-            assert torch.equal(visited(mask, extent, tile), exact), f"{mask}, tile {tile}"
+            assert torch.equal(visited_by_queries(mask, extent, tile), exact), f"{mask}, tile {tile}"
+            assert torch.equal(visited_by_keys(mask, extent, tile), exact), f"{mask}, tile {tile}, backward"
