@@ -114,22 +114,37 @@ def gradients(
     return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
 
 
-def dense(
-    leaves: list[torch.Tensor], score: ScoreMod | None, mask: ScoreMod | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain PyTorch at the inputs' precision, probabilities rounded as any implementation on matrix units has to."""
+def plain_gradients(
+    leaves: list[torch.Tensor],
+    mods: tuple[ScoreMod | None, ScoreMod | None],
+    scale: float,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    captured: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The fused computation in plain PyTorch at the inputs' precision.
+
+    P and dS rounded as operands of matrix units are, D = rowsum(dO·O) - dLSE of the rounded O: its error, the same in
+    a whole row, is what a sum over rows with large weights (a slope's, of distances) is left with.
+    """
     q, k, v = leaves
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = (q @ k.mT).float() * scale
-    b, h, qi, ki = torch.meshgrid(*(torch.arange(n, device=q.device) for n in s.shape), indexing="ij")
-    if score is not None:
-        s = score(s, b, h, qi, ki)
-    if mask is not None:
-        s = s.masked_fill(~mask(b, h, qi, ki), -math.inf)
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
-    return p.to(v.dtype) @ v, lse
+    (score, mask), dout, group = mods, dout.to(q.dtype), q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
+    raw = ((q @ wide_k.mT).float() * scale).requires_grad_()
+    b, h, qi, ki = torch.meshgrid(*(torch.arange(n, device=q.device) for n in raw.shape), indexing="ij")
+    s = raw if score is None else score(raw, b, h, qi, ki)
+    seen = torch.ones_like(b, dtype=torch.bool) if mask is None else mask(b, h, qi, ki).expand_as(b)
+    hidden = s.detach().masked_fill(~seen, -math.inf)
+    lse = hidden.logsumexp(-1)
+    p = torch.exp(hidden - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+    out = p.to(v.dtype) @ wide_v
+    delta = (dout.float() * out.float()).sum(-1) - torch.where(lse == -math.inf, 0.0, dlse)
+    ds = p * ((dout @ wide_v.mT).float() - delta.unsqueeze(-1))
+    found = torch.autograd.grad(s, [raw, *captured], ds, allow_unused=True)
+    draw = found[0].masked_fill(~seen, 0.0).to(q.dtype)
+    dk, dv = draw.mT @ q * scale, p.to(v.dtype).mT @ dout
+    grads = [draw @ wide_k * scale, *(g.unflatten(1, (-1, group)).sum(2) for g in (dk, dv))]
+    return grads + [torch.zeros_like(t) if g is None else g for g, t in zip(found[1:], captured, strict=True)]
 
 
 @pytest.mark.parametrize("mods", MODS)
@@ -168,8 +183,7 @@ def test_gradients_match_fp64(shape: str, mods: str, generator: torch.Generator)
         generator,
     )
 
-    plain_leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    plain = gradients(*dense(plain_leaves, score, mask, scale), dout, dlse, plain_leaves + floats)
+    plain = plain_gradients([q, k, v], (score, mask), scale, dout, dlse, floats)
 
     rounding = torch.finfo(s.dtype).eps
     names = ["dq", "dk", "dv", *(n for n, t in captured.items() if t.requires_grad)]
