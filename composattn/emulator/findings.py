@@ -65,6 +65,10 @@ class CollectiveMismatch(Finding):
     """Threads that must execute an instruction together don't: masks, counts or instructions differ."""
 
 
+class RegistersExhausted(Finding):
+    """Warps ask for more registers together (setmaxnreg) than a block gets at its launch: one would wait forever."""
+
+
 class AsyncAtExit(Finding):
     """A block ended while a copy or matrix multiply that uses its shared memory was not waited for."""
 

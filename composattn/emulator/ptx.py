@@ -123,6 +123,7 @@ class Kernel:
     labels: dict[str, int]  # label -> index in code
     banks: dict[str, int]  # how many registers each bank needs
     threads: tuple[int, int, int]
+    resident: int  # blocks that a multiprocessor's registers must have room for
     text: str = field(repr=False, default="")
 
 
@@ -399,6 +400,7 @@ def parse(text: str) -> Kernel:
         params.append(Param(m[3], size, int(m[1] or _SIZES[m[2]])))
     start = clean.index("{", close)
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", clean[close:start])
+    resident = re.search(r"\.minnctapersm\s+(\d+)", clean[close:start])
     end = clean.rindex("}")
     body = _Body(clean[start + 1 : end], clean.count("\n", 0, start + 1) + 1, _sources(text))
     body.run()
@@ -407,4 +409,14 @@ def parse(text: str) -> Kernel:
     shape = (0, 0, 0)
     if threads:
         shape = (int(threads[1]), int(threads[2] or 1), int(threads[3] or 1))
-    return Kernel(entry[1], params, outer + body.shared, body.code, labels, body.scope.banks, shape, text)
+    return Kernel(
+        entry[1],
+        params,
+        outer + body.shared,
+        body.code,
+        labels,
+        body.scope.banks,
+        shape,
+        int(resident[1]) if resident else 1,
+        text,
+    )

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.barriers import MBarrier, NamedBarrier
-from composattn.emulator.findings import BarrierMisuse, CollectiveMismatch, Misaligned, UnknownInstruction
+from composattn.emulator.findings import (
+    BarrierMisuse,
+    CollectiveMismatch,
+    Misaligned,
+    RegistersExhausted,
+    UnknownInstruction,
+)
 from composattn.emulator.gang import Wait
 from composattn.emulator.opcodes.access import resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, sync, target, words_of
@@ -295,6 +301,9 @@ def order_only(instr: Instr, program: Any) -> Handler:
 # --- registers ---------------------------------------------------------------------------------------------
 
 
+REGISTERS = 1 << 16  # of a multiprocessor; a block gets its share of them at its launch, and no more later
+
+
 @effect("setmaxnreg")
 def registers(instr: Instr, program: Any) -> Handler:
     if not isinstance(instr.args[0], Imm):
@@ -308,6 +317,9 @@ def registers(instr: Instr, program: Any) -> Handler:
             raise UnknownInstruction(f"setmaxnreg to {count}: a multiple of 8 in 24..256 is taken")
         for w in g.warps:
             g.block.registers[w] = count
+        asked, given = 32 * sum(g.block.registers), REGISTERS // program.kernel.resident
+        if asked > given:
+            raise RegistersExhausted(f"the block's warps ask for {asked} registers together, it has {given}")
 
     return run
 

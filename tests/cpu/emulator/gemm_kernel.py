@@ -102,7 +102,7 @@ class Gemm:
                     state.advance()
                 ring.producer_tail(state)
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(232 if self.consumers < 3 else 152)
             thr = mma.get_slice(tidx - 128)
             rA = mma.make_fragment_A(thr.partition_A(sA))
             rB = mma.make_fragment_B(thr.partition_B(sB))

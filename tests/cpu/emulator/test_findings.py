@@ -153,6 +153,20 @@ def test_finding(name: str, mode: Mode) -> None:
     assert "PTX line" in str(found.value)
 
 
+@pytest.mark.parametrize(("resident", "kind"), [(4, None), (5, findings.RegistersExhausted)])
+def test_roles_share_the_registers_that_a_block_has(resident: int, kind: type[findings.Finding] | None) -> None:
+    """Two warpgroups with 24 and 104 registers a thread are a quarter of a multiprocessor's."""
+    body = "setp.ge.u32 %p1, %r0, 128; @%p1 bra S; setmaxnreg.dec.sync.aligned.u32 24; bra E; "
+    text = module("mov.u32 %r0, %tid.x; " + body + "S: setmaxnreg.inc.sync.aligned.u32 104; E:", threads=256).replace(
+        ".reqntid 256, 1, 1", f".reqntid 256, 1, 1\n.minnctapersm {resident}"
+    )
+    if kind is None:
+        execute(text, threads=256)
+        return
+    with pytest.raises(kind, match="ask for 16384 registers together, it has 13107"):
+        execute(text, threads=256)
+
+
 def test_a_deadlock_names_what_every_warp_waits_for() -> None:
     with pytest.raises(findings.Deadlock) as found:
         launch("@%p1 bra S; bar.sync 1, 64; bra E; S: bar.sync 2, 64; E:", EAGER)
