@@ -657,48 +657,57 @@ def _read(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
     if x.numel() == 0:
         return _anything(node.dtype, tiles)
     if node.dtype is not DType.FLOAT:
-        low, high = (_extreme(x, node, at, tiles, largest) for largest in (False, True))
+        low, high = _extremes([(x, False), (x, True)], node, at, tiles)
         if node.dtype is DType.BOOL:
             return Bools(high, ~low)
         low, high = low.to(torch.int64), high.to(torch.int64)
         return Ints(low.clamp(min=-_WIDE), high.clamp(max=_WIDE))
-    low = _extreme(x.nan_to_num(math.inf, math.inf, -math.inf), node, at, tiles, False)
-    high = _extreme(x.nan_to_num(-math.inf, math.inf, -math.inf), node, at, tiles, True)
-    return _widened(low.to(torch.float64), high.to(torch.float64), _extreme(x.isnan(), node, at, tiles, True))
+    floor, ceiling = x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf)
+    low, high, nan = _extremes([(floor, False), (ceiling, True), (x.isnan(), True)], node, at, tiles)
+    return _widened(low.to(torch.float64), high.to(torch.float64), nan)
 
 
-def _extreme(x: T, node: Expr, at: list[Ints], tiles: Tiles, largest: bool) -> T:
-    """The smallest (largest) of `x` over what each tile reads, in the dtype of `x`."""
+def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
+    """Of each (tensor, largest?), all read at the same places: its extreme over what each tile reads, in its dtype."""
+    xs, most = [x for x, _ in sources], [largest for _, largest in sources]
     indices: list[T | None] = []  # position in each dimension left, None for the one that is a range
-    ranged: tuple[int, T, T, int] | None = None
+    ranged: _Range | None = None
     for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
-        size = x.shape[d]
+        size = xs[0].shape[d]
         which = int(index.attr == "kv")
         if index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
-            x = _by_tiles(x, d, tiles.tile[which], tiles.positions[which], largest)
-            indices.append(_numbers(x, d, 2 + which))
+            part = tiles.positions[which]
+            xs = [_by_tiles(x, d, tiles.tile[which], part, largest) for x, largest in zip(xs, most, strict=True)]
+            indices.append(_numbers(xs[0], d, 2 + which))
             continue
-        wraps = v.low < 0
+        # negative positions count from the end
+        signed = bounds(index)[0] < 0 and tiles.range(index)[0] < 0
         if v.low is v.high:
-            indices.append(torch.where(wraps, v.low + size, v.low).clamp(0, size - 1))
+            indices.append((torch.where(v.low < 0, v.low + size, v.low) if signed else v.low).clamp(0, size - 1))
             continue
         low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
-        low, high = torch.where(wraps, 0, low), torch.where(wraps, size - 1, high)
-        # negative positions count from the end: then any
-        width = size - 1 if v.width is None or tiles.range(index)[0] < 0 else min(v.width, size - 1)
+        if signed:
+            low, high = torch.where(v.low < 0, 0, low), torch.where(v.low < 0, size - 1, high)
+        span = _Range(d, low, high, size - 1 if v.width is None or signed else min(v.width, size - 1))
         axis = 3 - (low.shape[3] == 1)
         if low.shape[axis] == low.numel():  # the same for all heads, and moves along one axis of the grid only
-            x = _over_range(x, (d, low.flatten(), high.flatten(), width), None, largest)
-            indices.append(_numbers(x, d, axis))
+            span = _Range(d, low.flatten(), high.flatten(), span.width)
+            xs = [_over_range(x, span, None, largest) for x, largest in zip(xs, most, strict=True)]
+            indices.append(_numbers(xs[0], d, axis))
         elif ranged is None:
-            ranged = (d, low, high, width)
+            ranged = span
             indices.append(None)
         else:  # a second range that moves along both: the whole of that dimension
-            x = (torch.amax if largest else torch.amin)(x, d, keepdim=True)
-            indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=x.device))
-    if ranged is None:
-        return x[tuple(torch.broadcast_tensors(*indices))] if indices else x.view(1, 1, 1, 1)  # type: ignore[arg-type]
-    return _over_range(x, ranged, indices, largest)
+            xs = [
+                (torch.amax if largest else torch.amin)(x, d, keepdim=True) for x, largest in zip(xs, most, strict=True)
+            ]
+            indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=xs[0].device))
+    if ranged is not None:
+        return [_over_range(x, ranged, indices, largest) for x, largest in zip(xs, most, strict=True)]
+    if not indices:
+        return [x.view(1, 1, 1, 1) for x in xs]
+    places = tuple(torch.broadcast_tensors(*indices))  # type: ignore[arg-type]
+    return [x[places] for x in xs]
 
 
 def _numbers(x: T, d: int, axis: int) -> T:
@@ -720,17 +729,24 @@ def _by_tiles(x: T, d: int, tile: int, positions: tuple[int, int], largest: bool
     return (torch.amax if largest else torch.amin)(there.unflatten(d, (count, tile)), d + 1)
 
 
-def _over_range(x: T, ranged: tuple[int, T, T, int], indices: list[T | None] | None, largest: bool) -> T:
-    """Smallest or largest over low..high of one dimension, by two windows of a power of two that cover the range.
+class _Range:
+    """Positions low..high of dimension `d`; high - low is at most `width`."""
 
-    `ranged` is (dimension, low, high, a bound of high - low). With `indices`, the other dimensions are read there;
-    without, they stay, and low and high are one-dimensional.
+    def __init__(self, d: int, low: T, high: T, width: int) -> None:
+        self.d, self.low, self.width = d, low, width
+        # two windows of a power of two cover the range
+        self.level = (high - low + 1).to(torch.float64).log2().floor().to(torch.int64)
+        self.second = high + 1 - (1 << self.level)
+
+
+def _over_range(x: T, ranged: _Range, indices: list[T | None] | None, largest: bool) -> T:
+    """Smallest or largest over a range of one dimension.
+
+    With `indices`, the other dimensions are read there; without, they stay, and the range's ends are one-dimensional.
     """
-    d, low, high, width = ranged
-    level = (high - low + 1).to(torch.float64).log2().floor().to(torch.int64)
-    pick = torch.maximum if largest else torch.minimum
+    d, pick = ranged.d, torch.maximum if largest else torch.minimum
     levels, n = [x], x.shape[d]
-    for k in range((width + 1).bit_length() - 1):
+    for k in range((ranged.width + 1).bit_length() - 1):
         last, window = levels[-1], 1 << k
         kept = n - window
         merged = pick(last.narrow(d, 0, kept), last.narrow(d, window, kept))
@@ -739,8 +755,8 @@ def _over_range(x: T, ranged: tuple[int, T, T, int], indices: list[T | None] | N
 
     def at(position: T) -> T:
         if indices is None:
-            return table.movedim(d + 1, 1)[level, position].movedim(0, d)
+            return table.movedim(d + 1, 1)[ranged.level, position].movedim(0, d)
         full = [position if i is None else i for i in indices]
-        return table[tuple(torch.broadcast_tensors(level, *full))]
+        return table[tuple(torch.broadcast_tensors(ranged.level, *full))]
 
-    return pick(at(low), at(high + 1 - (1 << level)))
+    return pick(at(ranged.low), at(ranged.second))
