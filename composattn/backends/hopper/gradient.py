@@ -2,7 +2,8 @@
 
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
 (`composattn.graph.captured_gradient`): 8 bytes an element of the tensor beside. Those of other reads come from the
-tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused.
+tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
+sequences it reads the lengths on the host.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class HopperGradient:
                 made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
         plan = launcher.plans.main
         if plan.lists is not None:
-            numbers = dict(zip(program.scalars, forward.scalars, strict=True))
+            numbers = dict(zip(self.program.scalars, forward.scalars, strict=True))
             listed = plan.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
             made |= zip(plan.lists.captures, listed, strict=True)
         reads = plan.captured
