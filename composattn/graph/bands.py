@@ -55,10 +55,17 @@ NOTHING = (TileInterval(_ZERO, _ZERO, _ZERO, _ZERO),)
 
 MOST_INTERVALS = 4  # loops that a kernel unrolls; more are joined, the parts between them tested
 
-Test = Opaque | Residue
-"""A part of a mask that bounds on kv leave to be tested."""
 
-_cache: weakref.WeakKeyDictionary[Expr, tuple[tuple[TileInterval, ...], tuple[Test, ...]]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class Untold:
+    """What bounds on kv leave to be tested: a condition that nothing is known of? And the largest step of kv."""
+
+    opaque: bool
+    step: int
+
+
+# values hold no part of the mask itself, which they would keep alive
+_cache: weakref.WeakKeyDictionary[Expr, tuple[tuple[TileInterval, ...], Untold]] = weakref.WeakKeyDictionary()
 
 
 def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
@@ -66,18 +73,20 @@ def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
     return _analysed(mask)[0]
 
 
-def tests_left(mask: Expr) -> tuple[Test, ...]:
+def untold(mask: Expr) -> Untold:
     """What of `mask` no bounds on kv say."""
     return _analysed(mask)[1]
 
 
-def _analysed(mask: Expr) -> tuple[tuple[TileInterval, ...], tuple[Test, ...]]:
+def _analysed(mask: Expr) -> tuple[tuple[TileInterval, ...], Untold]:
     found = _cache.get(mask)
     if found is None:
         try:
             solved = pieces(mask)
-            left = (c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue)))
-            found = _cache[mask] = (_union([_lifted(p) for p in solved]), tuple(dict.fromkeys(left)))
+            left = [c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue))]
+            steps = [c.step for c in left if isinstance(c, Residue)]
+            summary = Untold(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
+            found = _cache[mask] = (_union([_lifted(p) for p in solved]), summary)
         finally:
             forget()
     return found
@@ -356,8 +365,11 @@ def describe(mask: Expr) -> str:
     lines = [f"{n}: {interval}" for n, interval in enumerate(found)]
     left = {
         (repr(c.condition) if isinstance(c, Opaque) else f"kv = {c.of} mod {c.step}")
-        for c in tests_left(mask)
+        for p in pieces(mask)
+        for c in p.constraints
+        if isinstance(c, (Opaque, Residue))
     }
+    forget()
     if left:
         lines.append("tested in every tile: " + "; ".join(sorted(left)))
     return "\n".join(lines)

@@ -22,12 +22,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..errors import UnknownLength
-from .bands import UNKNOWN, TileInterval, mirrored, tests_left, tile_intervals
+from .bands import UNKNOWN, TileInterval, mirrored, tile_intervals, untold
 from .derived import Derived, refresh, value_of
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
 from .intervals import Tiles
-from .solve import Opaque, Residue
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -84,10 +83,10 @@ def reason_for_lists(kind: type[TileLists], mask: Expr | None, extent: Extent, t
 
 def _reason(mask: Expr, size: int, of: str) -> str | None:
     """Why the bands of `mask` tell too little to whoever visits tiles of `size` keys, which are called `of`."""
-    left = tests_left(mask)
-    if any(isinstance(c, Opaque) for c in left):
+    left = untold(mask)
+    if left.opaque:
         return f"a part of the mask has no bounds on {of}"
-    if any(isinstance(c, Residue) and c.step >= size for c in left):
+    if left.step >= size:
         return f"visible {of} lie tiles apart"
     ends = [e for i in tile_intervals(mask) for e in (i.begin, i.end, i.full_begin, i.full_end)]
     if any(_has_gaps(c) for c in captures(*ends)):

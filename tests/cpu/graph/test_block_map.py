@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -210,3 +212,14 @@ def test_lists_are_made_without_a_look_at_the_data(name: str) -> None:
     extent = Extent(250, 250, 2, 2, torch.device("meta"))
     for kind in (KeyLists, QueryLists):
         assert all(t.device.type == "meta" for t in kind(UNSEEN[name]().expr, extent, (64, 48)).of_call())
+
+
+def test_a_mask_that_nothing_is_known_of_is_let_go() -> None:
+    table = torch.rand(20, 20) < 0.5
+    mask = ca.mask(lambda b, h, q, kv: table[q, kv])
+    lists = made_lists(KeyLists, mask.expr, Extent(20, 20, 1, 1, CPU), (4, 4))
+    assert lists is not None and lists.of_call()
+    seen = weakref.ref(mask.expr)
+    del mask, lists
+    gc.collect()
+    assert seen() is None
