@@ -85,6 +85,7 @@ def measure(row: Row, device: torch.device, repeats: int) -> dict[str, Any]:
         return [c.tensor for c in program.captures if isinstance(c, Derived)] + list(lists)
 
     samples = []
+    gc.collect()  # once: before every sample it would leave the processor's caches cold
     for _ in range(repeats):
         next_mask = next(masks)
         samples.append(sample(ours, device))
@@ -108,7 +109,6 @@ def flex(row: Row, device: torch.device, repeats: int) -> dict[str, Any]:
 
 def sample(make: Callable[[], list[torch.Tensor]], device: torch.device) -> dict[str, float | None]:
     """One run: seconds and bytes."""
-    gc.collect()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
