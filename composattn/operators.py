@@ -29,6 +29,7 @@ from .captured import values
 from .checks import check_contents
 from .errors import GradientUnsupported
 from .graph.derived import Derived
+from .graph.keeping import keeping_nothing
 from .problem import Problem
 from .sequences import Paged, Sequences, Varlen, unflatten
 
@@ -71,7 +72,7 @@ def attend(
     varlen, paged = unflatten(lengths, hints)
     check_contents(q, k, varlen, paged)
     call = _differentiable(attention, None, q, k, v, varlen, paged)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), keeping_nothing():
         out, lse = call.forward(q, k, v, values(attention.program.captures, captured))
     scalars = [float(s.value) for s in attention.program.scalars]
     kept = _kept(q, numbers).copy_(torch.tensor(scalars, dtype=torch.float64))
@@ -121,7 +122,7 @@ def attend_backward(
     for i, want in zip(given, wanted[3:], strict=True):
         asked[i] = want
     tensors = values(captures, captured)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), keeping_nothing():
         found = call.backward(q, k, v, tensors, out, lse, grad_out, grad_lse, (*wanted[:3], *asked))
     leaves = [q, k, v, *captured]
     grads = [*found[:3], *(found[3 + i] for i in given)]

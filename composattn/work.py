@@ -19,6 +19,7 @@ from .graph.bands import TileInterval
 from .graph.derived import Derived
 from .graph.evaluate import Env, evaluate_all
 from .graph.expr import Dep, Expr, captures, scalars
+from .graph.keeping import may_keep
 from .problem import DENSE, Problem
 from .schedule import Order
 from .sequences import NO_SEQUENCES, Sequences
@@ -133,6 +134,8 @@ class WorkTables:
         if found is not None and found[1] == stamp:
             return found[2]
         table = self._make(sequences, counts)
+        if not may_keep():
+            return table
         self.made[key] = (sources, stamp, table)
         self.made.move_to_end(key)
         if len(self.made) > MOST_TABLES:

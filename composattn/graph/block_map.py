@@ -27,6 +27,7 @@ from .derived import Derived, refresh, value_of
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
 from .intervals import Tiles
+from .keeping import may_keep
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -165,6 +166,8 @@ class TileLists(ABC):
         stamp = (*values, *(v for t in held for v in (t.data_ptr(), t.shape, t.stride(), _version(t))))
         if stamp != self._seen or None in stamp or (places and _recording()):
             made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
+            if not may_keep():
+                return made
             if self._made:
                 for old, new in zip(self._made, made, strict=True):
                     old.copy_(new)
