@@ -16,7 +16,8 @@ from composattn.work import WorkTables
 def test_a_work_table_is_made_each_time_and_used_if_there_is_one() -> None:
     q = torch.zeros(2, 4, 300, 64, dtype=torch.bfloat16)
     problem = Problem.of(q, q, q)
-    tables = WorkTables(problem, Program(mask=ca.mask(lambda b, h, q, kv: q >= kv).expr).intervals, 128, 128, "longest_first")
+    causal = Program(mask=ca.mask(lambda b, h, q, kv: q >= kv).expr)
+    tables = WorkTables(problem, causal.intervals, 128, 128, "longest_first")
     with keeping_nothing():
         made = tables(NO_SEQUENCES)
         assert not tables.made
