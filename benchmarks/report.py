@@ -87,12 +87,16 @@ def cell(row: Row | None) -> str:
     return "failed" if "error" in row else "–"
 
 
+def is_measured(row: Row) -> bool:
+    return any(row.get(unit) is not None for unit in ("tflops", "tbps", "tokens_per_s", "ms", "extra_bytes"))
+
+
 def markdown(result: Result) -> str:
     """One table: a line a case, a column an implementation, ours first."""
     table = result.table
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
-    names = [n for n in dict.fromkeys(names) if any(score(rows[n]) for rows in table.values() if n in rows)]
+    names = [n for n in dict.fromkeys(names) if any(is_measured(rows[n]) for rows in table.values() if n in rows)]
     head = ["case", *names, "to the best peer", "of the GEMM"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, rows in table.items():
@@ -162,7 +166,9 @@ def between(text: str, generated: str, name: str) -> str:
 def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
     """What the two pages must say, given the results and the names of their plots."""
     sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
-    short = "\n".join(f"From `{r.name}` ({r.facts['machine']}):\n\n{markdown(r)}" for r in results)
+    first = {"forward": 0, "backward": 1}  # the rest behind them, by name
+    shown = sorted(results, key=lambda r: (first.get(r.name.rpartition("-")[2], 2), r.name))
+    short = "\n".join(f"From `{r.name}` ({r.facts['machine']}):\n\n{markdown(r)}" for r in shown)
     return {
         PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
         README: between(README.read_text(), short or NOTHING, "results"),
