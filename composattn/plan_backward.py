@@ -160,9 +160,8 @@ def plan_backward(
     """
     cutting = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
     cutting.check(problem, program)
-    chosen = tiling or importlib.import_module(f"composattn.backends.{target.backend}.backward_tiling").backward_tiling(
-        problem, program, target
-    )
+    cut = importlib.import_module(f"composattn.backends.{target.backend}.backward_tiling")
+    chosen = tiling or cut.backward_tiling(problem, program, target, deterministic)
     lists = None
     if intervals is None:
         lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))

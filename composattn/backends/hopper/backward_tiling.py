@@ -18,8 +18,10 @@ def padded(d: int) -> int:
     return 32 if d <= 32 else -(-d // 64) * 64
 
 
-def backward_tiling(problem: Problem, program: Program, target: Target) -> BackwardTiling:
-    """Tiles of the backward kernel.
+def backward_tiling(
+    problem: Problem, program: Program, target: Target, deterministic: bool = False
+) -> BackwardTiling:
+    """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
 
     dK and dV of 64 keys take (d + dv) / 2 registers a thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
     Raises `UnsupportedHeadDim`.
@@ -36,6 +38,9 @@ def backward_tiling(problem: Problem, program: Program, target: Target) -> Backw
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
     reads = _reads_an_element(program) or _has_opaque_test(program)
+    # nor for whose turn it is beside what a mask reads (documents: 8 spills with D 64, with D 128 one product after the
+    # other)
+    reads = reads or (deterministic and program.mask is not None and any(n.op == "read" for n in walk(program.mask)))
     tall = d <= 64 and dv <= 64 and not reads
     wide = d == 128 and not reads and program.score is None
     return BackwardTiling(
