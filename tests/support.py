@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 
 
@@ -80,6 +82,16 @@ def uncancelled_sizes(
         signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows) * 2 - 1
         found.append([float(g.norm()) ** 2 for g in gradients(signs)])
     return [(sum(column) / draws) ** 0.5 for column in zip(*found, strict=True)]
+
+
+def sampled(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """Cases to parametrize by, of which each `every`-th runs by default and the others are slow (`make test-all`).
+
+    For kernels that are compiled and emulated: seconds a case, and many cases.
+    """
+    cases = list(cases)
+    params = [c if isinstance(c, tuple) else (c,) for c in cases]
+    return [pytest.param(*c, marks=[pytest.mark.slow] if n % every else []) for n, c in enumerate(params)]
 
 
 def poison_cuda_memory(megabytes: int = 256) -> None:

@@ -19,7 +19,7 @@ from composattn.mods import masks
 from composattn.plan_backward import plan_backward
 from composattn.problem import Problem
 from composattn.target import HOPPER
-from tests.support import outlier_normal
+from tests.support import outlier_normal, sampled
 
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)
 SHIFT = torch.randn(600)
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES))
 def test_gradients_by_lists_match_fp64(case: str, generator: torch.Generator) -> None:
     name, score, q_len, kv_len, kv_heads, d, in_order = CASES[case]
     mask = MASKS[name]

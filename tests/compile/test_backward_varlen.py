@@ -30,7 +30,7 @@ from composattn.sequences import Sequences
 from composattn.target import HOPPER
 from composattn.testing import check, make_case, make_varlen_case
 from composattn.testing import run as run_case
-from tests.support import outlier_normal
+from tests.support import outlier_normal, sampled
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 400), torch.arange(200) // 70
 
@@ -75,7 +75,7 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES))
 def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
     mods, dtype, heads, kv_heads, q_lens, kv_lens, d, dv, through_lse, in_order, with_used = CASES[case]
     score, mask = MODS[mods]

@@ -25,6 +25,7 @@ from composattn.problem import DENSE, Layout, Problem
 from composattn.schedule import Schedule
 from composattn.target import HOPPER
 from composattn.testing import check, make_case, make_paged_case, make_varlen_case
+from tests.support import sampled
 
 SLOPES, TREE = torch.rand(128), torch.rand(7, 300) < 0.5
 
@@ -74,7 +75,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES))
 def test_decode_matches_fp64(name: str) -> None:
     heads, kv_heads, q_len, kv_len, dim, score, mask, schedule = CASES[name]
     case = make_case(
@@ -107,7 +108,7 @@ PAGED: dict[str, tuple[list[int], dict[str, Any], Schedule]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", sampled(PAGED))
 def test_keys_in_pages_match_fp64(name: str) -> None:
     """What no sequence uses is NaN in the cache, and what no sequence has of the page table is no page's number."""
     kv_lens, shape, schedule = PAGED[name]

@@ -19,7 +19,7 @@ from composattn.mods import masks, scores
 from composattn.plan import plan_forward
 from composattn.problem import Problem
 from composattn.target import HOPPER
-from tests.support import qkv
+from tests.support import qkv, sampled
 
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)
 
@@ -43,7 +43,7 @@ def tensor_copies(forward: EmulatedForward) -> int:
     return sum(int(visits[n]) * count for visits in result.visits for n, count in enumerate(copies) if count)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", sampled(MASKS))
 def test_matches_fp64_and_visits_what_is_visible(name: str, generator: torch.Generator) -> None:
     mask = MASKS[name]
     q, k, v = qkv(generator=generator, batch=1, heads=2, q_len=300, dim=64, dtype=torch.float16)
