@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidSchedule, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ...graph.bands import untold
 from ...graph.expr import Dep, Expr, Rate, walk
 from ...graph.program import Program
 from ...plan import Tiling, slots
@@ -183,6 +184,8 @@ def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
     """Columns that fit a thread: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
     reads = program.mask is not None and any(n.op == "read" for n in walk(program.mask))
     other = 30 if program.score is None and not reads else 36  # values on their way
+    if program.mask is not None and untold(program.mask).opaque:
+        other += 12  # of a test that is no bound: 25 spilled and read again with D 64 and 128 columns
     free = (160 if warpgroups == 3 else 240) - other - dv // 2
     return free * 4 // 3 // 16 * 16
 
