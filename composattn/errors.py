@@ -141,10 +141,6 @@ class UnsupportedPageSize(InvalidArgument):
     """A page size that is no power of two of 16 to 256."""
 
 
-class UnsupportedSequences(InvalidArgument):
-    """Packed or paged tensors, for a backend that takes none."""
-
-
 class OffsetsNotMonotone(InvalidArgument):
     """cu_seqlens in which a sequence ends before it begins; found where `debug_checks` are on."""
 

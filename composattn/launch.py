@@ -37,7 +37,7 @@ class ForwardLauncher:
         out, lse = outputs(q, self.plan)
         if not q.numel():
             return out, lse
-        if not k.numel() or self.plan.layout.used_q:  # rows that nothing is computed for
+        if leaves_rows_out(self.plan, k):
             out.zero_()
             lse = None if lse is None else lse.fill_(-torch.inf)
         if not k.numel():
@@ -64,6 +64,11 @@ def outputs(q: torch.Tensor, plan: ForwardPlan) -> Pair:
     out = _empty_like_queries(q, plan.head_dim_v)
     rows = q.shape[:3] if plan.layout.q == "dense" else (q.shape[1], q.shape[0])
     return out, q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
+
+
+def leaves_rows_out(plan: ForwardPlan, k: torch.Tensor) -> bool:
+    """Whether there may be rows that no kernel computes: O is 0 and LSE -inf there."""
+    return plan.layout.used_q or not k.numel()
 
 
 def arguments_behind_scale(

@@ -37,7 +37,6 @@ class Tiling:
     heads they are. `persistent`: one block a multiprocessor,
     each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
     `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
-    `resident`: blocks that a multiprocessor holds at a time.
     """
 
     tile_m: int
@@ -56,7 +55,6 @@ class Tiling:
     persistent: bool = False
     separate_o: bool = False
     heads: int = 1
-    resident: int = 1
 
     @property
     def slots(self) -> int:

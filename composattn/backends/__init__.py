@@ -126,16 +126,6 @@ def choose(name: str | None, problem: Problem) -> Backend:
     return backend
 
 
-def refuse_sequences(backend: str, problem: Problem, takes: tuple[str, ...] = ("dense",)) -> None:
-    """Raises `UnsupportedSequences` where q or k and v lie in another way than those that a backend `takes`."""
-    if problem.layout.q not in takes or problem.layout.kv not in takes:
-        lies = "packed q, k and v" if problem.layout.kv == "packed" else "keys in pages"
-        raise errors.UnsupportedSequences(
-            f'backend="{backend}" does not take {lies} yet; use backend="streaming", or pad them and hide the padding '
-            "with mods.padding"
-        )
-
-
 def default_for(device: torch.device) -> str:
     """Name of the backend that `backend=None` means for tensors on `device`."""
     if device.type == "cuda":

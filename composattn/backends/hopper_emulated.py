@@ -20,13 +20,12 @@ from ..emulator.launch import Result, run
 from ..emulator.program import KEPT
 from ..graph.derived import Derived
 from ..graph.program import Program
-from ..launch import arguments_behind_scale, outputs, tidy, with_combine
+from ..launch import arguments_behind_scale, leaves_rows_out, outputs, tidy, with_combine
 from ..plan import ForwardPlan, plan_forward
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
 from ..target import HOPPER
-from . import refuse_sequences
-from .hopper import LAYOUTS, HopperCall
+from .hopper import HopperCall
 from .hopper.gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -119,7 +118,7 @@ class EmulatedForward:
     ) -> Pair:
         """(out, lse or None), poisoned first: what the kernel doesn't write is NaN."""
         out, lse = outputs(q, self.plan)
-        unused = not k.numel() or self.plan.layout.used_q
+        unused = leaves_rows_out(self.plan, k)
         out.fill_(0.0 if unused else torch.nan)
         lse = None if lse is None else lse.fill_(-torch.inf if unused else torch.nan)
         if not q.numel() or not k.numel():
@@ -159,7 +158,6 @@ def prepare(
     problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> EmulatedCall:
     """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
-    refuse_sequences("hopper-emulated", problem, LAYOUTS)
     check_size(problem)
     return EmulatedCall(problem, program, scale)
 

@@ -23,7 +23,7 @@ import torch
 
 from ..errors import UnknownLength
 from .bands import UNKNOWN, TileInterval, mirrored, tile_intervals, untold
-from .derived import Derived, refresh, value_of
+from .derived import Derived, refresh, value_of, version
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, scalars
 from .intervals import Tiles
@@ -163,7 +163,7 @@ class TileLists(ABC):
         read = [value_of(c, given) for c in self.sources]
         places = [t for t in (*queries, *keys) if t is not None]
         held = [*read, *places]
-        stamp = (*values, *(v for t in held for v in (t.data_ptr(), t.shape, t.stride(), _version(t))))
+        stamp = (*values, *(v for t in held for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
         if stamp != self._seen or None in stamp or (places and _recording()):
             made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
             if not may_keep():
@@ -287,10 +287,6 @@ class QueryLists(TileLists):
 def _lengths(starts: T | None, used: T | None) -> T | None:
     """How long each sequence is, int (B,); None where all are of one length."""
     return used if used is not None or starts is None else starts.diff()
-
-
-def _version(tensor: T) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _recording() -> bool:

@@ -88,10 +88,7 @@ class PagedRows(Bundle):
     def __init__(self, table: cute.Tensor, used: cute.Tensor, page_size: int) -> None:
         self.table, self.used, self.page_size = table, used, page_size
 
-    @staticmethod
-    def for_copies(tensor: cute.Tensor) -> cute.Tensor:
-        """(pages, H, page_size, D) as (page_size, D, H, pages): what a bulk copy's descriptor is made from."""
-        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [2, 3, 1, 0]))
+    for_copies = staticmethod(DenseRows.for_copies)  # pages lie as entries do: (page_size, D, H, pages)
 
     def sequence(self, b: Int32) -> PagedSequence:
         return PagedSequence(self.table[b, None], self.used[b], self.page_size)

@@ -20,10 +20,7 @@ from ...plan_backward import plan_backward
 from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences
 from ...target import Target
-from .. import refuse_sequences
 from .gradient import Forward, HopperGradient
-
-LAYOUTS = ("dense", "packed", "paged")  # what the kernels take
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -33,10 +30,9 @@ def prepare(
 ) -> HopperCall:
     """A call of this backend, planned; see `composattn.backends.Prepare`.
 
-    Raises: `UnsupportedSequences`, `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
     `BackendUnavailable`; `UnsupportedLayout` when called.
     """
-    refuse_sequences("hopper", problem, LAYOUTS)
     return HopperCall(problem, program, scale)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ...errors import UnsupportedHeadDim
-from ...graph.expr import Rate, walk
 from ...graph.program import Program
-from ...graph.solve import Opaque, pieces
 from ...plan_backward import BackwardTiling
 from ...problem import Problem
 from ...target import Target
+from .tiling import has_opaque_test, reads_any, reads_pairs
 
 
 def padded(d: int) -> int:
@@ -37,10 +36,10 @@ def backward_tiling(
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
-    reads = _reads_an_element(program) or _has_opaque_test(program)
+    reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_opaque_test(program)
     # nor for whose turn it is beside what a mask reads (documents: 8 spills with D 64, with D 128 one product after the
     # other)
-    reads = reads or (deterministic and program.mask is not None and any(n.op == "read" for n in walk(program.mask)))
+    reads = reads or (deterministic and reads_any(program.mask))
     tall = d <= 64 and dv <= 64 and not reads
     wide = d == 128 and not reads and program.score is None
     return BackwardTiling(
@@ -70,15 +69,3 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardT
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
     return tiling if fits else dataclasses.replace(tiling, do_stages=1)
-
-
-def _reads_an_element(program: Program) -> bool:
-    """Whether a mod reads a captured tensor at positions that change from pair to pair."""
-    graphs = [g for g in (program.score, program.mask) if g is not None]
-    return any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(*graphs))
-
-
-def _has_opaque_test(program: Program) -> bool:
-    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
-    constraints = [] if program.mask is None else [c for p in pieces(program.mask) for c in p.constraints]
-    return any(isinstance(c, Opaque) for c in constraints)

@@ -139,9 +139,7 @@ class HopperForward:
             grid=(blocks, 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
-            min_blocks_per_mp=tiling.resident,
-            # all of L1 as shared memory; said, because the compiler would otherwise ask a GPU that may not be there
-            preferred_smem_carveout=100 if tiling.resident > 1 else None,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

@@ -56,7 +56,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
-    gathers = _reads_pairs(program.score)
+    gathers = reads_pairs(program.score)
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block a tile
@@ -89,7 +89,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> Tiling:
     """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    gathers = _reads_pairs(program.score) or _reads_pairs(program.mask)
+    gathers = reads_pairs(program.score) or reads_pairs(program.mask)
     tile_n = 128 if max(d, dv) <= 128 and not gathers else 64
     persistent = problem.schedule.persistent or False
     room = target.shared_memory - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
@@ -113,9 +113,19 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
     )
 
 
-def _reads_pairs(graph: Expr | None) -> bool:
+def reads_pairs(graph: Expr | None) -> bool:
     """Whether a tensor is read at (q, kv)."""
     return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
+
+
+def reads_any(graph: Expr | None) -> bool:
+    """Whether a tensor is read at all."""
+    return graph is not None and any(n.op == "read" for n in walk(graph))
+
+
+def has_opaque_test(program: Program) -> bool:
+    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
+    return program.mask is not None and untold(program.mask).opaque
 
 
 def queries(problem: Problem) -> int:
@@ -182,9 +192,8 @@ def _whole_pages(tile_n: int) -> int:
 
 def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
     """Columns that fit a thread: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
-    reads = program.mask is not None and any(n.op == "read" for n in walk(program.mask))
-    other = 30 if program.score is None and not reads else 36  # values on their way
-    if program.mask is not None and untold(program.mask).opaque:
+    other = 30 if program.score is None and not reads_any(program.mask) else 36  # values on their way
+    if has_opaque_test(program):
         other += 12  # of a test that is no bound: 25 spilled and read again with D 64 and 128 columns
     free = (160 if warpgroups == 3 else 240) - other - dv // 2
     return free * 4 // 3 // 16 * 16
