@@ -32,6 +32,7 @@ from .forward import (
     row_column_view,
     tile_layout,
 )
+from .turns import Turns
 
 ROWS = 64  # keys of one warpgroup's products
 CONSUMERS_BARRIER = 1
@@ -165,7 +166,7 @@ class HopperBackward:
                 self.produce(call, block)
             if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
                 if warp == 1:
-                    self.take_turns(call, block)
+                    Turns(self).take(call, block)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
@@ -236,51 +237,6 @@ class HopperBackward:
                     with cute.arch.elect_one():
                         cute.copy(row, gDelta[None, padded], block.sDelta[None, do_slot.index], mbar_ptr=bar)
                     do_slot = do_slot.next()
-
-    # --- turns: dQ of a query tile is added to by one tile of keys after another, the last one first ---------
-
-    @cute.jit
-    def take_turns(self, call, block):
-        work = self.work_tile(call)
-        lane = cute.arch.lane_idx()
-        slot = Slot.first(1)
-        for member in cutlass.range(call.group, unroll=1):
-            head = work.kv_head * call.group + member
-            for run in self.query_tiles(call, work, head):
-                for i in cutlass.range(run.count, unroll=1):
-                    m = run.tile(i)
-                    turn = call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
-                    before = self.turn(call, work, head, run, i, lane)
-                    _wait_for(turn, before)
-                    cute.arch.sync_warp()
-                    block.turn_edge.acquire(slot)
-                    slot = slot.next()
-                    # empty again: all consumers have added their parts
-                    block.turn_edge.wait_empty(slot)
-                    _publish_if(turn, before + 1, lane == 0)
-
-    def turn(self, call, work, head, run, i, lane):
-        """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""
-        if isinstance(run, ListedQueryRun):
-            return run.before(i)
-        return self.blocks_before(call, work, head, run.tile(i), lane)
-
-    @cute.jit
-    def blocks_before(self, call, work, head, m, lane):
-        """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
-        count = Int32(0)
-        beyond = work.count - 1 - work.n
-        for step in cutlass.range((beyond + 31) // 32, unroll=1):
-            other = work.n + 1 + step * 32 + lane
-            visits = Boolean(False)
-            for run in self.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
-                visits = visits | run.visits(m)
-            count = count + Int32(visits & (other < work.count))
-        distance = 16
-        while const_expr(distance > 0):
-            count = count + cute.arch.shuffle_sync_bfly(count, distance)
-            distance //= 2
-        return count
 
     # --- consumers -----------------------------------------------------------------------------------------
 
@@ -610,29 +566,6 @@ class RowStatistic(Fixed):
 def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:
     """The registers of a transposed score product as (query, key)."""
     return _permuted(row_column_view(accumulator), (1, 0))
-
-
-@cute.jit
-def _wait_for(turn: cute.Pointer, wanted: Int32):
-    """Until the number there is `wanted`; what was done before it was put there is seen from now on."""
-    found = _read(turn)
-    while found != wanted:
-        found = _read(turn)
-
-
-def _read(turn: cute.Pointer) -> Int32:
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
-    )
-
-
-@cute.jit
-def _publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
-    if condition:
-        cute.arch.inline_ptx(
-            "{\n\tfence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [{$r0}], {$r1};\n\t}",
-            read_only_args=[turn, value],
-        )
 
 
 @cute.jit

@@ -1,0 +1,86 @@
+"""Turns of the backward in a fixed order: a tile of dQ is added to by one tile of keys after another, the last first.
+
+A warp of its own waits in device memory until as many blocks as come before this one have added to a query tile, lets
+the consumers add theirs, and says so. A block waits only for blocks that started before it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from ...primitives.pipelines import Slot
+from ...primitives.q_tiles import ListedQueryRun
+from ...primitives.values import Fixed
+
+
+class Turns(Fixed):
+    """What the warp that waits does, in a `HopperBackward`, whose walk it repeats."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    @cute.jit
+    def take(self, call, block):
+        work = self.kernel.work_tile(call)
+        lane = cute.arch.lane_idx()
+        slot = Slot.first(1)
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.kernel.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.tile(i)
+                    turn = call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
+                    before = self.before(call, work, head, run, i, lane)
+                    _wait_for(turn, before)
+                    cute.arch.sync_warp()
+                    block.turn_edge.acquire(slot)
+                    slot = slot.next()
+                    # empty again: all consumers have added their parts
+                    block.turn_edge.wait_empty(slot)
+                    _publish_if(turn, before + 1, lane == 0)
+
+    def before(self, call, work, head, run, i, lane):
+        """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""
+        if isinstance(run, ListedQueryRun):
+            return run.before(i)
+        return self.blocks_before(call, work, head, run.tile(i), lane)
+
+    @cute.jit
+    def blocks_before(self, call, work, head, m, lane):
+        """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
+        count = Int32(0)
+        beyond = work.count - 1 - work.n
+        for step in cutlass.range((beyond + 31) // 32, unroll=1):
+            other = work.n + 1 + step * 32 + lane
+            visits = Boolean(False)
+            for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
+                visits = visits | run.visits(m)
+            count = count + Int32(visits & (other < work.count))
+        distance = 16
+        while const_expr(distance > 0):
+            count = count + cute.arch.shuffle_sync_bfly(count, distance)
+            distance //= 2
+        return count
+
+
+@cute.jit
+def _wait_for(turn: cute.Pointer, wanted: Int32):
+    """Until the number there is `wanted`; what was done before it was put there is seen from now on."""
+    found = _read(turn)
+    while found != wanted:
+        found = _read(turn)
+
+
+def _read(turn: cute.Pointer) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
+    )
+
+
+@cute.jit
+def _publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
+    if condition:
+        cute.arch.inline_ptx(
+            "{\n\tfence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [{$r0}], {$r1};\n\t}",
+            read_only_args=[turn, value],
+        )
