@@ -96,7 +96,7 @@ def explain(
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),
-        ("captured sums", gradient.describe() if (gradient := getattr(call, "gradient", None)) else ""),
+        ("captured sums", getattr(call, "captured_sums", "")),
         ("kv visited", _intervals(program, names)),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import composattn as ca
 from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
+from tests.support import has_kernel_toolchain
 
 
 def explained(q_len: int = 512, **mods: object) -> str:
@@ -71,6 +73,18 @@ def test_counts_the_tiles_of_keys_in_pages() -> None:
     explanation = ca.Attention(mask_mod=mask).explain(case.q, case.k, case.v, paged=case.paged)
     assert (explanation.tiles.total, explanation.tiles.visited) == (4 * (3 + 1), 4 * (2 + 1))
     assert "1 to 1 dense queries x 0 to 300 paged keys in pages of 16" in str(explanation)
+
+
+@pytest.mark.skipif(not has_kernel_toolchain(), reason="nvidia-cutlass-dsl is not installed (extra: gpu)")
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+def test_explains_the_plans_of_the_kernels(paged: bool) -> None:
+    dtype, bias = torch.bfloat16, torch.zeros(4, 400, requires_grad=True)
+    shape = {"heads": 4, "kv_heads": 2, "dim": 64, "dtype": dtype}
+    case = make_paged_case(0, (300, 0), q_len=1, **shape) if paged else make_varlen_case(0, (300, 0), **shape)
+    attend = ca.Attention(score_mod=lambda s, b, h, q, kv: s + bias[h, kv], backend="hopper-emulated")
+    explained = str(attend.explain(case.q, case.k, case.v, varlen=case.varlen, paged=case.paged))
+    assert "forward on hopper" in explained
+    assert ("backward on hopper" in explained) == ("captured sums" in explained) == (not paged)
 
 
 def test_explains_the_schedule_that_was_asked_for() -> None:

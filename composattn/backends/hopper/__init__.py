@@ -94,6 +94,11 @@ class HopperCall:
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
         return "\n".join(plans)
 
+    @property
+    def captured_sums(self) -> str:
+        """Who sums the gradients of captured tensors, for people to read; nobody where keys lie in pages."""
+        return "" if self.problem.layout.kv == "paged" else self.gradient.describe()
+
     @cached_property
     def gradient(self) -> HopperGradient:
         return HopperGradient(self.problem, self.program, self.scale, self.target)
