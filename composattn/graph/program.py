@@ -22,6 +22,11 @@ class Program:
         self.score = None if score_mod is score() else score_mod
         self.mask = None if mask is const(True) else mask
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
+        derived = {name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
     @property
     def is_plain(self) -> bool:
         return self.score is None and self.mask is None

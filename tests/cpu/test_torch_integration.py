@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
-from composattn.mods import alibi, causal, sliding_window, softcap
+from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.sequences import flatten
 from composattn.testing import make_paged_case, make_varlen_case
 
@@ -265,8 +265,9 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
 def test_copies_are_attentions_of_their_own(duplicate: Callable[[Any], Any], generator: torch.Generator) -> None:
-    attention = ca.Attention(mask_mod=causal(), score_mod=softcap(2.0))
     inputs = draw(generator)
+    documents = torch.arange(inputs[0].shape[2]) // 3
+    attention = ca.Attention(mask_mod=causal() & document(documents), score_mod=softcap(2.0))
     attention(*inputs)
     other = duplicate(attention)
     assert other._number != attention._number
