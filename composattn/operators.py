@@ -26,7 +26,7 @@ import torch
 
 from .autograd import Differentiable, Grads
 from .captured import values
-from .checks import check_contents
+from .checks import check_blocks, check_contents
 from .errors import GradientUnsupported
 from .graph.derived import Derived
 from .graph.keeping import keeping_nothing
@@ -71,6 +71,7 @@ def attend(
     attention = _attention(plan)
     varlen, paged = unflatten(lengths, hints)
     check_contents(q, k, varlen, paged)
+    check_blocks(attention._tables)
     call = _differentiable(attention, None, q, k, v, varlen, paged)
     with torch.autocast(q.device.type, enabled=False), keeping_nothing():
         out, lse = call.forward(q, k, v, values(attention.program.captures, captured))

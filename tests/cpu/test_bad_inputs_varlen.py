@@ -202,6 +202,15 @@ def test_compiled_code_checks_contents_when_it_runs() -> None:
         attend(*rows(), ca.Varlen(int32(0, 5, 3, 8)))
 
 
+def test_compiled_code_checks_blocks_when_it_runs() -> None:
+    picked = ca.BlockSparse.topk(torch.full((1, 1, 1, 1), 3), 16, 16, 16)
+    blocks = ca.Attention(mask_mod=picked)
+    attend = torch.compile(lambda q: blocks(q, q, q), fullgraph=True, backend="eager")
+    attend(torch.ones(1, 1, 16, 8))
+    with ca.debug_checks(), pytest.raises(errors.BlocksOutOfRange):
+        attend(torch.ones(1, 1, 16, 8))
+
+
 ATTEND = ca.Attention(mask_mod=causal())
 
 
