@@ -19,6 +19,7 @@ from .checks import check_blocks, check_contents
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
+from .graph.short_reads import refuse_short_reads
 from .problem import Problem, softmax_scale
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen, flatten
@@ -66,6 +67,10 @@ class Attention:
         mask = ALL if mask_mod is None else Mask.of(mask_mod)
         softmax_scale(scale, 1)
         backends.check_name(backend)
+        if deterministic is not None and not isinstance(deterministic, bool):
+            raise errors.UnsupportedOption(
+                f"deterministic is {deterministic!r}; it is True, False, or None (as torch is set)"
+            )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
         self.program = Program(score.expr, mask.expr)
@@ -104,7 +109,7 @@ class Attention:
         (total, H, D) tensors and lse (Hq, total_q); with `paged` k and v in pages. A row with nothing to attend gives
         out 0, lse -inf and zero gradients. Differentiable in q, k, v, captured tensors, through both; not `paged`.
 
-        Raises: the `InvalidArgument`s, `BackendUnavailable`, `GradientUnsupported`.
+        Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `BackendUnavailable`, `GradientUnsupported`.
         """
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
@@ -151,6 +156,11 @@ class Attention:
     ) -> backends.Call:
         """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
         problem = self.problem(q, k, v, varlen, paged)
+        if problem.device.type == "meta":
+            raise errors.BackendUnavailable(
+                "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
+                "torch._subclasses.fake_tensor.FakeTensorMode()"
+            )
         check_captures(self.program, problem)
         backend = backends.choose(self.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
@@ -243,7 +253,8 @@ def _autocast(*tensors: Any) -> Any:
 def check_captures(program: Program, problem: Problem) -> None:
     """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
 
-    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`.
+    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `CapturedIndexOutOfRange` for a tensor that is
+    shorter than what is read of it.
     """
     for capture in program.captures:
         if isinstance(capture, Table):
@@ -258,6 +269,10 @@ def check_captures(program: Program, problem: Problem) -> None:
             )
         if tensor.ndim and tensor.numel() == 0:
             raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
+    sizes = {"b": problem.batch, "h": problem.q_heads}
+    if problem.layout.is_dense and problem.q_len and problem.kv_len:
+        sizes |= {"q": problem.q_len, "kv": problem.kv_len}
+    refuse_short_reads(program, sizes, problem.device)
 
 
 def _check_blocks(table: Table, problem: Problem) -> None:
@@ -320,7 +335,10 @@ def _plan(
     score = IDENTITY if score_mod is None else Score.of(score_mod)
     mask = ALL if mask_mod is None else Mask.of(mask_mod)
     key = (score.expr, mask.expr, scale, backend, deterministic, schedule)
-    planned = _plain.get(key)
+    try:
+        planned = _plain.get(key)
+    except TypeError:  # something can't be hashed, and so is no option: refused by name
+        planned = None
     if planned is None:
         planned = Attention(
             score_mod=score,

@@ -46,6 +46,10 @@ class UnsupportedOperation(TraceError, TypeError):
     """A function that has no row in the table of operations."""
 
 
+class DivisionByZero(ComposattnError, ZeroDivisionError):
+    """Integers of a mod divided by a value that is zero at some pair."""
+
+
 class InvalidRead(TraceError, IndexError):
     """A captured tensor read with slices, a non-integer index, too many or too few indices."""
 
@@ -194,7 +198,7 @@ class UnsupportedBlockSize(InvalidArgument):
 
 
 class UnsupportedOption(InvalidArgument):
-    """An option of torch's flex_attention that has no meaning here."""
+    """A value of an option, or an option of torch's flex_attention, that has no meaning here."""
 
 
 class UnknownBackend(InvalidArgument):

@@ -145,6 +145,8 @@ _WAYS_OUT = {
 def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
     if not isinstance(t, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor of shape {_DIMENSIONS[lies]}")
+    if t.is_nested:
+        raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
     if t.ndim != (3 if lies == "packed" else 4):
         raise errors.WrongRank(f"{name} has shape {tuple(t.shape)}; it must be {_DIMENSIONS[lies]}: {_WAYS_OUT[lies]}")
 

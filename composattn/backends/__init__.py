@@ -108,7 +108,7 @@ BACKENDS = {
 
 def check_name(name: str | None) -> None:
     """Raises `UnknownBackend` unless `name` is None or one of `BACKENDS`."""
-    if name is not None and name not in BACKENDS:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
         raise errors.UnknownBackend(f"no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
 
 

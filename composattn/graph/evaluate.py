@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import DivisionByZero
 from .expr import DType, Expr, walk
 from .ops import CASTS, OPS
 
@@ -77,7 +78,15 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
         return OPS[node.op].torch(*(a.to(common) for a in args))
     if node.dtype is DType.BOOL:
         return OPS[node.op].torch(*args)
-    return OPS[node.op].torch(*(a.to(wanted) for a in args))
+    try:
+        return OPS[node.op].torch(*(a.to(wanted) for a in args))
+    except RuntimeError as error:
+        if "ZeroDivisionError" not in str(error):
+            raise
+        raise DivisionByZero(
+            f"{node} divides integers by zero at some pair of queries and keys, which a mask around it does not keep "
+            "from happening; give the divisor a least value: x // y.clamp(min=1)"
+        ) from None
 
 
 def _number(value: float, dtype: torch.dtype, env: Env) -> torch.Tensor:

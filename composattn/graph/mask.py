@@ -128,7 +128,10 @@ class Mask:
         heads: int = 1,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1."""
+        """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1.
+
+        Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1.
+        """
         return picture.dense(self.expr, q_len, kv_len, batch, heads, device)
 
     def tiles(
@@ -171,6 +174,7 @@ class Mask:
         Raises: `MissingDependency` without matplotlib.
         """
         kv_len = q_len if kv_len is None else kv_len
+        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
         visible = self.dense(q_len, kv_len, batch, heads)
         picture.draw(path, visible, picture.tiles_of(visible, tile), tile, title=self.name)
 

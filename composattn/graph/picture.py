@@ -12,6 +12,13 @@ from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures
 
 
+def check_sizes(least: int, **sizes: Any) -> None:
+    """Raises `InvalidArgument` unless all are ints of at least `least`."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise errors.InvalidArgument(f"{name} must be an int of at least {least}, got {value!r}")
+
+
 def dense(
     expr: Expr,
     q_len: int,
@@ -24,6 +31,8 @@ def dense(
 
     `device` defaults to that of the captured tensors. S² bytes a (b, h): for looking and testing, not for computing.
     """
+    check_sizes(0, q_len=q_len, kv_len=kv_len)
+    check_sizes(1, batch=batch, heads=heads)
     if device is None:
         held = captures(expr)
         device = held[0].tensor.device if held else "cpu"

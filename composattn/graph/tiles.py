@@ -8,6 +8,7 @@ from ..errors import InvalidArgument
 from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures, walk
 from .intervals import Bools, Tiles
+from .picture import check_sizes
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -33,10 +34,9 @@ def tiles(
 
     Raises: `InvalidArgument` for lengths, counts or tile sizes below 1.
     """
-    counts = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads, "tile[0]": tile[0], "tile[1]": tile[1]}
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgument(f"{name} must be an int of at least 1, got {value!r}")
+    if not isinstance(tile, tuple | list) or len(tile) != 2:
+        raise InvalidArgument(f"tile must be (queries, keys), got {tile!r}")
+    check_sizes(1, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, **{"tile[0]": tile[0], "tile[1]": tile[1]})
     if device is None:
         held = captures(mask)
         device = held[0].tensor.device if held else "cpu"

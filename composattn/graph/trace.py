@@ -268,7 +268,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, Symbolic):
         return value.expr
     if isinstance(value, (bool, int, float)):
-        return const(value)
+        return _python_number(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy scalars
         return const(value.item())
     if isinstance(value, torch.Tensor):
@@ -282,6 +282,12 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, _Row):
         return refuse(errors.UnindexedTensor, "a tensor that is not yet read at all its dimensions").expr
     return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod").expr
+
+
+def _python_number(value: float | int) -> Expr:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        refuse(errors.TypeMismatch, f"{value} does not fit into 64 bits; write {float(value)!r}")
+    return const(value)
 
 
 def _apply(name: str, *args: Any) -> Any:
@@ -310,7 +316,7 @@ def _binary(name: str, x: Symbolic, y: Any) -> Any:
     if kind is Proxy:
         return _of(name, x.expr, y._expr)
     if kind is int or kind is float:
-        return _of(name, x.expr, const(y))
+        return _of(name, x.expr, _python_number(y))
     if not isinstance(y, (Symbolic, numbers.Number, torch.Tensor, _Row)):
         return NotImplemented
     return _apply(name, x, y)

@@ -28,7 +28,6 @@ def _shift(align: str) -> Any:
     return Proxy(apply("sub", index("kv_len"), index("q_len")))
 
 
-@functools.cache
 def causal(align: str = "top_left") -> Mask:
     """No key after the query: `kv <= q`, or `kv <= q + (Skv - Sq)` with `align="bottom_right"`.
 
@@ -39,6 +38,11 @@ def causal(align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for another `align`.
     """
+    return _causal(choice(align, "align", "top_left", "bottom_right"))
+
+
+@functools.cache
+def _causal(align: str) -> Mask:
     shift = _shift(align)
     return Mask.of(lambda b, h, q, kv: q + shift >= kv, name="causal" if align == "top_left" else f"causal({align})")
 

@@ -92,6 +92,37 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "scalar-from-text": (errors.UnsupportedCapture, lambda: ca.scalar("2")),  # type: ignore[arg-type]
     # backends
     "unknown-backend": (errors.UnknownBackend, lambda: call(*qkv(), backend="triton")),
+    "backend-is-a-list": (errors.UnknownBackend, lambda: call(*qkv(), backend=["streaming"])),
+    "deterministic-is-text": (errors.UnsupportedOption, lambda: call(*qkv(), deterministic="yes")),
+    "everything-on-meta": (errors.BackendUnavailable, lambda: call(*meta(*qkv()))),
+    "nested": (errors.UnsupportedLayout, lambda: call(*[torch.nested.as_nested_tensor([torch.ones(4, 9, 8)] * 2)] * 3)),
+    # captured tensors shorter than the call
+    "fewer-slopes-than-query-heads": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(k=(2, 2, 16, 32)), score_mod=scores.alibi(torch.ones(2))),
+    ),
+    "lengths-of-fewer-sequences": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.padding(torch.tensor([7]))),
+    ),
+    "windows-of-fewer-heads": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.sliding_window(torch.tensor([7, 8]))),
+    ),
+    "documents-of-a-shorter-sequence": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.document(torch.zeros(12).int())),
+    ),
+    "offsets-of-a-shorter-sequence": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.document(offsets=torch.tensor([0, 12]))),
+    ),
+    "bias-of-fewer-keys": (
+        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), score_mod=scores.bias(torch.ones(4, 16, 12))),
+    ),
+    # arithmetic
+    "division-by-zero": (errors.DivisionByZero, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: kv % q == 0)),
+    "beyond-64-bits": (errors.TypeMismatch, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q < 10**30)),
+    # looks at a mask
+    "tile-is-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(16, 16, tile=16)),
+    "dense-of-negative-length": (errors.InvalidArgument, lambda: masks.causal().dense(-1, 16)),
+    "picture-of-nothing": (errors.InvalidArgument, lambda: masks.causal().picture("mask.png", 0)),
+    "alignment-is-a-list": (errors.InvalidModArgument, lambda: masks.causal(["top_left"])),
     "hopper-for-cpu-tensors": (errors.BackendUnavailable, lambda: call(*qkv(), backend="hopper")),
     "blackwell-for-cpu-tensors": (errors.BackendUnavailable, lambda: call(*qkv(), backend="blackwell")),
     # the drop-in
