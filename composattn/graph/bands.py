@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 
 from .derived import range_extreme
 from .expr import Dep, DType, Expr, const, index, substitute, walk
 from .linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
 from .ops import apply
-from .solve import Opaque, Piece, Residue, Row, pieces, rows_where, tightened
+from .row_limits import ALL_KEYS, RowLimits, limits_of
+from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,31 +66,52 @@ class Untold:
     step: int
 
 
-# values hold no part of the mask itself, which they would keep alive
-_cache: weakref.WeakKeyDictionary[Expr, tuple[tuple[TileInterval, ...], Untold]] = weakref.WeakKeyDictionary()
+class _Solved:
+    """What is kept of a mask: no part of the mask itself, which it would keep alive; hence no test that is left."""
+
+    def __init__(self, solved: Pieces) -> None:
+        left = [c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue))]
+        steps = [c.step for c in left if isinstance(c, Residue)]
+        self.untold = Untold(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
+        self.exact = None if left else solved
+        self.intervals = _union([_lifted(p) for p in solved])
+
+    @cached_property
+    def limits(self) -> RowLimits | None:
+        # when asked for: nobody asks for those of keys, of which a backward visits tiles
+        try:
+            return None if self.exact is None else limits_of(self.exact)
+        finally:
+            forget()
+
+
+_cache: weakref.WeakKeyDictionary[Expr, _Solved] = weakref.WeakKeyDictionary()
 
 
 def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
     """What a query tile visits under `mask`: sound for every mask, `UNKNOWN` where nothing can be said."""
-    return _analysed(mask)[0]
+    return _solved(mask).intervals
 
 
 def untold(mask: Expr) -> Untold:
     """What of `mask` no bounds on kv say."""
-    return _analysed(mask)[1]
+    return _solved(mask).untold
 
 
-def _analysed(mask: Expr) -> tuple[tuple[TileInterval, ...], Untold]:
+def row_limits(mask: Expr | None) -> RowLimits | None:
+    """Where the keys that a row sees begin and end, if they are one run; None where that can't be told."""
+    return ALL_KEYS if mask is None else _solved(mask).limits
+
+
+def _solved(mask: Expr) -> _Solved:
     found = _cache.get(mask)
     if found is None:
         try:
-            solved = pieces(mask)
-            left = [c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue))]
-            steps = [c.step for c in left if isinstance(c, Residue)]
-            summary = Untold(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
-            found = _cache[mask] = (_union([_lifted(p) for p in solved]), summary)
+            found = _Solved(pieces(mask))
         finally:
             forget()
+        if mask.op != "read":  # a value of the row, which stands in the ends as it is
+            _cache[mask] = found
     return found
 
 
@@ -267,8 +290,8 @@ def _every_row(row: Row, rows: _Rows) -> Expr:
 def _union(intervals: list[TileInterval]) -> tuple[TileInterval, ...]:
     """Intervals whose begins and ends ascend in every tile."""
     intervals = [i for i in map(_finished, intervals) if not _is_empty(i)]
-    if not intervals:
-        return NOTHING
+    if len(intervals) < 2:
+        return tuple(intervals) or NOTHING
     merged: list[TileInterval] = []
     for interval in intervals:
         for n, other in enumerate(merged):

@@ -73,7 +73,7 @@ def _fused(leaf: Expr, d: Expr, slope: Expr) -> FusedRead | None:
 
 def pattern_of(leaf: Expr) -> Pattern | None:
     """The pattern of a read's positions, None where none of them fits."""
-    deps = Dep.NONE
+    deps = 0
     for a in leaf.args:
         deps |= a.deps
     rows, columns = bool(deps & Dep.Q), bool(deps & Dep.KV)

@@ -73,8 +73,8 @@ class Capture:
         return f"Capture({str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)})"
 
 
-class Dep(enum.IntFlag):
-    """What a value changes with."""
+class Dep(enum.IntEnum):
+    """What a value changes with; sums are plain ints (a flag's own & costs a microsecond and a half)."""
 
     NONE = 0
     B = 1
@@ -108,7 +108,7 @@ class Rate(enum.Enum):
     ELEMENT = "per element"
 
     @staticmethod
-    def of(deps: Dep) -> Rate:
+    def of(deps: int) -> Rate:
         """The rate of what changes with `deps`."""
         if deps & Dep.SCORE or (deps & Dep.Q and deps & Dep.KV):
             return Rate.ELEMENT
@@ -122,25 +122,20 @@ class Rate(enum.Enum):
 class Expr:
     """One node. Build it with `ops.apply`, `const`, `index`, `score`, `scalar` or `read`, never directly."""
 
-    __slots__ = ("__weakref__", "_deps", "args", "attr", "dtype", "op")
+    __slots__ = ("__weakref__", "args", "attr", "deps", "dtype", "op")
 
     op: str
     args: tuple[Expr, ...]
     dtype: DType
     attr: Any
-    _deps: int
+    deps: int  # what this value changes with, of `Dep`
 
     def __repr__(self) -> str:
         return "".join(_words(self, [_REPR_WORDS]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are interned again; a deep copy of a module maps captured parameters to their copies."""
-        return make, (self.op, self.args, self.dtype, self.attr, self._deps)
-
-    @property
-    def deps(self) -> Dep:
-        """What this value changes with."""
-        return _DEPS[self._deps]
+        return make, (self.op, self.args, self.dtype, self.attr, self.deps)
 
     @property
     def rate(self) -> Rate:
@@ -150,8 +145,6 @@ class Expr:
     def is_const(self) -> bool:
         return self.op == "const"
 
-
-_DEPS = tuple(Dep(bits) for bits in range(64))
 
 # Nodes by what they are. Keys hold no object alive: attributes are keyed by content or by identity, and an identity
 # can be taken over by another object only after the node itself is gone, when its entry is dead.
@@ -204,8 +197,8 @@ def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, d
         node.op, node.args, node.dtype, node.attr = op, args, dtype, attr
         bits = int(deps)
         for a in args:
-            bits |= a._deps
-        node._deps = bits
+            bits |= a.deps
+        node.deps = bits
         _interned[key] = weakref.ref(node)
         if len(_interned) > _sweep_at:
             _sweep()

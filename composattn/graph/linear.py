@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .expr import DType, Expr, const
+from .expr import DType, Expr, const, index
 from .ops import apply
 
 POSITIONS = 2**29  # lengths are below this
 FAR = 2**30  # beyond every position, and far from where int32 ends
 _INT32 = 2**31 - 1
+
+_FIRST, _LAST, _LENGTH = index("first"), index("last"), index("q_len")
 
 # lower and upper bound of the index leaves
 _LEAF = {
@@ -24,7 +26,7 @@ _LEAF = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class Linear:
     """constant + Σ coefficient · term; terms are int expressions that are no sums themselves."""
 
@@ -32,10 +34,15 @@ class Linear:
     terms: dict[Expr, int]
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
+        constant = self.constant + factor * other.constant
+        if not other.terms:
+            return Linear(constant, self.terms)
         terms = dict(self.terms)
         for t, c in other.terms.items():
             terms[t] = terms.get(t, 0) + factor * c
-        return _tidy(Linear(self.constant + factor * other.constant, {t: c for t, c in terms.items() if c}))
+            if not terms[t]:
+                del terms[t]
+        return _tidy(Linear(constant, terms))
 
     def shifted(self, by: int) -> Linear:
         return Linear(self.constant + by, self.terms)
@@ -113,13 +120,15 @@ def _tidy(lin: Linear) -> Linear:
 
 def build(lin: Linear) -> Expr:
     """The expression of a sum: int32 where it provably fits, else int64."""
-    terms = sorted(lin.terms.items(), key=lambda tc: tc[1] < 0)  # positive ones first, else in order
-    if len(terms) == 1 and terms[0][1] == 1 and lin.constant == 0:
-        term = terms[0][0]
-        return apply("cast_int32", term) if term.dtype is DType.BOOL else term
+    if not lin.terms:
+        return const(lin.constant)
+    if lin.constant == 0 and len(lin.terms) == 1:
+        ((term, c),) = lin.terms.items()
+        if c == 1:
+            return apply("cast_int32", term) if term.dtype is DType.BOOL else term
     wide = _needs_int64(lin)
     out: Expr | None = None
-    for t, c in terms:
+    for t, c in sorted(lin.terms.items(), key=lambda tc: tc[1] < 0):  # positive ones first, else in order
         part = apply("cast_int64", t) if wide else apply("cast_int32", t) if t.dtype is DType.BOOL else t
         if abs(c) != 1:
             part = apply("mul", const(abs(c)), part)
@@ -127,17 +136,19 @@ def build(lin: Linear) -> Expr:
             out = part if c > 0 else apply("neg", part)
         else:
             out = apply("add" if c > 0 else "sub", out, part)
-    if out is None:
-        return const(lin.constant)
+    assert out is not None
     if lin.constant:
         out = apply("add" if lin.constant > 0 else "sub", out, const(abs(lin.constant)))
     return out
 
 
 def _needs_int64(lin: Linear) -> bool:
-    if any(t.dtype is DType.INT64 for t in lin.terms):
-        return True
-    size = abs(lin.constant) + sum(abs(c) * max(map(abs, bounds(t))) for t, c in lin.terms.items())
+    size: float = abs(lin.constant)
+    for t, c in lin.terms.items():
+        if t.dtype is DType.INT64:
+            return True
+        low, high = bounds(t)
+        size += abs(c) * max(-low, high)
     return size > _INT32
 
 
@@ -230,16 +241,14 @@ def _proven(x: Expr, y: Expr) -> bool:
 
 def _smallest(lin: Linear) -> float:
     """A lower bound of a sum that knows first <= last < q_len."""
-    terms = {t.attr if t.op == "index" else t: c for t, c in lin.terms.items()}
     low: float = lin.constant
-    first, last, length = (terms.pop(name, 0) for name in ("first", "last", "q_len"))
+    first, last, length = (lin.terms.get(leaf, 0) for leaf in (_FIRST, _LAST, _LENGTH))
     # last = first + d and q_len = last + 1 + e, with d, e >= 0
-    low += length
-    for c, top in ((length, POSITIONS), (length + last, POSITIONS), (length + last + first, POSITIONS)):
-        low += min(0, c * top)
-    for t, c in terms.items():
-        a, b = _LEAF[t] if isinstance(t, str) else bounds(t)
-        low += min(a * c, b * c) if c else 0
+    low += length + POSITIONS * (min(0, length) + min(0, length + last) + min(0, length + last + first))
+    for t, c in lin.terms.items():
+        if t not in (_FIRST, _LAST, _LENGTH):
+            a, b = bounds(t)
+            low += min(a * c, b * c)
     return low
 
 

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
-from .bands import EVERYTHING, TileInterval, tile_intervals
+from .bands import EVERYTHING, TileInterval, row_limits, tile_intervals
 from .expr import Capture, Expr, captures, const, content_key, scalars, score
-from .row_limits import RowLimits, row_limits
+from .row_limits import RowLimits
 
 
 class Program:

@@ -10,17 +10,15 @@ decide. There `holds` is a value read at run time, one for all rows of a batch e
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
 
-from .bands import EVERYTHING
 from .derived import END, FULL_END, FULL_START, START, Derived, derive
 from .expr import Expr, const, index, read, substitute, walk
-from .linear import finish, forget, larger, smaller
+from .linear import finish, larger, smaller
 from .ops import apply
-from .solve import Piece, Row, pieces
+from .solve import Piece, Row
 
 _ZERO, _KV_LEN = const(0), index("kv_len")
 
@@ -37,22 +35,12 @@ class RowLimits:
     holds: Expr
 
 
-_cache: weakref.WeakKeyDictionary[Expr, RowLimits | None] = weakref.WeakKeyDictionary()
+ALL_KEYS = RowLimits(_ZERO, _KV_LEN, const(True))
+"""No mask."""
 
 
-def row_limits(mask: Expr | None) -> RowLimits | None:
-    """The limits of `mask`, None where its rows have none that can be told."""
-    if mask is None:
-        return RowLimits(EVERYTHING[0].begin, EVERYTHING[0].end, const(True))
-    if mask not in _cache:
-        try:
-            _cache[mask] = _limits(pieces(mask))
-        finally:
-            forget()
-    return _cache[mask]
-
-
-def _limits(found: list[Piece]) -> RowLimits | None:
+def limits_of(found: list[Piece]) -> RowLimits | None:
+    """The limits of the rows of a mask, solved exactly; None where it has none that can be told."""
     tables: dict[Expr, None] = {}
     runs = [run for p in found if (run := _run(p, tables)) is not None]
     if not runs or len(runs) < len(found):
@@ -73,8 +61,6 @@ def _limits(found: list[Piece]) -> RowLimits | None:
 
 def _run(piece: Piece, tables: dict[Expr, None]) -> tuple[Expr, Expr] | None:
     """(begin, end) of what row q sees of a piece; None where the bounds that hide and those that show differ."""
-    if not piece.exact:
-        return None
     lows, highs = piece.bounds()
     begin, end = _ZERO, _KV_LEN
     for low in lows:

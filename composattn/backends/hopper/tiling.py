@@ -181,6 +181,8 @@ def splits(problem: Problem, tiling: Tiling, target: Target) -> int:
         rounds = -(-work * n // target.sms)
         return rounds * (-(-tiles // n) + 2) + (0 if n == 1 else 3 + n * part)
 
+    if work * tiles >= 0.9 * time(1) * target.sms:  # what no division goes below
+        return 1
     best = min(range(1, max(1, min(MOST_SPLITS, tiles // 2)) + 1), key=time)
     return best if time(best) < 0.9 * time(1) else 1
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from composattn.graph.bands import row_limits
 from composattn.graph.derived import refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
 from composattn.graph.mask import Mask
-from composattn.graph.row_limits import RowLimits, row_limits
+from composattn.graph.row_limits import RowLimits
 from composattn.mods import causal, document, padding, prefix_lm, sliding_window
 from composattn.testing import SMALL, random_case
 
