@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from .graph.bands import EVERYTHING, TileInterval, tile_intervals_transposed
+from .graph.bands import EVERYTHING, TileInterval
 from .graph.block_map import QueryLists, made_lists
-from .graph.expr import Capture, const, content_key, index
+from .graph.expr import Capture, Expr, content_key, index
 from .graph.expr import captures as captures_of
 from .graph.program import PLAIN, Program
+from .graph.row_limits import RowLimits
 from .plan import extent_of
 from .problem import Layout, Problem
 from .schedule import Order
@@ -86,6 +87,7 @@ class BackwardPlan:
     program_key: Hashable
     program: Program = dataclasses.field(compare=False, repr=False)
     intervals: tuple[TileInterval, ...] = dataclasses.field(compare=False, repr=False)
+    limits: RowLimits | None = dataclasses.field(compare=False, repr=False)  # of the queries that see a key
     lists: QueryLists | None = dataclasses.field(compare=False, repr=False)  # of query tiles; None: intervals say which
     order: str = dataclasses.field(compare=False)  # of the tiles, and why, for people to read
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of `Sequences`, mirrored for tiles of keys
@@ -103,7 +105,7 @@ class BackwardPlan:
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""
-        return _captured(self.program, self.intervals, self.lists)
+        return _captured(self.program, _ends(self.intervals, self.limits), self.lists)
 
     def __str__(self) -> str:
         t = self.tiling
@@ -162,11 +164,12 @@ def plan_backward(
     cutting.check(problem, program)
     cut = importlib.import_module(f"composattn.backends.{target.backend}.backward_tiling")
     chosen = tiling or cut.backward_tiling(problem, program, target, deterministic)
+    of_keys, limits = program.of_keys
     lists = None
     if intervals is None:
         lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
-        intervals = query_intervals(program) if lists is None else ()
-    ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
+        intervals = of_keys if lists is None else ()
+    ends = _ends(intervals, limits)
     order, keys = _order(problem, chosen, intervals, lists, deterministic)
     packed = problem.layout.q == "packed"
     sizes = (chosen.tile_m, chosen.tile_n)
@@ -177,17 +180,18 @@ def plan_backward(
     }  # fmt: skip
     bare: dict[str, Any] = {
         "deterministic": False, "captures": (), "scalars": (), "program_key": PLAIN.key, "program": PLAIN,
-        "intervals": (), "lists": None, "listed": packed, "order": "in order", "work": rows,
+        "intervals": (), "limits": None, "lists": None, "listed": packed, "order": "in order", "work": rows,
     }  # fmt: skip
     main = BackwardPlan(
         module="backward_wide" if chosen.shared_keys else "backward",
         has_dlse=False,
         deterministic=deterministic,
-        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, intervals, lists)),
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
         scalars=tuple(type(s.value) for s in program.scalars),
         program_key=content_key(program.score, program.mask, *program.roots, *ends),
         program=program,
         intervals=intervals,
+        limits=limits,
         lists=lists,
         listed=keys is not None,
         order=order,
@@ -199,17 +203,6 @@ def plan_backward(
         main=main,
         finish=BackwardPlan(module="backward_finish", has_dlse=False, **bare, **common),
     )
-
-
-EVERY_QUERY = (TileInterval(const(0), index("q_len"), const(0), index("q_len")),)
-"""No mask: every query, without a test."""
-
-
-def query_intervals(program: Program) -> tuple[TileInterval, ...]:
-    """Which queries a tile of keys visits (`first` and `last` are keys there), from the mask."""
-    if program.mask is None:
-        return EVERY_QUERY
-    return tile_intervals_transposed(program.mask)
 
 
 def _order(
@@ -242,10 +235,15 @@ def _order(
     return f"{words}: by a table on the device", work_tables(mirrored, ends, *sizes, order)
 
 
-def _captured(program: Program, intervals: tuple[TileInterval, ...], lists: QueryLists | None) -> tuple[Capture, ...]:
+def _ends(intervals: tuple[TileInterval, ...], limits: RowLimits | None) -> list[Expr]:
+    """What a kernel computes besides the mods to know which queries it visits, and which of those see a key."""
     ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    return ends if limits is None else [*ends, limits.begin, limits.end, limits.holds]
+
+
+def _captured(program: Program, ends: list[Expr], lists: QueryLists | None) -> tuple[Capture, ...]:
     listed = () if lists is None else lists.captures
     return tuple(dict.fromkeys((*program.captures, *captures_of(*ends), *listed)))
 
 
-__all__ = ["BackwardPlan", "BackwardPlans", "BackwardTiling", "plan_backward", "query_intervals"]
+__all__ = ["BackwardPlan", "BackwardPlans", "BackwardTiling", "plan_backward"]

@@ -49,6 +49,9 @@ _ZERO, _ONE, _KV_LEN = const(0), const(1), index("kv_len")
 EVERYTHING = (TileInterval(_ZERO, _KV_LEN, _ZERO, _KV_LEN),)
 """No mask: all of kv, all of it without a test."""
 
+EVERY_QUERY = tuple(i.mapped({_KV_LEN: index("q_len")}) for i in EVERYTHING)
+"""The same for a tile of keys."""
+
 UNKNOWN = (TileInterval(_ZERO, _KV_LEN, _ZERO, _ZERO),)
 """Nothing is known of the mask: all of kv, all of it with the test."""
 
@@ -78,7 +81,6 @@ class _Solved:
 
     @cached_property
     def limits(self) -> RowLimits | None:
-        # when asked for: nobody asks for those of keys, of which a backward visits tiles
         try:
             return None if self.exact is None else limits_of(self.exact)
         finally:
@@ -117,8 +119,22 @@ def _solved(mask: Expr) -> _Solved:
 
 def tile_intervals_transposed(mask: Expr) -> tuple[TileInterval, ...]:
     """Which q positions see a tile of keys `first`..`last`; the mirror image of `tile_intervals`, for the backward."""
+    return transposed(mask)[0]
+
+
+def column_limits(mask: Expr) -> RowLimits | None:
+    """Where the queries that see a key begin and end, if they are one run; the mirror image of `row_limits`."""
+    return transposed(mask)[1]
+
+
+def transposed(mask: Expr) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
+    """Both, of a mask that is solved once."""
+    mirror = mirrored(mask)
     back = {index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
-    return tuple(i.mapped(back) for i in tile_intervals(mirrored(mask)))
+    limits = row_limits(mirror)
+    if limits is not None:
+        limits = RowLimits(mirrored(limits.begin), mirrored(limits.end), limits.holds)
+    return tuple(i.mapped(back) for i in tile_intervals(mirror)), limits
 
 
 def mirrored(mask: Expr) -> Expr:

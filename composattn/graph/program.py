@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
-from .bands import EVERYTHING, TileInterval, row_limits, tile_intervals
+from .bands import EVERY_QUERY, EVERYTHING, TileInterval, row_limits, tile_intervals, transposed
 from .expr import Capture, Expr, captures, const, content_key, scalars, score
 from .row_limits import RowLimits
 
@@ -40,6 +40,11 @@ class Program:
     def limits(self) -> RowLimits | None:
         """Where the keys that a row sees begin and end, if they are one run; derived from the mask."""
         return row_limits(self.mask)
+
+    @cached_property
+    def of_keys(self) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
+        """The same of queries: which ones a tile of keys (from `first` to `last`) visits, and which ones see a key."""
+        return (EVERY_QUERY, None) if self.mask is None else transposed(self.mask)
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:

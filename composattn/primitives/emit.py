@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import cutlass.cute as cute
@@ -20,13 +21,14 @@ from cutlass.cute import math as cm
 
 from ..graph.expr import Dep, DType, Expr, Rate, promote, score
 from ..graph.program import Program
+from ..graph.row_limits import RowLimits
 from .emit_ops import CUTE, convert, read_element
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller
 
 LOG2_E = math.log2(math.e)
 
-WORD = 24  # columns that a word of `apply_limits` speaks of
+WORD = 24  # positions that a word of `run_of` speaks of
 
 _LIMIT = 1 << 24  # integers below it are exact in fp32
 
@@ -375,6 +377,27 @@ def _linear_term(sign: float, term: Expr, of_one_head: bool) -> LinearTerm | Non
     return LinearTerm(None, form, sign) if form is not None and form.kv else None
 
 
+def run_of(count: int, start: Any, stop: Any) -> Iterator[tuple[int, Any]]:
+    """(i, whether start <= i < stop) for `i` below `count`; `start` None: 0, `stop` None: no end.
+
+    A word says it of 24, and a bit of it costs less than a comparison: predicates are set by seven from a register.
+    """
+    for word in range(0, count, WORD):
+        inside: Any = -1
+        if stop is not None:
+            inside = bits_before(stop if word == 0 else larger(stop - word, 0))
+        if start is not None:
+            inside = inside & ~bits_before(start if word == 0 else larger(start - word, 0))
+        for i in range(word, min(word + WORD, count)):
+            yield i, inside & (1 << (i - word)) != 0
+
+
+def run_ends(at: Evaluator, limits: RowLimits, r: int, c: int) -> tuple[Any, Any]:
+    """(begin, end) of the run that row `r`, or column `c`, has; begin None: no position lies before it."""
+    begin = None if limits.begin.is_const and limits.begin.attr <= 0 else Int32(at.value(limits.begin, r, c))
+    return begin, Int32(at.value(limits.end, r, c))
+
+
 # --- what kernels use -----------------------------------------------------------------------------------------
 
 
@@ -432,9 +455,8 @@ class BoundMods(Fixed):
 
     def _row_limits(self, r: int) -> tuple[Any, Any]:
         """The keys that row `r` sees, inside of the sequence."""
-        limits = self.mods.limits
-        begin = None if limits.begin.is_const and limits.begin.attr <= 0 else Int32(self.work.value(limits.begin, r))
-        return begin, smaller(Int32(self.work.value(limits.end, r)), self.leaves.kv_len)
+        begin, end = run_ends(self.work, self.mods.limits, r, 0)
+        return begin, smaller(end, self.leaves.kv_len)
 
     def _row_shift(self, r: int) -> Any:
         """Part of the scores of row `r` that `apply_score` leaves out, in natural units; belongs into LSE."""
@@ -499,22 +521,13 @@ class BoundMods(Fixed):
             _apply_either(self, tile, self.limits_hold)
 
     def apply_limits(self, tile: ScoreTile) -> None:
-        """What `apply_mask` does, by each row's first and last visible key alone; where the mask's limits hold.
-
-        A word says which of a row's columns are visible, and a bit of it costs less than a comparison: predicates are
-        set by seven from a register.
-        """
-        shape = tile.shape
+        """What `apply_mask` does, by each row's first and last visible key alone; where the mask's limits hold."""
+        before = tile.shape.columns_before
         for r, (begin, end) in enumerate(self.row_limits):
-            stop = shape.columns_before(larger(end - tile.first_kv, 0))
-            start = None if begin is None else shape.columns_before(larger(begin - tile.first_kv, 0))
-            for word in range(0, tile.columns, WORD):
-                visible = bits_before(stop if word == 0 else larger(stop - word, 0))
-                if start is not None:
-                    visible = visible & ~bits_before(start if word == 0 else larger(start - word, 0))
-                for c in range(word, min(word + WORD, tile.columns)):
-                    bit = visible & (1 << (c - word))
-                    tile.values[r, c] = choose(bit != 0, tile.values[r, c], -Float32.inf)
+            stop = before(larger(end - tile.first_kv, 0))
+            start = None if begin is None else before(larger(begin - tile.first_kv, 0))
+            for c, visible in run_of(tile.columns, start, stop):
+                tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
 
     @staticmethod
     def _and(inside: Any, visible: Any) -> Any:

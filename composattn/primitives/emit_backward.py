@@ -20,29 +20,34 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
 from ..graph.bands import TileInterval
 from ..graph.captured_gradient import GradientProgram
-from ..graph.expr import Capture, Dep, DType, Expr, Rate, const
+from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
 from ..graph.program import Program
-from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear
+from ..graph.row_limits import RowLimits
+from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear, run_ends, run_of
 from .emit_captured import CapturedSums
 from .emit_ops import convert
 from .score_tile import ScoreTile
-from .values import Fixed, choose
+from .values import Fixed, choose, larger, smaller
 
 
 class BackwardMods:
     """The mods of a plan and their derivative; holds graphs, no run-time values."""
 
     def __init__(
-        self, program: Program, intervals: tuple[TileInterval, ...] = (), captured: tuple[Capture, ...] = ()
+        self,
+        program: Program,
+        intervals: tuple[TileInterval, ...] = (),
+        limits: RowLimits | None = None,
+        captured: tuple[Capture, ...] = (),
     ) -> None:
         self.mods = Mods(program)
-        self.mods.bounds = intervals
+        self.mods.bounds, self.mods.limits = intervals, limits
         if captured:
             self.mods.capture_slot = {capture: slot for slot, capture in enumerate(captured)}
         self.score, self.mask = program.score, program.mask
@@ -152,6 +157,34 @@ class BoundBackwardMods(Fixed):
         _hide_if(tested, self, at, targets)
 
     def hide(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
+        """By the columns' limits where they hold, else by the mask, which a branch decides."""
+        limits = self.mods.limits
+        holds = False if limits is None else at.value(limits.holds)
+        if isinstance(holds, bool):
+            (self.hide_by_limits if holds else self.hide_by_mask)(at, targets)
+        else:
+            _hide_by_either(holds, self, at, targets)
+
+    def hide_by_limits(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
+        """By the first and last query that sees a column, read here: registers are scarce outside of the branch."""
+        tile, leaves = at.tile, self.leaves
+
+        def before(end: Any) -> Any:
+            return tile.shape.rows_before(larger(end - tile.first_q, 0))
+
+        # rows beyond the last query: see `hide_by_mask`
+        to_the_end = self.backward.score is None and self.mods.limits.end is index("q_len")
+        for c in range(tile.columns):
+            begin, end = run_ends(at, self.mods.limits, 0, c)
+            begin = choose(tile.kv_index(c) < leaves.kv_len, Int32(0) if begin is None else begin, leaves.q_len)
+            stop = None if to_the_end else before(smaller(end, leaves.q_len))
+            for r, visible in run_of(tile.rows, before(begin), stop):
+                for target in targets:
+                    target[r, c] = choose(visible, target[r, c], Float32(0.0))
+            at.forget_element()
+
+    def hide_by_mask(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
+        """Element by element."""
         tile, mask = at.tile, self.backward.mask
         kv_limit = self.leaves.kv_len - tile.first_kv
         inside_kv = [tile.shape.column_offsets[c] < kv_limit for c in range(tile.columns)]
@@ -174,6 +207,14 @@ def _hide_if(tested: Boolean, mods: cutlass.Constexpr, at: cutlass.Constexpr, ta
     if tested:
         # what is computed in the branch must not be seen outside of it
         mods.hide(mods.evaluator(at.tile), targets)
+
+
+@cute.jit
+def _hide_by_either(holds: Boolean, mods: cutlass.Constexpr, at: cutlass.Constexpr, targets: cutlass.Constexpr):
+    if holds:
+        mods.hide_by_limits(mods.evaluator(at.tile), targets)
+    else:
+        mods.hide_by_mask(mods.evaluator(at.tile), targets)
 
 
 def _places(tile: ScoreTile) -> list[tuple[int, int]]:

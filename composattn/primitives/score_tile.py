@@ -51,15 +51,21 @@ class FragmentShape:
         return not any(self.head_offsets)
 
     def columns_before(self, x: Any) -> Any:
-        """How many of the thread's columns lie before its first one + `x`, for `x` from 0; any beyond the last count.
+        """How many of the thread's columns lie before its first one + `x`, for `x` from 0; beyond the last: all."""
+        return _count_before(self.column_offsets, x)
 
-        Columns are runs of neighbours at even distances.
-        """
-        run = next((n for n, c in enumerate(self.column_offsets) if c != n), self.columns)
-        if run == self.columns:
-            return x
-        period = self.column_offsets[run]
-        return x // period * run + smaller(x % period, run)
+    def rows_before(self, x: Any) -> Any:
+        """How many of the thread's rows lie before its first one + `x`, likewise."""
+        return _count_before(self.row_offsets, x)
+
+
+def _count_before(offsets: tuple[int, ...], x: Any) -> Any:
+    """Of offsets that are runs of neighbours at even distances."""
+    run = next((n for n, offset in enumerate(offsets) if offset != n), len(offsets))
+    if run == len(offsets):
+        return x
+    period = offsets[run]
+    return x // period * run + smaller(x % period, run)
 
 
 def _first_of_block(offsets: tuple[int, ...], i: int, block: int) -> int:

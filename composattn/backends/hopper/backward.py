@@ -58,7 +58,7 @@ class HopperBackward:
 
     def __init__(self, plan: BackwardPlan):
         self.plan, self.tiling = plan, plan.tiling
-        self.mods = BackwardMods(plan.program, plan.intervals, plan.captured)
+        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
 
     def __repr__(self):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composattn.graph.bands import row_limits
+from composattn.graph.bands import column_limits, mirrored, row_limits
 from composattn.graph.derived import refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
@@ -44,12 +44,31 @@ def run(limits: RowLimits, q_len: int, kv_len: int, batch: int, heads: int) -> t
     return ((begin <= kv) & (kv < end)).expand(batch, heads, q_len, kv_len), holds.expand(batch, heads, 1, 1)
 
 
+def run_of_columns(limits: RowLimits, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run` for the limits of columns."""
+    q_len, kv_len, *entries = sizes
+    ends = RowLimits(mirrored(limits.begin), mirrored(limits.end), limits.holds)
+    visible, holds = run(ends, kv_len, q_len, *entries)
+    return visible.mT, holds
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_limits_are_the_mask(name: str) -> None:
     mask = Mask.of(MASKS[name])
     limits = row_limits(mask.expr)
     assert limits is not None
     visible, holds = run(limits, Q_LEN, KV_LEN, BATCH, HEADS)
+    assert holds.all()
+    assert torch.equal(visible, mask.dense(Q_LEN, KV_LEN, BATCH, HEADS).expand_as(visible))
+
+
+# a key of the prefix is seen by all, others by a run; offsets become two comparisons of queries' values
+@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"prefix", "documents-by-offsets"}))
+def test_limits_of_columns_are_the_mask(name: str) -> None:
+    mask = Mask.of(MASKS[name])
+    limits = column_limits(mask.expr)
+    assert limits is not None
+    visible, holds = run_of_columns(limits, Q_LEN, KV_LEN, BATCH, HEADS)
     assert holds.all()
     assert torch.equal(visible, mask.dense(Q_LEN, KV_LEN, BATCH, HEADS).expand_as(visible))
 
@@ -73,12 +92,13 @@ def test_none_are_given_where_a_row_sees_two_runs_or_tests_an_element() -> None:
         assert row_limits(Mask.of(mask).expr) is None
 
 
-def test_random_masks_agree_with_their_limits() -> None:
+@pytest.mark.parametrize(("limits_of", "run"), [(row_limits, run), (column_limits, run_of_columns)])
+def test_random_masks_agree_with_their_limits(limits_of: Callable[..., Any], run: Callable[..., Any]) -> None:
     given = held = 0
     for seed in range(1500):
         case = random_case(seed, SMALL)
         mask = case.program.mask
-        limits = None if mask is None else row_limits(mask)
+        limits = None if mask is None else limits_of(mask)
         if mask is None or limits is None:
             continue
         (batch, heads, q_len, _), kv_len = case.q.shape, case.k.shape[2]
