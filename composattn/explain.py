@@ -18,6 +18,7 @@ from .graph.simplify import simplify
 from .graph.symbolic import Names, formula
 from .graph.tiles import FULL, PARTIAL, useful_cuts
 from .graph.tiles import kinds as tile_kinds
+from .graph.wording import visited
 from .problem import Problem, softmax_scale
 from .sequences import Paged, Sequences, Varlen
 
@@ -97,7 +98,7 @@ def explain(
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),
         ("captured sums", getattr(call, "captured_sums", "")),
-        ("kv visited", _intervals(program, names)),
+        ("kv visited", "\n".join(visited(program.intervals, names))),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes})"),
@@ -186,15 +187,6 @@ def _gradient(program: Program, names: Names) -> str:
     for leaf, d in partials(program.score).items():
         lines.append(f"d score_mod/d {formula(leaf, names)} = {formula(simplify(d), names)}")
     return "\n".join(lines)
-
-
-def _intervals(program: Program, names: Names) -> str:
-    """The runs of kv that a tile of query rows first..last visits."""
-    return "\n".join(
-        f"{formula(i.begin, names)} <= kv < {formula(i.end, names)}; no test from {formula(i.full_begin, names)} "
-        f"to {formula(i.full_end, names)}"
-        for i in program.intervals
-    )
 
 
 __all__: list[Any] = ["Explanation", "TileCounts", "count_tiles", "explain"]

@@ -398,22 +398,6 @@ def _chosen(condition: Expr, x: TileInterval, y: TileInterval) -> TileInterval:
 # --- in words ------------------------------------------------------------------------------------------------
 
 
-def describe(mask: Expr) -> str:
-    """What was derived of `mask`, for `Mask.bands()` and explain()."""
-    found = tile_intervals(mask)
-    lines = [f"{n}: {interval}" for n, interval in enumerate(found)]
-    left = {
-        (repr(c.condition) if isinstance(c, Opaque) else f"kv = {c.of} mod {c.step}")
-        for p in pieces(mask)
-        for c in p.constraints
-        if isinstance(c, (Opaque, Residue))
-    }
-    forget()
-    if left:
-        lines.append("tested in every tile: " + "; ".join(sorted(left)))
-    return "\n".join(lines)
-
-
 def size(intervals: tuple[TileInterval, ...]) -> int:
     """How many operations the ends take, shared parts once."""
     return sum(1 for _ in walk(*(e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end))))

@@ -155,7 +155,7 @@ class Mask:
 
     def bands(self) -> str:
         """Which kv a query tile visits, derived from the mask, in words: one interval a line, and what is tested."""
-        from .bands import describe
+        from .wording import describe
 
         return describe(self.expr)
 

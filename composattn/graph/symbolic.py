@@ -6,7 +6,9 @@ from typing import Any
 
 import sympy
 
+from .derived import Derived
 from .expr import Capture, DType, Expr, captures, scalars, walk
+from .linear import FAR
 from .ops import OPS
 
 _LENGTHS = {"q_len": "Sq", "kv_len": "Skv"}
@@ -28,9 +30,19 @@ class Names:
     def legend(self) -> dict[str, str]:
         """{name: dtype and shape} of the captured tensors."""
         return {
-            name: f"{str(c.tensor.dtype).removeprefix('torch.')}{list(c.tensor.shape)}"
+            name: f"{str(c.tensor.dtype).removeprefix('torch.')}{list(c.tensor.shape)}{self._origin(c)}"
             for c, name in self._tensors.items()
         }
+
+    def _origin(self, capture: Capture) -> str:
+        """For a table that the analysis derived: of which tensors."""
+        found, sources = [], list(getattr(capture, "sources", ()))
+        for source in sources:
+            if source in self._tensors:
+                found.append(self._tensors[source])
+            else:
+                sources += getattr(source, "sources", ())
+        return f" from {', '.join(dict.fromkeys(found))}" if found else ""
 
 
 # --- sympy ----------------------------------------------------------------------------------------------------
@@ -121,9 +133,29 @@ def formula(expr: Expr, names: Names | None = None) -> str:
     names = names or Names(expr)
     done: dict[Expr, tuple[str, int]] = {}
     for node in walk(expr):
-        text, binding = _text(node, [done[a] for a in node.args], names)
+        text, binding = _extreme(node, done, names) or _text(node, [done[a] for a in node.args], names)
         done[node] = (text, binding) if len(text) <= _LONGEST else (_ELIDED, _ATOM)
     return done[expr][0]
+
+
+def _extreme(node: Expr, done: dict[Expr, tuple[str, int]], names: Names) -> tuple[str, int] | None:
+    """What `derived.range_extreme` builds, as the least or largest of a run of elements: `min(t1[first..last])`.
+
+    Two reads of one table, at the run's begin and at a window's length before its end, both at most the last element.
+    """
+    if node.op not in ("minimum", "maximum") or not all(a.op == "read" for a in node.args):
+        return None
+    x, y = node.args
+    moving = [n for n, (i, j) in enumerate(zip(x.args, y.args, strict=False)) if i is not j]
+    if x.attr is not y.attr or not isinstance(x.attr, Derived) or len(moving) != 1 or not moving[0]:
+        return None
+    begin, window = x.args[moving[0]], y.args[moving[0]]
+    window = window.args[0] if window.op == "maximum" else window
+    if window.op != "sub" or window.args[0].op != "add" or window.args[1].op != "lshift":
+        return None
+    ends = [done[e.args[0] if e.op == "minimum" else e][0] for e in (begin, window.args[0].args[0])]
+    inner = ["..".join(ends) if n == moving[0] else done[i][0] for n, i in enumerate(x.args) if n]
+    return f"{_CALLED[node.op]}({names.tensor(x.attr)}[{', '.join(inner)}])", _ATOM
 
 
 def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, int]:
@@ -144,8 +176,10 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
         return (f"{name}[{', '.join(text for text, _ in args)}]" if args else name), _ATOM
     if op in _INFIX:
         sign, binding = _INFIX[op]
-        left = _inside(args[0], binding + (op in ("pow",) or _INFIX[op][1] == 5))
-        right = _inside(args[1], binding + (op not in _ASSOCIATIVE and op != "pow"))
+        # 32·(q // 32), not 32·q // 32, which would be q
+        whole = [op == "mul" and a.op in ("floordiv", "mod") for a in node.args]
+        left = _inside(args[0], binding + (op in ("pow",) or _INFIX[op][1] == 5 or whole[0]))
+        right = _inside(args[1], binding + ((op not in _ASSOCIATIVE and op != "pow") or whole[1]))
         return f"{left}{sign}{right}" if op in ("mul", "pow") else f"{left} {sign} {right}", binding
     if op == "neg":
         return f"-{_inside(args[0], 9)}", 9
@@ -153,9 +187,22 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
         return f"~{_inside(args[0], 9)}", 9
     if op == "abs":
         return f"|{args[0][0]}|", _ATOM
-    if op == "cast_float":
+    if op == "cast_float" or (op == "cast_int64" and node.args[0].dtype.is_integer):
+        return args[0]
+    if op == "cast_int32" and _is_clamp(node.args[0]):  # `linear.finish`: of a position it changes nothing
+        return args[0]
+    if op == "clamp_max" and _is_clamp(node):
+        return args[0]
+    if op == "clamp_min" and node.args[1].is_const and node.args[1].attr == -FAR:  # the inner half of it
         return args[0]
     return f"{_CALLED.get(op, op)}({', '.join(text for text, _ in args)})", _ATOM
+
+
+def _is_clamp(node: Expr) -> bool:
+    """Whether `node` brings an end of an interval back to 32 bits."""
+    if node.op != "clamp_max" or node.args[0].op != "clamp_min":
+        return False
+    return all(n.args[1].is_const and n.args[1].attr == end for n, end in ((node, FAR), (node.args[0], -FAR)))
 
 
 def _inside(part: tuple[str, int], binding: int) -> str:

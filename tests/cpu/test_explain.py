@@ -87,6 +87,11 @@ def test_explains_the_plans_of_the_kernels(paged: bool) -> None:
     assert ("backward on hopper" in explained) == ("captured sums" in explained) == (not paged)
 
 
+def test_whole_multiples_keep_their_parentheses() -> None:
+    attend = explained(score_mod=lambda s, b, h, q, kv: s + 3 * (q // 3) + (kv % 5) * h)
+    assert "s + 3·(q // 3) + (kv % 5)·h" in attend
+
+
 def test_explains_the_schedule_that_was_asked_for() -> None:
     q = torch.empty(1, 1, 128, 64)
     attend = ca.Attention(schedule=ca.Schedule(order="in_order"), deterministic=True)

@@ -258,7 +258,14 @@ def test_a_band_costs_no_more_at_a_million_positions() -> None:
 
 def test_what_is_derived_can_be_read() -> None:
     text = masks.dilated_window((20, 20), 4).bands()
-    assert "sub(first, 20)" in text and "tested in every tile: kv = q mod 4" in text
+    assert "first - 20 <= kv < last + 21; all of it tested" in text and "tested in every tile: kv = q mod 4" in text
+
+
+def test_what_comes_from_captured_tensors_can_be_read() -> None:
+    ids = torch.arange(400) // 90
+    text = (masks.document(ids) & masks.sliding_window((torch.tensor(64), 0))).bands()
+    assert text.startswith("max(min(t2[first..last]), first - t1) <= kv < min(max(t3[first..last]), last + 1);")
+    assert "t0 int64[400]; t1 int64[]; t2 int32[10, 400] from t0;" in text
 
 
 @pytest.mark.parametrize("kind", ["sorted", "any"])
