@@ -47,7 +47,9 @@ class Attention:
     schedule: order and division of the work, see `Schedule`; None is all as the plan chooses.
 
     The mods are traced here, once: Python numbers and globals that they use are constants from now on, captured
-    tensors are held by reference and read at every call, and `ca.scalar` values are read at every call.
+    tensors are held by reference and read at every call, and `ca.scalar` values are read at every call. Write to
+    captured tensors by torch operations: which tiles a mask leaves is derived anew where torch counts a write, which it
+    does not through `.data` or numpy.
 
     Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`,
     `InvalidSchedule`.

@@ -36,9 +36,10 @@ class BlockSparse(Mask):
     partial: a mask, or a mask_mod, for the blocks of kind 1.
 
     The tensors are held by reference: write new contents into them, and the next call sees those, with nothing planned
-    or compiled again. Blocks speak of positions 0 to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not
-    visible. A dense call must have as many blocks, else it raises `BlockMaskMismatch`. Numbers out of range name none;
-    with `composattn.debug_checks(True)` a call raises `BlocksOutOfRange` for them.
+    or compiled again (by torch operations: torch counts no write through `.data` or numpy). Blocks speak of positions
+    0 to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not visible. A dense call must have as many blocks,
+    else it raises `BlockMaskMismatch`. Numbers out of range name none; with `composattn.debug_checks(True)` a call
+    raises `BlocksOutOfRange` for them.
 
     Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`.
     """
@@ -166,6 +167,8 @@ class Table(Derived):
         devices = {str(t.device) for t in tensors}
         if len(devices) > 1:
             raise errors.DeviceMismatch(f"the tensors of a BlockSparse lie on {sorted(devices)}; move them to q's")
+        if torch.compiler.is_compiling():
+            _say_where_blocks_are_made()
         super().__init__(functools.partial(_framed, recipe=recipe), tuple(map(Capture, tensors)))
 
     @property
@@ -200,6 +203,13 @@ class Table(Derived):
                 raise errors.BlockMaskMismatch(
                     f"there are {made} blocks of {size} {name}; {length} {name} are {-(-length // size)} blocks"
                 )
+
+
+@torch._dynamo.disable(  # type: ignore[untyped-decorator]
+    reason="a BlockSparse can't be made in a compiled region: make it outside, and write new indices into its tensor"
+)
+def _say_where_blocks_are_made() -> None:
+    pass
 
 
 def _framed(*tensors: torch.Tensor, recipe: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -774,7 +774,17 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
+@torch._dynamo.disable(  # type: ignore[untyped-decorator]
+    reason="a mask or score mod is made by running its Python, which a compiled region can't do: make it, or "
+    "ca.Attention(...), outside of it and use that inside"
+)
+def _run_outside(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
+    return _run(fn, arguments, signature)
+
+
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
+    if torch.compiler.is_compiling():
+        return _run_outside(fn, arguments, signature)
     if not callable(fn):
         raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
     wanted = len(arguments)

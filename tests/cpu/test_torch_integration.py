@@ -134,6 +134,29 @@ def test_plain_functions_inside_a_compiled_region_break_the_graph_and_say_the_wa
         torch.compile(forward, fullgraph=True, backend="aot_eager")(3, *inputs)
 
 
+MADE_INSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a mask": lambda ids: causal(),
+    "a mask of a tensor": lambda ids: document(ids),
+    "blocks": lambda ids: ca.BlockSparse.topk(ids.view(1, 1, 1, -1), 16, 16, 16),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_masks_made_inside_a_compiled_region_break_the_graph_and_say_the_way_out(
+    name: str, generator: torch.Generator
+) -> None:
+    def forward(ids: torch.Tensor, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=MADE_INSIDE[name](ids))
+
+    inputs = [torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3)]
+    torch._dynamo.reset()
+    ids = torch.arange(16) // 5
+    assert_same([torch.compile(forward, backend="aot_eager")(ids, *inputs)], [forward(ids, *inputs)])
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"make it.* outside"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(ids, *inputs)
+
+
 def test_a_scalar_changes_without_recompiling_and_its_backward_sees_the_value_of_the_forward(
     generator: torch.Generator,
 ) -> None:
