@@ -62,12 +62,19 @@ def commit() -> str:
     return head + ("+changes" if changed else "")
 
 
+def command() -> str:
+    """How Python was called."""
+    module = sys.modules["__main__"].__spec__
+    program = f"-m {module.name.removesuffix('.__main__')}" if module else f"benchmarks/{Path(sys.argv[0]).name}"
+    return " ".join(["python", program, *sys.argv[1:]])
+
+
 def provenance(device: torch.device) -> dict[str, object]:
     """Everything of a result file but its rows."""
     return {
         "machine": machine(device),
         "versions": versions(),
         "commit": commit(),
-        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }

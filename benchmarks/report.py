@@ -92,7 +92,9 @@ def is_measured(row: Row) -> bool:
 
 
 def markdown(result: Result) -> str:
-    """One table: a line a case, a column an implementation, ours first."""
+    """One table: of planning, or a line a case, a column an implementation, ours first."""
+    if any("analysed_ms" in row for row in result.facts["rows"]):
+        return planning(result)
     table = result.table
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
@@ -106,8 +108,21 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def worst_spread(result: Result) -> float:
-    return max((row["spread"] for row in result.facts["rows"] if "spread" in row), default=0.0)
+def planning(result: Result) -> str:
+    """What `benchmarks/planning.py` kept: a line a mask, its length and who plans it."""
+    head = ["mask", "S", "planned by", "host, ms", "until the device is done, ms", "kept, MiB", "besides at most, MiB"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in result.facts["rows"]:
+        times = (f"{row[name]:.2f}" for name in ("analysed_ms", "done_ms"))
+        sizes = ("–" if row[name] is None else f"{row[name] / 2**20:.1f}" for name in ("kept_bytes", "peak_bytes"))
+        lines.append("| " + " | ".join([row["row"], f"{row['S']:,}", row["impl"], *times, *sizes]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(result: Result) -> str:
+    """The largest of a row, in words; none where rows say none."""
+    known = [row["spread"] for row in result.facts["rows"] if "spread" in row]
+    return f" Largest spread of a row: {max(known):.1%}." if known else ""
 
 
 def section(result: Result, plots: Iterable[str]) -> str:
@@ -117,7 +132,7 @@ def section(result: Result, plots: Iterable[str]) -> str:
     parts = [
         f"## {result.name}\n",
         f"{facts['machine']}; {versions}; commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
-        f"`{facts['command']}`. Largest spread of a row: {worst_spread(result):.1%}.\n",
+        f"`{facts['command']}`.{spread(result)}\n",
         *(f"![{name}](plots/{name})\n" for name in plots),
         markdown(result),
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, run, timing
+from benchmarks import planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import Inputs, TorchSdpa
@@ -133,6 +133,14 @@ def test_ratios_compare_with_the_best_peer_and_the_gemm() -> None:
     assert report.fraction_of_gemm(rows) == pytest.approx(0.6)
     host = {"composattn": {"ms": 0.02}, "peer": {"ms": 0.05}}
     assert report.ratio_to_best(host) == pytest.approx(2.5)
+
+
+def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
+    row = planning.measure(planning.Row("window", 1 << 12, planning.windows), CPU, repeats=2)
+    kept = report.Result("a-planning", {"rows": [row, {**row, "impl": "peer", "done_ms": 5.0, "peak_bytes": 3 << 20}]})
+    *_, ours, peers = report.markdown(kept).splitlines()
+    assert ours.startswith("| window | 4,096 | composattn | ") and ours.endswith("| 0.0 | – |")
+    assert "| peer | " in peers and peers.endswith(" | 5.00 | 0.0 | 3.0 |")
 
 
 def test_the_pages_say_what_the_kept_results_say() -> None:
