@@ -267,8 +267,7 @@ def interval_shape(interval: TileInterval) -> IntervalShape:
     from_zero = all(e.is_const and e.attr <= 0 for e in starts)
     # the tile that reaches beyond kv_len comes first and is tested anyway
     to_the_end = all(e is index("kv_len") for e in ends)
-    never_full = all(e.is_const for e in (starts[1], ends[1])) and ends[1].attr <= starts[1].attr
-    return IntervalShape(left=not from_zero, full=not never_full, right=not to_the_end)
+    return IntervalShape(left=not from_zero, full=not interval.never_full, right=not to_the_end)
 
 
 def _interval_words(shape: IntervalShape) -> str:

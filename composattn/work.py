@@ -17,7 +17,7 @@ import torch
 from .graph.bands import TileInterval
 from .graph.derived import Derived
 from .graph.evaluate import Env, evaluate_all
-from .graph.expr import Dep, Expr, captures, scalars, walk
+from .graph.expr import Dep, Expr, inputs
 from .graph.keeping import may_keep
 from .problem import Problem
 from .schedule import Order
@@ -120,8 +120,7 @@ class WorkTables:
         self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
     ) -> None:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
-        ends = _ends(intervals)
-        self.captures, self.scalars = captures(*ends), scalars(*ends)
+        self.captures, self.scalars = inputs(*_ends(intervals))
         self.made: OrderedDict[tuple[int, ...], tuple[list[torch.Tensor], list[Hashable], torch.Tensor]] = OrderedDict()
 
     def __call__(self, sequences: Sequences, counts: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,7 +193,7 @@ def descends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int,
 def _visits(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> torch.Tensor | None:
     """How many tiles of keys each query tile visits: (B|1, tiles), on the host."""
     ends = _ends(intervals)
-    if any(node.op in ("read", "size", "scalar") for node in walk(*ends)):
+    if any(inputs(*ends)):
         return None
     # of keys in pages each sequence may have less, and all its tiles with it
     batch = problem.batch if any(end.deps & Dep.B for end in ends) else 1

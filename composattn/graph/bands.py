@@ -39,6 +39,16 @@ class TileInterval:
     def __repr__(self) -> str:
         return f"[{self.begin}, {self.end}) full [{self.full_begin}, {self.full_end})"
 
+    @property
+    def never_full(self) -> bool:
+        """Whether no kv is known to be visible from all rows of any tile."""
+        ends = self.full_begin, self.full_end
+        return all(e.is_const for e in ends) and ends[1].attr <= ends[0].attr
+
+    @property
+    def tells_nothing(self) -> bool:
+        return self.begin is _ZERO and self.end is _KV_LEN and self.never_full
+
     def mapped(self, leaves: dict[Expr, Expr]) -> TileInterval:
         """With leaves replaced."""
         return TileInterval(*(substitute(e, leaves) for e in (self.begin, self.end, self.full_begin, self.full_end)))

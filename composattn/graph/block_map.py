@@ -13,19 +13,20 @@ number or the sequences' lengths changed since.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ..errors import UnknownLength
-from .bands import UNKNOWN, TileInterval, mirrored, tile_intervals, untold
-from .derived import Derived, refresh, value_of, version
+from .bands import TileInterval, mirrored, tile_intervals, untold
+from .derived import Derived, is_matches, refresh, value_of, version, without_gaps
 from .evaluate import Env, evaluate_all
-from .expr import Capture, Dep, Expr, captures, scalars
+from .expr import Capture, Dep, Expr, captures, inputs, walk
 from .intervals import Tiles
 from .keeping import may_keep
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
@@ -90,7 +91,7 @@ def _reason(mask: Expr, size: int, of: str) -> str | None:
     if left.step >= size:
         return f"visible {of} lie tiles apart"
     ends = [e for i in tile_intervals(mask) for e in (i.begin, i.end, i.full_begin, i.full_end)]
-    if any(_has_gaps(c) for c in captures(*ends)):
+    if any(map(_has_gaps, {table: None for c in captures(*ends) for table in _matches_behind(c)})):
         return "equal values of a captured tensor lie apart"
     return None
 
@@ -110,15 +111,20 @@ def made_lists(kind: type[Lists], mask: Expr | None, extent: Extent, tile: tuple
 _in_use: weakref.WeakValueDictionary[Any, TileLists] = weakref.WeakValueDictionary()
 
 
-def _has_gaps(capture: Capture) -> bool:
-    """Whether a table of `derived.matches` that this comes from gives ranges with columns between that don't match."""
-    if not isinstance(capture, Derived):
-        return False
-    if capture.recipe.__name__ != "bounds_of_matches":
-        return any(map(_has_gaps, capture.sources))
-    capture.refresh()
-    start, end, full_start, full_end = capture.tensor
-    return bool(((start < end) & ((start != full_start) | (end != full_end))).any())
+def _matches_behind(capture: Capture) -> Iterator[Derived]:
+    """The tables of `derived.matches` that a capture comes from."""
+    if is_matches(capture):
+        yield capture
+    elif isinstance(capture, Derived):
+        for source in capture.sources:
+            yield from _matches_behind(source)
+
+
+def _has_gaps(table: Derived) -> bool:
+    """Whether its ranges have columns between that don't match."""
+    whole = without_gaps(table)
+    whole.refresh()
+    return not bool(whole.tensor.all())
 
 
 class TileLists(ABC):
@@ -135,10 +141,9 @@ class TileLists(ABC):
     def __init__(self, mask: Expr, extent: Extent, tile: tuple[int, int], reason: str = "asked for") -> None:
         self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
         bands = tile_intervals(mask)
-        self.bands: tuple[TileInterval, ...] = () if bands is UNKNOWN else bands
+        self.bands: tuple[TileInterval, ...] = () if all(i.tells_nothing for i in bands) else bands
         self.ends = [e for i in self.bands for e in (i.begin, i.end, i.full_begin, i.full_end)]
-        self.sources = captures(mask, *self.ends)
-        self.scalars = scalars(mask, *self.ends)
+        self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
         self._made: list[T] = []
@@ -192,6 +197,8 @@ class TileLists(ABC):
             for first in range(0, rows, step):
                 part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
                 parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
+            if len(parts) == 1:
+                return self.lists(*parts[0])
             return self.lists(*(torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), self.dims, strict=True)))
 
     def _joined(self, found: T, grid: Tiles) -> T:
@@ -199,20 +206,21 @@ class TileLists(ABC):
         if not self.bands:
             return found
         grid = dataclasses.replace(grid, cuts=(None, None))  # tiles again
-        first, last = grid.leaf("q").low, grid.leaf("q").high
-        start = grid.starts(1)
-        kv_len = grid.leaf("kv_len").low
-        stop = torch.minimum(start + self.tile[1], kv_len)
-        leaves = {name: grid.leaf(name).low for name in ("b", "h", "q_len", "kv_len")}
-        index = {**leaves, "first": first, "last": last}
+        q, kv = grid.leaf("q"), grid.leaf("kv")
+        used = {node.attr for node in walk(*self.ends) if node.op == "index"} - {"first", "last"}
+        index = {**{name: grid.leaf(name).low for name in used}, "first": q.low, "last": q.high}
         env = Env(index, device=grid.device, tensors=grid.tensors, scalars=grid.scalars)
         ends = evaluate_all(self.ends, env)
-        touched = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=grid.device)
-        inside = touched
-        for begin, end, full_begin, full_end in zip(*(ends[n::4] for n in range(4)), strict=True):
-            touched = touched | ((begin < stop) & (end > start) & (begin < end))
-            inside = inside | ((full_begin <= start) & (full_end >= stop))
-        return torch.where(touched, torch.where(inside & (found != EMPTY), FULL, found), EMPTY)
+        touched, inside = [], []
+        for n, band in enumerate(self.bands):
+            begin, end, full_begin, full_end = ends[4 * n : 4 * n + 4]
+            touched.append((begin <= kv.high) & (end * (begin < end) > kv.low))
+            if not band.never_full:
+                inside.append((full_begin <= kv.low) & (full_end > kv.high))
+        found = found * functools.reduce(torch.bitwise_or, touched)
+        if not inside:
+            return found
+        return torch.where(functools.reduce(torch.bitwise_or, inside) & (found != EMPTY), FULL, found)
 
     @abstractmethod
     def rows_of(self, found: T, grid: Tiles) -> tuple[T, ...]:
@@ -239,14 +247,15 @@ class KeyLists(TileLists):
         return _reason(mask, tile[1], "keys")
 
     def rows_of(self, found: T, grid: Tiles) -> tuple[T, T]:
-        ragged = grid.starts(1) + self.tile[1] > grid.leaf("kv_len").low
-        found = torch.where(ragged & (found == FULL), PARTIAL, found)
-        counts = torch.stack([(found == kind).sum(-1, dtype=torch.int32) for kind in (PARTIAL, FULL)])
-        columns = found.shape[-1]
-        group = torch.where(found == EMPTY, 2, found.to(torch.int32) - PARTIAL)
-        place = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=found.device)
-        ordered = (group * columns + place).sort(-1).values
-        return counts, columns - 1 - ordered % columns
+        if grid.kv_lens is not None or grid.kv_len % self.tile[1]:
+            ragged = grid.starts(1) + self.tile[1] > grid.leaf("kv_len").low
+            found = torch.minimum(found, FULL - ragged.view(torch.int8))
+        counted = torch.arange(PARTIAL, FULL + 1, dtype=torch.int8, device=found.device).view(2, 1, 1, 1, 1)
+        counts = (found == counted).sum(-1, dtype=torch.int32)
+        column, above = _numbered(found)
+        rank = -found & 3  # empty 0, full 2, partial 3
+        ordered = torch.add(column, rank, alpha=above).sort(-1, descending=True).values
+        return counts, ordered & (above - 1)
 
     def lists(self, *kept: T) -> tuple[T, ...]:
         return kept
@@ -275,13 +284,18 @@ class QueryLists(TileLists):
     def lists(self, *kept: T) -> tuple[T, ...]:
         found = kept[0].mT  # (B|1, H|1, Tkv, Tq)
         visited = found != EMPTY
-        rows = found.shape[-1]
-        place = torch.arange(rows, dtype=torch.int32, device=found.device)
-        ordered = torch.where(visited, place, rows + place).sort(-1).values % rows
-        tested = (found == PARTIAL).gather(-1, ordered.long())
-        upto = visited.to(torch.int32).cumsum(-2, dtype=torch.int32)
-        before = (upto[..., -1:, :] - upto).gather(-1, ordered.long())
-        return visited.sum(-1, dtype=torch.int32), 2 * ordered + tested, before
+        row, above = _numbered(found)
+        entry = 2 * row + (found & PARTIAL)
+        entries = torch.add(entry, ~visited, alpha=2 * above).sort(-1).values & (2 * above - 1)
+        upto = visited.cumsum(-2, dtype=torch.int32)
+        before = (upto[..., -1:, :] - upto).gather(-1, (entries >> 1).long())
+        return visited.sum(-1, dtype=torch.int32), entries, before
+
+
+def _numbered(found: T) -> tuple[T, int]:
+    """Numbers along the last dimension, int32, and a power of two above them: what is sorted by lies above that bit."""
+    count = found.shape[-1]
+    return torch.arange(count, dtype=torch.int32, device=found.device), 1 << count.bit_length()
 
 
 def _lengths(starts: T | None, used: T | None) -> T | None:

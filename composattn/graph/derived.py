@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 import torch
 
@@ -115,10 +116,14 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     """
     if low is high:
         return read(capture, (*others[:dim], low, *others[dim:]))
+    given = (*others[:dim], low, *others[dim:])
     # of a dimension read at a constant only that part is needed
-    fixed = tuple(i.attr if i.is_const else None for i in (*others[:dim], low, *others[dim:]))
-    fixed = tuple(None if d == dim else i for d, i in enumerate(fixed))
-    table = derive(("range", dim, largest, fixed), _range_table(dim, largest, fixed), capture)
+    fixed = tuple(i.attr if i.is_const and d != dim else None for d, i in enumerate(given))
+    if is_matches(capture) and largest is (fixed[0] in LARGEST_OF_TILE):
+        fixed = (None, *fixed[1:])  # but all of the four ends, which a tile asks for: one table for them
+        table = derive(("ranges", fixed), _ranges_of_matches(fixed), capture)
+    else:
+        table = derive(("range", dim, largest, fixed), _range_table(dim, largest, fixed), capture)
     last = apply("sub", size(table, 1 + dim - sum(i is not None for i in fixed[:dim])), const(1))
     low, high = smaller(low, last), smaller(high, last)
     count = apply("add", apply("sub", high, low), const(1))
@@ -139,29 +144,42 @@ def _range_table(dim: int, largest: bool, fixed: tuple[int | None, ...]) -> Reci
     left = dim - sum(i is not None for i in fixed[:dim])
 
     def range_extremes(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach()
-        for d in reversed(range(len(fixed))):
-            at = fixed[d]
-            x = x if at is None else x.select(d, at)
-        dim = left
-        x = x.to(torch.int32) if x.dtype is torch.bool else x
-        pick = torch.maximum if largest else torch.minimum
-        levels = x.new_empty((LEVELS + 1, *x.shape))
-        levels[0] = x
-        for k in range(LEVELS - 1):
-            last, level, width = levels[k], levels[k + 1], min(1 << k, x.shape[dim])
-            kept = x.shape[dim] - width
-            torch.narrow(level, dim, kept, width).copy_(last.narrow(dim, kept, width))
-            pick(last.narrow(dim, 0, kept), last.narrow(dim, width, kept), out=level.narrow(dim, 0, kept))
-        levels[LEVELS] = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
-        return levels
+        x = _part(x.detach(), fixed)
+        return _windows(x.to(torch.int32) if x.dtype is torch.bool else x, left, largest)
 
     return range_extremes
 
 
+def _part(x: torch.Tensor, fixed: tuple[int | None, ...]) -> torch.Tensor:
+    """`x` at the positions that are fixed."""
+    for d in reversed(range(len(fixed))):
+        at = fixed[d]
+        x = x if at is None else x.select(d, at)
+    return x
+
+
+def _windows(x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
+    """The extreme of each window of 2^k positions, k along a new first dimension, and last that of the whole.
+
+    It stands, too, where a window would reach beyond the end: nobody asks for those.
+    """
+    whole = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
+    table = whole.expand(LEVELS + 1, *x.shape).contiguous()
+    levels = table.unbind()
+    levels[0].copy_(x)
+    pick = torch.maximum if largest else torch.minimum
+    for k, (last, level) in enumerate(pairwise(levels[:LEVELS])):
+        kept = x.shape[dim] - (1 << k)
+        if kept <= 0:
+            break
+        pick(last.narrow(dim, 0, kept), last.narrow(dim, 1 << k, kept), out=level.narrow(dim, 0, kept))
+    return table
+
+
 # --- columns whose captured value compares with that of the row -----------------------------------------------
 
-START, END, FULL_START, FULL_END = range(4)
+START, FULL_END, END, FULL_START = range(4)
+LARGEST_OF_TILE = (END, FULL_START)  # what rows see together begins at the smallest START, what all see at the largest
 
 
 def matches(
@@ -172,6 +190,8 @@ def matches(
     columns_order: tuple[int, ...],
 ) -> Derived:
     """int32 (4, B|1, H|1, Sq): per row, where the columns with `column op row` begin and end, and a range of such only.
+
+    In the order of `START`, `FULL_END`, `END`, `FULL_START`.
 
     `op` is eq, lt, le, gt or ge; the values are integers. `*_order` are the dimensions of the tensors that stand for
     (b, h, position); -1 where there is none. A row with no such column gets empty ranges. The range of such only is
@@ -194,6 +214,33 @@ def matches(
     return derive((op, rows_order, columns_order), bounds_of_matches, rows, columns)
 
 
+def is_matches(capture: Capture) -> TypeGuard[Derived]:
+    """Whether this is a table of `matches`."""
+    return isinstance(capture, Derived) and capture.recipe.__name__ == "bounds_of_matches"
+
+
+def without_gaps(table: Derived) -> Derived:
+    """Of a table of `matches`, int32 (B|1, H|1): whether the columns that match a row have no gaps, in any row."""
+    return derive(("without gaps",), _without_gaps, table)
+
+
+def _without_gaps(table: torch.Tensor) -> torch.Tensor:
+    # START and FULL_END against FULL_START and END
+    return (table[:END] == table[END:].flip(0)).amin((0, -1)).to(torch.int32)
+
+
+def _ranges_of_matches(fixed: tuple[int | None, ...]) -> Recipe:
+    def range_extremes(table: torch.Tensor) -> torch.Tensor:
+        """`_windows` of each end, of the largest where a tile asks for those: their complements are in turned order."""
+        turned = _part(table, fixed).clone()
+        turned[END:].bitwise_not_()
+        windows = _windows(turned, turned.ndim - 1, largest=False)
+        windows[:, END:].bitwise_not_()
+        return windows
+
+    return range_extremes
+
+
 def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     n = c.shape[-1]
     ordered, where = c.sort(dim=-1, stable=True)
@@ -211,17 +258,20 @@ def _equal_to_itself(c: torch.Tensor) -> torch.Tensor:
     in_order = c.device.type == "cpu" and bool((c[..., 1:] >= c[..., :-1]).all())  # elsewhere a look would wait
     ordered, where = (c, None) if in_order else c.sort(dim=-1, stable=True)
     at = torch.arange(n, device=c.device, dtype=torch.int32).expand_as(c)
-    new = ordered[..., 1:] != ordered[..., :-1]
-    first = torch.where(torch.nn.functional.pad(new, (1, 0), value=False), at, 0).cummax(-1).values
-    last = torch.where(torch.nn.functional.pad(new, (0, 1), value=False), at, n - 1).flip(-1).cummin(-1).values.flip(-1)
+    same = torch.zeros((2, *c.shape), dtype=torch.bool, device=c.device)  # as the one before, as the one behind
+    torch.eq(ordered[..., 1:], ordered[..., :-1], out=same[0, ..., 1:])
+    same[1, ..., :-1] = same[0, ..., 1:]
+    first = at.masked_fill(same[0], 0).cummax(-1).values
+    last = at.masked_fill(same[1], n - 1).flip(-1).cummin(-1).values.flip(-1)
     if where is None:
-        end = torch.where(last == n - 1, FAR, last + 1)
-        return torch.stack([first, end, first, end])
+        end = (last + 1).masked_fill_(last == n - 1, FAR)
+        return torch.stack([first, end, end, first])
     # equal values stand in their own order, and go back to where they were
-    start, end = where.gather(-1, first.long()), where.gather(-1, last.long()) + 1
-    start, end, count = (torch.empty_like(x).scatter_(-1, where, x) for x in (start, end, (last - first + 1).long()))
-    whole = end - start == count
-    return _ranges(start, end, torch.ones_like(whole), start, end, whole, n)
+    start, end = (where.gather(-1, at_.long()).int() for at_ in (first, last))
+    apart = end - start != last - first
+    end = (end + 1).masked_fill_(end == n - 1, FAR)
+    table = torch.stack([start, end.masked_fill(apart, 0), end, start.masked_fill(apart, FAR)])
+    return torch.empty_like(table).scatter_(-1, where.expand_as(table), table)
 
 
 def _below(r: torch.Tensor, c: torch.Tensor, strictly: bool) -> torch.Tensor:
@@ -250,8 +300,8 @@ def _ranges(
     end, full_end = torch.where(end == n, FAR, end), torch.where(full_end == n, FAR, full_end)
     return torch.stack(
         [
-            torch.where(some, start, FAR), torch.where(some, end, 0),
-            torch.where(full, full_start, FAR), torch.where(full, full_end, 0),
+            torch.where(some, start, FAR), torch.where(full, full_end, 0),
+            torch.where(some, end, 0), torch.where(full, full_start, FAR),
         ]
     ).to(torch.int32)  # fmt: skip
 

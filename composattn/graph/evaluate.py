@@ -5,6 +5,7 @@ Used by the reference (fp64) and streaming backends and by every check of the an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import DivisionByZero
-from .expr import DType, Expr, walk
+from .expr import Dep, DType, Expr, walk
+from .linear import bounds, forget
 from .ops import CASTS, OPS
 
 
@@ -105,13 +107,33 @@ def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
     tensor = env.tensor_of(node)
     where = []
     outside: Any = None
-    for i, size in zip(indices, tensor.shape, strict=True):
-        wrapped = torch.where(i < 0, i + size, i)
+    for index, i, size in zip(node.args, indices, tensor.shape, strict=True):
+        if index.is_const and 0 <= index.attr < size:
+            where.append(index.attr)
+            continue
+        wrapped = torch.where(i < 0, i + size, i) if _may_be_negative(index) else i
         if env.reads is not None:
             bad = (wrapped < 0) | (wrapped >= size)
             outside = bad if outside is None else outside | bad
         where.append(wrapped.clamp(0, max(size - 1, 0)))
     if outside is not None and env.reads is not None:
         env.reads.append((node, outside))
-    value = tensor[tuple(torch.broadcast_tensors(*where))] if where else tensor
+    value = tensor[tuple(where)] if where else tensor
     return value.to(_torch_type(node.dtype, env))
+
+
+_signs: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()
+
+
+def _may_be_negative(index: Expr) -> bool:
+    """Whether nothing proves that an index counts from the front: three operations on the device fewer.
+
+    Positions of a tile do. Those of an element may be any that a mod was called with, by whoever calls one.
+    """
+    if index.deps & (Dep.B | Dep.H | Dep.Q | Dep.KV):
+        return True
+    found = _signs.get(index)
+    if found is None:
+        found = _signs[index] = bounds(index)[0] < 0
+        forget()
+    return found

@@ -253,17 +253,22 @@ def size(capture: Capture, dim: int) -> Expr:
 
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every node under `roots` once, arguments before users."""
-    seen: set[int] = set()
+    seen: set[Expr] = set()
     for root in roots:
         stack: list[tuple[Expr, bool]] = [(root, False)]
         while stack:
             node, done = stack.pop()
             if done:
                 yield node
-            elif id(node) not in seen:
-                seen.add(id(node))
+            elif node not in seen:
+                seen.add(node)
+                if not node.args:
+                    yield node
+                    continue
                 stack.append((node, True))
-                stack.extend((a, False) for a in reversed(node.args))
+                for a in node.args[::-1]:
+                    if a not in seen:
+                        stack.append((a, False))
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -294,14 +299,21 @@ def substitute(root: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     return transform(root, replacements.get)
 
 
+def inputs(*roots: Expr) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
+    """Captured tensors and `ca.scalar` values, each kind in order of first appearance, each once."""
+    found = [n for n in walk(*roots) if n.op in ("read", "size", "scalar")]
+    tensors = dict.fromkeys(n.attr for n in found if n.op != "scalar")
+    return tuple(tensors), tuple(dict.fromkeys(n.attr for n in found if n.op == "scalar"))
+
+
 def captures(*roots: Expr) -> tuple[Capture, ...]:
     """Captured tensors in order of first appearance, each once."""
-    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op in ("read", "size")))
+    return inputs(*roots)[0]
 
 
 def scalars(*roots: Expr) -> tuple[Any, ...]:
     """`ca.scalar` values in order of first appearance, each once."""
-    return tuple(dict.fromkeys(n.attr for n in walk(*roots) if n.op == "scalar"))
+    return inputs(*roots)[1]
 
 
 def content_key(*roots: Expr | None) -> tuple[Hashable, ...]:

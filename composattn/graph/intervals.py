@@ -128,6 +128,11 @@ class Tiles:
         first, stop = self.rows
         return (first * self.tile[0], min(stop * self.tile[0], self.q_len)), (0, self.kv_len)
 
+    def count(self, which: int) -> int:
+        """How many tiles: of queries (0) or keys (1)."""
+        first, stop = self.positions[which]
+        return -(-(stop - first) // self.tile[which])
+
     def starts(self, which: int) -> T:
         """First position of every tile: of queries (0) or keys (1)."""
         shape = (-1, 1) if which == 0 else (1, -1)
@@ -178,10 +183,11 @@ class Tiles:
 
     def value(self, root: Expr) -> Value:
         """Bounds of `root` in every tile."""
-        users = Counter(a for node in walk(root) for a in node.args)
+        nodes = list(walk(root))
+        users = Counter(a for node in nodes for a in node.args)
         values: dict[Expr, Value] = {}
         try:
-            for node in walk(root):
+            for node in nodes:
                 values[node] = self._node(node, [values[a] for a in node.args])
                 for a in node.args:  # what nobody asks for any more frees its memory
                     users[a] -= 1
@@ -353,27 +359,42 @@ def _widened(low: T, high: T, nan: T, by: float = _ROUNDING) -> Floats:
 # --- integers ---------------------------------------------------------------------------------------------------
 
 
+def _ends(fn: Callable[..., T], *of: Ints | Floats) -> tuple[T, T]:
+    """A rising function at the lower ends and at the upper ends; once where they are the same."""
+    low = fn(*(x.low for x in of))
+    return low, (low if all(x.low is x.high for x in of) else fn(*(x.high for x in of)))
+
+
 def _i_add(x: Ints, y: Ints) -> Ints:
     width = None if x.width is None or y.width is None else x.width + y.width
-    return Ints(x.low + y.low, x.high + y.high, math.gcd(x.step, y.step), x.residue + y.residue, width)
+    return Ints(*_ends(torch.add, x, y), math.gcd(x.step, y.step), x.residue + y.residue, width)
 
 
 def _i_neg(x: Ints) -> Ints:
-    return Ints(-x.high, -x.low, x.step, -x.residue, x.width)
+    return Ints(*_ends(torch.neg, x)[::-1], x.step, -x.residue, x.width)
 
 
 def _i_sub(x: Ints, y: Ints) -> Ints:
-    return _i_add(x, _i_neg(y))
+    width = None if x.width is None or y.width is None else x.width + y.width
+    low = x.low - y.high
+    high = low if x.low is x.high and y.low is y.high else x.high - y.low
+    return Ints(low, high, math.gcd(x.step, y.step), x.residue - y.residue, width)
 
 
 def _i_mul(x: Ints, y: Ints) -> Ints:
-    corners = [_times(x.low, y.low), _times(x.low, y.high), _times(x.high, y.low), _times(x.high, y.high)]
-    low, high = _span(corners)
     for a, b in ((x, y), (y, x)):
         if a.step == 0:
-            width = None if b.width is None else b.width * abs(a.residue)
-            return Ints(low, high, b.step * abs(a.residue), b.residue * a.residue, width)
-    return Ints(low, high)
+            return _scaled(b, a.residue)
+    corners = [_times(x.low, y.low), _times(x.low, y.high), _times(x.high, y.low), _times(x.high, y.high)]
+    return Ints(*_span(corners))
+
+
+def _scaled(x: Ints, by: int) -> Ints:
+    """x · by; int64 must not wrap, and beyond _WIDE nothing is asked but that it is beyond."""
+    most = _WIDE // max(1, abs(by)) + 1
+    ends = _ends(lambda end: end.clamp(-most, most) * by, x)
+    width = None if x.width is None else x.width * abs(by)
+    return Ints(*(ends if by >= 0 else ends[::-1]), x.step * abs(by), x.residue * by, width)
 
 
 def _times(a: T, b: T) -> T:
@@ -392,12 +413,11 @@ def _span(corners: list[T]) -> tuple[T, T]:
 def _i_divide(mode: str) -> Callable[[Ints, Ints], Ints | None]:
     def rule(x: Ints, y: Ints) -> Ints:
         if y.step == 0 and y.residue > 0:  # rising
-            low, high = (
-                (x.low, x.high)
-                if y.residue == 1
-                else (torch.div(x.low, y.residue, rounding_mode=mode), torch.div(x.high, y.residue, rounding_mode=mode))
-            )
-            return Ints(low, high, width=None if x.width is None else -(-x.width // y.residue))
+            n = y.residue
+            width = None if x.width is None else -(-x.width // n)
+            if n == 1:
+                return Ints(x.low, x.high, width=width)
+            return Ints(*_ends(lambda end: torch.div(end, n, rounding_mode=mode), x), width=width)
         by_zero = (y.low <= 0) & (y.high >= 0)
         ends = [torch.where(by_zero, 1, end) for end in (y.low, y.high)]
         low, high = _span([torch.div(a, b, rounding_mode=mode) for a in (x.low, x.high) for b in ends])
@@ -413,9 +433,12 @@ def _i_mod(x: Ints, y: Ints) -> Ints | None:
     if x.step % n == 0:
         v = torch.full_like(x.low, x.residue % n)
         return Ints(v, v, 0, x.residue % n)
-    one_lap = x.low.div(n, rounding_mode="floor") == x.high.div(n, rounding_mode="floor")
-    low = torch.where(one_lap, x.low.remainder(n), 0)
-    return Ints(low, torch.where(one_lap, x.high.remainder(n), n - 1), math.gcd(x.step, n), x.residue)
+    step = math.gcd(x.step, n)
+    low = x.low.remainder(n)
+    if x.low is x.high:
+        return Ints(low, low, step, x.residue, 0)
+    high = low + (x.high - x.low)
+    return Ints(low.masked_fill(high >= n, 0), high.clamp(max=n - 1), step, x.residue)  # all of a lap, beyond its end
 
 
 def _i_fmod(x: Ints, y: Ints) -> Ints | None:
@@ -551,11 +574,8 @@ def _f_sign(x: Floats) -> Floats:
 
 def _pick(fn: Callable[[T, T], T]) -> Callable[[Any, Any], Any]:
     def rule(x: Any, y: Any) -> Any:
-        low, high = fn(x.low, y.low), fn(x.high, y.high)
-        if isinstance(x, Ints):
-            return Ints(low, high)
-        nan = x.nan | y.nan
-        return Floats(low, high, nan)
+        low, high = _ends(fn, x, y)
+        return Ints(low, high) if isinstance(x, Ints) else Floats(low, high, x.nan | y.nan)
 
     return rule
 
@@ -575,26 +595,30 @@ def _where(c: Bools, x: Any, y: Any) -> Any:
     return Ints(low, high, x.step, x.residue) if same else Ints(low, high)
 
 
-def _nan(x: Any, y: Any) -> Any:
-    return x.nan | y.nan if isinstance(x, Floats) else False
+def _unless_nan(x: Any, y: Any, yes: T, no: T) -> Bools:
+    """A comparison, which is false of NaN."""
+    return Bools(yes, no | x.nan | y.nan if isinstance(x, Floats) else no)
 
 
 def _lt(x: Any, y: Any) -> Bools:
-    return Bools(x.low < y.high, (x.high >= y.low) | _nan(x, y))
+    return _unless_nan(x, y, x.low < y.high, x.high >= y.low)
 
 
 def _le(x: Any, y: Any) -> Bools:
-    return Bools(x.low <= y.high, (x.high > y.low) | _nan(x, y))
+    return _unless_nan(x, y, x.low <= y.high, x.high > y.low)
 
 
 def _eq(x: Any, y: Any) -> Bools:
-    meet = (x.low <= y.high) & (y.low <= x.high)
-    differ = (x.low != x.high) | (y.low != y.high) | (x.low != y.low) | _nan(x, y)
+    differ = x.low != y.low
+    for v in (x, y):
+        differ = differ if v.low is v.high else differ | (v.low != v.high)
     if isinstance(x, Ints):
         step = math.gcd(x.step, y.step)
-        apart = x.residue != y.residue if step == 0 else (x.residue - y.residue) % step != 0
-        meet = meet & (not apart)
-    return Bools(meet, differ)
+        if x.residue != y.residue if step == 0 else (x.residue - y.residue) % step != 0:
+            return Bools(torch.zeros_like(differ), differ)
+    if x.low is x.high and y.low is y.high and isinstance(x, Ints):
+        return Bools(~differ, differ)
+    return _unless_nan(x, y, (x.low <= y.high) & (y.low <= x.high), differ)
 
 
 def _not(x: Bools) -> Bools:

@@ -314,6 +314,10 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
         return _retype(x, dtype)
     if name == "add" and x.is_const and x.attr == 0:
         return _retype(y, dtype)
+    if name == "mul" and dtype.is_integer:
+        for a in (x, y):
+            if a.is_const and a.attr == 0:
+                return _retype(a, dtype)
     if name in ("mul", "div") and y.is_const and y.attr == 1:
         return _retype(x, dtype)
     if name == "mul" and x.is_const and x.attr == 1:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, row_limits, tile_intervals, transposed
-from .expr import Capture, Expr, captures, const, content_key, scalars, score
+from .expr import Capture, Expr, const, content_key, inputs, score
 from .row_limits import RowLimits
 
 
@@ -53,12 +53,16 @@ class Program:
         return tuple(e for e in (self.score, self.mask, *ends, *limits) if e is not None)
 
     @cached_property
-    def captures(self) -> tuple[Capture, ...]:
-        return captures(*self.roots)
+    def _inputs(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
+        return inputs(*self.roots)
 
-    @cached_property
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        return self._inputs[0]
+
+    @property
     def scalars(self) -> tuple[Any, ...]:
-        return scalars(*self.roots)
+        return self._inputs[1]
 
     @cached_property
     def key(self) -> Hashable:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from .derived import END, FULL_END, FULL_START, START, Derived, derive
+from .derived import END, FULL_END, FULL_START, START, is_matches, without_gaps
 from .expr import Expr, const, index, read, substitute, walk
 from .linear import finish, larger, smaller
 from .ops import apply
@@ -82,16 +80,10 @@ def _without_gaps(e: Expr, tables: dict[Expr, None]) -> Expr:
     """`e` if the columns that match a row have no gaps; adds to `tables` the reads that say whether they have."""
     plain: dict[Expr, Expr] = {}
     for node in walk(e):
-        if node.op == "read" and isinstance(node.attr, Derived) and node.attr.recipe.__name__ == "bounds_of_matches":
+        if node.op == "read" and is_matches(node.attr):
             which, *at = node.args
             kind = {FULL_START: START, FULL_END: END}.get(int(which.attr))
             if kind is not None:
                 plain[node] = read(node.attr, (const(kind), *at))
-            whole = derive(("whole",), _whole, node.attr)
-            tables[read(whole, tuple(at[:2]))] = None
+            tables[read(without_gaps(node.attr), tuple(at[:2]))] = None
     return substitute(e, plain) if plain else e
-
-
-def _whole(table: torch.Tensor) -> torch.Tensor:
-    """int32 (B|1, H|1): whether the columns that match a row have no gaps, in any row."""
-    return ((table[START] == table[FULL_START]) & (table[END] == table[FULL_END])).all(-1).to(torch.int32)

@@ -51,7 +51,7 @@ def kinds(mask: Expr, grid: Tiles) -> torch.Tensor:
     """int8 (B, H, Tq, Tkv) of a grid: 0 empty, 1 partial, 2 full; tiles beyond the end of a sequence are empty."""
     found = grid.value(mask)
     assert isinstance(found, Bools)
-    result = found.yes.to(torch.int8) + (found.yes & ~found.no).to(torch.int8)
+    result = found.yes * (FULL - found.no.to(torch.int8))
     for dim, which in ((2, 0), (3, 1)):
         cells = grid.cells(which)
         if cells is not None and result.shape[dim] > 1:
@@ -61,8 +61,7 @@ def kinds(mask: Expr, grid: Tiles) -> torch.Tensor:
     for which, lens in enumerate((grid.q_lens, grid.kv_lens)):
         if lens is not None:
             result = torch.where(grid.starts(which) < lens.view(-1, 1, 1, 1), result, EMPTY)
-    shape = (grid.batch, grid.heads, grid.starts(0).shape[2], grid.starts(1).shape[3])
-    return result.to(torch.int8).expand(shape).contiguous()
+    return result.to(torch.int8).expand(grid.batch, grid.heads, grid.count(0), grid.count(1)).contiguous()
 
 
 _MORE_CELLS = 4  # times as many cells as tiles are worth it, and

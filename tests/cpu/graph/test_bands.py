@@ -12,7 +12,15 @@ import torch
 
 import composattn as ca
 from composattn.graph import derived
-from composattn.graph.bands import EVERYTHING, NOTHING, UNKNOWN, TileInterval, tile_intervals, tile_intervals_transposed
+from composattn.graph.bands import (
+    EVERYTHING,
+    NOTHING,
+    UNKNOWN,
+    TileInterval,
+    row_limits,
+    tile_intervals,
+    tile_intervals_transposed,
+)
 from composattn.graph.derived import Derived, derive, refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import Capture, DType, Expr, captures, const
@@ -245,6 +253,18 @@ def test_captured_tensors_are_let_go_with_their_mask() -> None:
     assert gone() is None
 
 
+def test_a_tensor_that_is_the_mask_is_let_go_too() -> None:
+    def of_rows(flags: torch.Tensor) -> Expr:
+        return ca.mask(lambda b, h, q, kv: flags[q]).expr
+
+    flags = torch.ones(64, dtype=torch.bool)
+    gone, expr = weakref.ref(flags), of_rows(flags)
+    tile_intervals(expr), tile_intervals_transposed(expr), row_limits(expr)
+    del flags, expr
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_band_costs_no_more_at_a_million_positions() -> None:
     tile_intervals((masks.causal() & masks.sliding_window(7)).expr)
     times = []
@@ -264,8 +284,8 @@ def test_what_is_derived_can_be_read() -> None:
 def test_what_comes_from_captured_tensors_can_be_read() -> None:
     ids = torch.arange(400) // 90
     text = (masks.document(ids) & masks.sliding_window((torch.tensor(64), 0))).bands()
-    assert text.startswith("max(min(t2[first..last]), first - t1) <= kv < min(max(t3[first..last]), last + 1);")
-    assert "t0 int64[400]; t1 int64[]; t2 int32[10, 400] from t0;" in text
+    assert text.startswith("max(min(t2[0, first..last]), first - t1) <= kv < min(max(t2[2, first..last]), last + 1);")
+    assert "t0 int64[400]; t1 int64[]; t2 int32[10, 4, 400] from t0" in text
 
 
 @pytest.mark.parametrize("kind", ["sorted", "any"])
