@@ -34,7 +34,8 @@ class BackwardTiling:
     `do_stages`, dS in `ds_stages` buffers. `d` and `dv` are the head dimensions as stored on chip. `dq_split` says how
     the warpgroups share dQ of a tile: by its columns, by its rows, or transposed (rows of dQᵀ). `early_dv`: the
     product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the heads that are
-    worked on together read and add to, unless `heads_together` says how many key/value heads those are.
+    worked on together read and add to, unless `heads_together` says how many key/value heads those are. `distances`:
+    numbers in shared memory of their own through which sums of gradients by distance pass.
     """
 
     tile_m: int
@@ -51,6 +52,7 @@ class BackwardTiling:
     early_dv: bool
     l2: int
     shared_keys: bool = False
+    distances: int = 0
     heads_together: int | None = None
 
     def shared_memory(self, element_bytes: int) -> int:
@@ -60,7 +62,7 @@ class BackwardTiling:
         scores = self.ds_stages * self.tile_m * self.tile_n
         statistics = 4 * self.tile_m * (self.q_stages + self.do_stages)
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
-        return element_bytes * (stationary + moving + scores) + weights + statistics + 2048
+        return element_bytes * (stationary + moving + scores) + weights + 4 * self.distances + statistics + 2048
 
 
 @dataclasses.dataclass(frozen=True)

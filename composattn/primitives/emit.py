@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.expr import Dep, DType, Expr, Rate, promote, score
+from ..graph.expr import Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.program import Program
 from ..graph.row_limits import RowLimits
-from .emit_ops import CUTE, convert, read_element
+from .emit_ops import CUTE, Neighbours, convert, read_element
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller
 
@@ -127,6 +127,7 @@ class Evaluator:
         self.column: dict[tuple[Expr, int], Any] = {}
         self.element: dict[tuple[Expr, int, int], Any] = {}
         self.block: dict[tuple[Expr, int, int], Any] = {}
+        self.ahead: dict[Expr, tuple[Linear, Neighbours]] = {}
         self.start: dict[Linear, Any] = {}
         self.start_float: dict[Linear, Any] = {}
 
@@ -222,6 +223,29 @@ class Evaluator:
             return start + float(offset) if offset else start
         return convert(self.value(node, r, c), DType.FLOAT)
 
+    def read_ahead(self, root: Expr | None) -> None:
+        """Starts what `root` reads at positions linear in q and kv together; before anything is waited for.
+
+        On a diagonal of `q - kv` these are the same number: a tile has few of them.
+        """
+        for node in walk(root) if root is not None else ():
+            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) is Rate.ELEMENT:
+                self._read_ahead(node)
+
+    def _read_ahead(self, node: Expr) -> None:
+        shape = self.tile.shape
+        moving = [mode for mode, a in enumerate(node.args) if not _is_fixed(a, shape.of_one_head)]
+        form = linear(node.args[moving[0]])
+        if len(moving) > 1 or form is None:
+            return
+        offsets = {self.offset(form, r, c) for r in range(shape.rows) for c in range(shape.columns)}
+        if 3 * len(offsets) > 2 * shape.rows * shape.columns:
+            return  # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
+        start = self.position(form, 0, 0) - self.offset(form, 0, 0)
+        indices = [start if mode == moving[0] else self.value(a) for mode, a in enumerate(node.args)]
+        tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
+        self.ahead[node] = form, Neighbours(tensor, indices, moving[0], offsets, node.dtype)
+
     def _compute(self, node: Expr, r: int, c: int) -> Any:
         if node.op == "index":
             return self._index(node.attr, r, c)
@@ -232,6 +256,9 @@ class Evaluator:
         if node.op == "size":
             return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
         if node.op == "read":
+            if node in self.ahead:
+                form, numbers = self.ahead[node]
+                return numbers[self.offset(form, r, c)]
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
             return read_element(tensor, [self.value(a, r, c) for a in node.args], node.dtype)
         form = linear(node)
@@ -467,12 +494,19 @@ class BoundMods(Fixed):
                 shift = part if shift is None else shift + part
         return shift
 
-    def apply_score(self, tile: ScoreTile) -> None:
+    def read_ahead(self, tile: ScoreTile) -> dict[Expr, Any]:
+        """Reads of the score mod that need not wait for the scores, for `apply_score` of this tile."""
+        at = Evaluator(self.mods, self.leaves, tile, self.work)
+        at.read_ahead(self.mods.score)
+        return at.ahead
+
+    def apply_score(self, tile: ScoreTile, ahead: dict[Expr, Any]) -> None:
         """Raw q·k to scores in natural units, in place (left raw when there is no score mod)."""
         mods = self.mods
         if not mods.changes_scores:
             return
         at = Evaluator(mods, self.leaves, tile, self.work)
+        at.ahead = ahead
         if mods.additive is not None:
             self._apply_additive(at, mods.additive)
             return

@@ -29,6 +29,7 @@ from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
 from ..graph.program import Program
 from ..graph.row_limits import RowLimits
+from .diagonals import Diagonals
 from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear, run_ends, run_of
 from .emit_captured import CapturedSums
 from .emit_ops import convert
@@ -83,6 +84,10 @@ class BoundBackwardMods(Fixed):
         at.head, at.column = dict(self.work.head), dict(self.work.column)
         return at
 
+    def read_ahead(self, at: Evaluator) -> None:
+        """Starts reads of the score mod that need not wait for the scores."""
+        at.read_ahead(self.backward.score)
+
     def probabilities(self, at: Evaluator, lse: Any, tested: Boolean) -> None:
         """Raw q·k to P, in place; `lse[r]` in log2 units, inf for a row with nothing to attend."""
         exponent = self._exponent(at, lse)
@@ -107,10 +112,10 @@ class BoundBackwardMods(Fixed):
             at.forget_element()
         self._hide(at, tested, at.tile.values, d_probabilities)
 
-    def sum_captured(self, at: Evaluator, ds: cute.Tensor) -> None:
-        """What the tile's dS give to captured tensors, where the plan sums any."""
-        if self.backward.sums is not None:
-            self.backward.sums.add(at, ds)
+    def sum_captured(self, at: Evaluator, ds: cute.Tensor, diagonals: Diagonals | None) -> Callable[[], None]:
+        """What the tile's dS give to captured tensors, if the plan sums any; all of it after a call of the result."""
+        sums = self.backward.sums
+        return (lambda: None) if sums is None else sums.add(at, ds, diagonals)
 
     def _gradient(self, at: Evaluator, r: int, c: int, p: Any, difference: Any) -> Any:
         slope = self.backward.slope

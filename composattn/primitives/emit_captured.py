@@ -7,7 +7,8 @@ holds columns (keys) 0 and 8 and rows (queries) 8 j + e, e = 0, 1, from its firs
 
 from __future__ import annotations
 
-from itertools import pairwise
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -16,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..graph.captured_gradient import FusedRead, GradientProgram, Pattern
 from ..graph.expr import Capture, DType, Rate
+from .diagonals import Diagonals
 from .emit import Evaluator
 from .emit_ops import convert
 from .score_tile import FragmentShape, ScoreTile
@@ -33,15 +35,49 @@ class CapturedSums:
         ]
         self.units = slot[program.units]
 
-    def add(self, at: Evaluator, ds: cute.Tensor) -> None:
-        """Adds what the tile's dS give; to be called by whole warps."""
+    def add(self, at: Evaluator, ds: cute.Tensor, diagonals: Diagonals | None) -> Callable[[], None]:
+        """Adds what the tile's dS give; to be called by whole warps.
+
+        What the last read by distance gives waits in `diagonals` (needed where there is one) for a call of what is
+        returned: its loads and additions can run under something else.
+        """
+        rest: Callable[[], None] = _nothing
         for read, tensor, total, number in self.reads:
             captured = at.leaves.captured
-            unit = captured[self.units][number]
+            unit, add_to = captured[self.units][number], captured[total].iterator
             values = _values(read, at, ds)
+            if read.pattern is Pattern.DISTANCE:
+                assert diagonals is not None
+                rest()
+                diagonals.put(at.tile.shape, values)
+                rest = functools.partial(_add_diagonals, read, at, diagonals, captured[tensor], add_to, unit)
+                continue
             where, sums, holds = _PATTERNS[read.pattern](read, at, values)
             flat = [_flat(captured[tensor], indices) for indices in where]
-            _add_if(holds, captured[total].iterator, flat, [s * unit for s in sums])
+            _add_if(holds, add_to, flat, [s * unit for s in sums])
+        return rest
+
+
+def _nothing() -> None:
+    pass
+
+
+def _add_diagonals(
+    read: FusedRead, at: Evaluator, diagonals: Diagonals, tensor: cute.Tensor, add_to: Any, unit: Any
+) -> None:
+    """Adds the sums by distance that were put in `diagonals`, a lane a diagonal."""
+    cute.arch.sync_warp()
+    tile, lane = at.tile, cute.arch.lane_idx()
+    starts = diagonals.of_lanes(tile.shape)
+    # positions follow the distance alone: asked at the row that is the distance, and column 0
+    distance = (tile.first_q - (lane & 3) * 2) - (tile.first_kv - (lane >> 2)) + lane
+    shape = FragmentShape(tuple(first for first, _ in starts), (0,), 1)
+    along = Evaluator(at.mods, at.leaves, ScoreTile(shape, None, tile.b, tile.h, distance, Int32(0)))
+    along.head = dict(at.head)
+    for r, (first, lanes) in enumerate(starts):
+        holds = Boolean(True) if lanes == 32 else lane < lanes
+        flat = _flat(tensor, _positions(read, along, r, 0))
+        _add_if(holds, add_to, [flat], [diagonals.sum(first) * unit])
 
 
 def _values(read: FusedRead, at: Evaluator, ds: cute.Tensor) -> list[list[Any]]:
@@ -91,56 +127,10 @@ def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
     return where, [x for row in values for x in row], Boolean(True)
 
 
-def _by_distance(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
-    """Sums along the diagonals of a warp's 16 columns, in lanes 0 to 3.
-
-    Row minus column, from those of lane 0, is 8 (j - c) + (2 a + e) - b. The part 2 a + e - b stays below 8 and above
-    -8; it moves to lanes with b = 0 in three steps, one a bit of b. Each moves 4, 2 or 1 diagonals down: to the lane
-    with an `a` lower by 2 or 1, or to the other e, and where `a` has no lower one, to the highest of the 8 below.
-    """
-    shape = at.tile.shape
-    groups = shape.rows // 2
-    assert shape.column_offsets == (0, 8)
-    assert shape.row_offsets == tuple(8 * (r // 2) + r % 2 for r in range(shape.rows))
-    lane = cute.arch.lane_idx()
-    a = lane % 4
-    # sums[n][e] belongs to the diagonal 8 (n - 2) + 2 a + e - b
-    sums: list[list[Any]] = [[Float32(0.0)] * 2 for _ in range(groups + 2)]
-    for r in range(shape.rows):
-        for c in range(2):
-            n, e = r // 2 - c + 2, r % 2
-            sums[n][e] = sums[n][e] + values[r][c]
-
-    def moved(source: Any, e: int, carries: Any) -> list[Any]:
-        got = [cute.arch.shuffle_sync(s[e], source) for s in sums] + [Float32(0.0)]
-        return [choose(carries, above, same) for same, above in pairwise(got)]
-
-    for source, carries in (
-        ((lane ^ 18), a >= 2),
-        (((lane ^ 8) & ~3) | ((lane + 1) & 3), a == 3),
-    ):
-        parts = [moved(source, e, carries) for e in range(2)]
-        sums = [[s[e] + parts[e][n] for e in range(2)] for n, s in enumerate(sums)]
-    below = [cute.arch.shuffle_sync(s[1], lane ^ 4) for s in sums]
-    beside = moved(((lane ^ 4) & ~3) | ((lane + 1) & 3), 0, a == 3)
-    sums = [[s[0] + below[n], s[1] + beside[n]] for n, s in enumerate(sums)]
-    offsets = tuple(8 * (n - 2) + e for n in range(groups + 2) for e in range(2))
-    tile = at.tile
-    # positions follow the distance alone: asked at the row that is the distance, and column 0
-    line = ScoreTile(
-        FragmentShape(offsets, (0,), 1), None, tile.b, tile.h, tile.first_q - tile.first_kv, Int32(0)
-    )
-    along = Evaluator(at.mods, at.leaves, line)
-    along.head = dict(at.head)
-    where = [_positions(read, along, r, 0) for r in range(len(offsets))]
-    return where, [x for pair in sums for x in pair], lane < 4
-
-
 _PATTERNS = {
     Pattern.HEAD: _by_head,
     Pattern.ROW: _by_row,
     Pattern.COLUMN: _by_column,
-    Pattern.DISTANCE: _by_distance,
     Pattern.PAIR: _by_pair,
 }
 

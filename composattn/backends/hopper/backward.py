@@ -12,6 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from ...plan_backward import BackwardPlan, BackwardTiling
+from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.emit_tiles import query_tiles_of
@@ -331,6 +332,9 @@ class Block(Fixed):
         self.sK, self.sV = tiles(k_layout), tiles(v_layout)
         self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
         self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
+        self.sLines = None
+        if tiling.distances:
+            self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
         # between warpgroups that share all keys: weights of dP - D in dS, in the order of registers
         self.sW = None
         if tiling.shared_keys:
@@ -428,6 +432,9 @@ class Consumer(Fixed):
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
         self._bind_dq(dtype)
+        self.diagonals = None
+        if tiling.distances:
+            self.diagonals = Diagonals(block.sLines, tiling.distances, thread // 32, 4 * tiling.warpgroups)
         # rows of the seam are queries (columns of this transposed product), columns are keys
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32, block=16)
@@ -461,15 +468,16 @@ class Consumer(Fixed):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        # (row, column) is (query, key) above the seam
+        scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
+        at = self.mods.evaluator(self.tile(scores, m))
+        self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
         _issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
         block.do_edge.wait(do_slot)
         _issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         delta = self.statistics(block.sDelta, do_slot.index)
-        # (row, column) is (query, key) above the seam
-        scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
-        at = self.mods.evaluator(self.tile(scores, m))
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
@@ -485,7 +493,7 @@ class Consumer(Fixed):
             self.mods.both(at, lse, gradients, delta, tested)
             narrow(tVrP, tSrS)
             _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
-        self.mods.sum_captured(at, gradients)
+        add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
         stage = ds_slot.index
@@ -497,6 +505,7 @@ class Consumer(Fixed):
         tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
         _issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
         _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+        add_sums()
         warpgroup.wait_group(1)
         block.do_edge.release(do_slot, self.lane)
         if const_expr(block.turn_edge is not None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...errors import UnsupportedHeadDim
+from ...graph.captured_gradient import GradientProgram, Pattern
 from ...graph.program import Program
 from ...plan_backward import BackwardTiling
 from ...problem import Problem
@@ -57,7 +58,14 @@ def backward_tiling(
         early_dv=not (tall or wide),
         l2=16 << 20,
         heads_together=problem.schedule.heads_together,
+        distances=2 * 4096 if sums_by_distance(program) else 0,
     )
+
+
+def sums_by_distance(program: Program) -> bool:
+    """Whether the kernel sums the gradient of a tensor along diagonals."""
+    reads = program.reads.values() if isinstance(program, GradientProgram) else ()
+    return any(read.pattern is Pattern.DISTANCE for group in reads for read in group)
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardTiling:

@@ -6,6 +6,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...plan_backward import BackwardPlan, BackwardTiling
+from ...primitives.diagonals import Diagonals
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.values import Fixed, narrow
@@ -82,6 +83,7 @@ class Side(Fixed):
         self.shape = FragmentShape(queries, (0, 8), 32, block=16)
         self.first_kv = work.n * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
+        self.diagonals = Diagonals(block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
 
     def begin_head(self, mods: BackwardMods, head, leaves):
         self.head = head
@@ -155,11 +157,12 @@ class ProbabilitySide(Side):
     def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        scores = _queries_first(tSrS)
+        at = self.mods.evaluator(self.tile(scores, m))
+        self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
         _issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
-        scores = _queries_first(tSrS)
-        at = self.mods.evaluator(self.tile(scores, m))
         warpgroup.wait_group(0)
         weights = tSrS
         if const_expr(self.has_slope):
@@ -212,7 +215,8 @@ class GradientSide(Side):
             cute.autovec_copy(place, four)
             for e in range(4):
                 tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
-        self.mods.sum_captured(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
+        # the weights have been read, and the next ones are written after the barrier below
+        self.mods.sum_captured(self.mods.evaluator(self.tile(tSrdP, m)), gradients, self.diagonals)()
         tTrdS = self.left(tSrdP)
         copy, place = self.dS_store()
         cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])

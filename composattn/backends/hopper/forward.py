@@ -436,10 +436,10 @@ class Consumer(Fixed):
         by_limits = choose(holds, segment.count, 0)
         return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
 
-    def probabilities(self, n, test, first):
+    def probabilities(self, n, ahead, test, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
         tile = self.tile(n)
-        self.mods.apply_score(tile)
+        self.mods.apply_score(tile, ahead)
         if test is not None:
             test(tile)
         self.softmax.step(tile, self.rescale, first, self.tiling.slack)
@@ -455,11 +455,12 @@ class Consumer(Fixed):
             rescale_rows(self.output, self.rescale)
 
     def first_scores(self, n, k_slot):
+        ahead = self.mods.read_ahead(self.tile(n))
         self.block.k_edge.wait(k_slot)
         self.issue_scores(k_slot)
         warpgroup.wait_group(0)
         self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, self.mods.apply_either, first=True)
+        self.probabilities(n, ahead, self.mods.apply_either, first=True)
         self.store_probabilities()
 
     @cute.jit
@@ -478,6 +479,7 @@ class Consumer(Fixed):
     def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         early = self.tiling.rescale_early
+        ahead = self.mods.read_ahead(self.tile(n))
         self.block.k_edge.wait(k_slot)
         self.turns.take(self.warpgroup)
         self.issue_scores(k_slot)
@@ -488,7 +490,7 @@ class Consumer(Fixed):
         self.turns.give(self.warpgroup)
         warpgroup.wait_group(1)
         self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, test, first=False)
+        self.probabilities(n, ahead, test, first=False)
         warpgroup.wait_group(0)
         self.block.v_edge.release(v_slot, self.lane)
         self.store_probabilities()
