@@ -82,7 +82,8 @@ class Attention:
         self._begin()
 
     def _begin(self) -> None:
-        self._prepared: dict[Any, backends.Call] = {}
+        self._prepared: dict[Any, backends.Call] = {}  # by the form of the inputs
+        self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
         # what compiled code sees of this object, see `composattn.operators`
         self._number, self._inputs = operators.register(self), operators.inputs(self)
         self._numbers = len(self.program.scalars)
@@ -145,6 +146,7 @@ class Attention:
         if call is None:
             if len(self._prepared) >= _FORMS_LIMIT:
                 self._prepared.clear()
+                self._planned.clear()
             call = self._prepared[form] = self.prepare(q, k, v, varlen, paged)
         return call
 
@@ -156,7 +158,7 @@ class Attention:
         varlen: Varlen | None = None,
         paged: Paged | None = None,
     ) -> backends.Call:
-        """Checks the arguments, picks the backend and lets it plan; what a repeated call skips."""
+        """Checks the arguments, picks the backend and lets it plan, unless it did; what a repeated call skips."""
         problem = self.problem(q, k, v, varlen, paged)
         if problem.device.type == "meta":
             raise errors.BackendUnavailable(
@@ -164,8 +166,16 @@ class Attention:
                 "torch._subclasses.fake_tensor.FakeTensorMode()"
             )
         check_captures(self.program, problem)
+        planned = problem.rounded
+        key = (planned, planned.layout.max_q_len, planned.layout.max_kv_len)
+        call = self._planned.get(key)
+        if call is None:
+            call = self._planned[key] = self._plan(planned)
+        return call
+
+    def _plan(self, problem: Problem) -> backends.Call:
         backend = backends.choose(self.backend, problem)
-        return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim), q, k, v)
+        return backend.prepare(problem, self.program, softmax_scale(self.scale, problem.head_dim))
 
     def problem(
         self,

@@ -7,6 +7,7 @@ a mod captured travel as inputs of their own, so that they get gradients like q,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -59,26 +60,30 @@ def attend(
     call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `call`, differentiable in q, k, v and every captured tensor that requires grad."""
-    out, lse = _Attend.apply(call, q, k, v, *call.captures)
+    function = _AttendTransformed if torch._C._are_functorch_transforms_active() else _Attend
+    out, lse = function.apply(call, q, k, v, *call.captures)
     return out, lse
 
 
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, autocast is off for the device of `tensor`."""
+    if torch._C._is_any_autocast_enabled():
+        return torch.autocast(tensor.device.type, enabled=False)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
 class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        with torch.autocast(q.device.type, enabled=False):
-            return call.forward(q, k, v, captured)
+    """Without transforms of torch.func: with a `setup_context` torch looks at the signature in every call, 25 µs."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        call, q, k, v, *captured = inputs
-        out, lse = output
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        # saved only so that torch refuses a backward after lengths were written to
-        lengths = [t for t in call.sequences if t is not None]
-        ctx.save_for_backward(*lengths, q, k, v, *captured, out, lse)
-        ctx.first = len(lengths)
+    def forward(ctx: Any, call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        with without_autocast(q):
+            found = call.forward(q, k, v, captured)
+        _save(ctx, (call, q, k, v, *captured), found)
+        return found
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
@@ -89,9 +94,31 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
             grads = _Once.apply(ctx.call, wanted, q, k, v, out, lse, dout, dlse, *captured)
         else:
-            with torch.autocast(q.device.type, enabled=False):
+            with without_autocast(q):
                 grads = ctx.call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
-        return (None, *(g if w else None for g, w in zip(grads, wanted, strict=True)))
+        return (None, *[g if w else None for g, w in zip(grads, wanted, strict=True)])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    call, *tensors = inputs
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+    # saved only so that torch refuses a backward after lengths were written to
+    lengths = [t for t in call.sequences if t is not None]
+    ctx.save_for_backward(*lengths, *tensors, *output)
+    ctx.first = len(lengths)
+
+
+class _AttendTransformed(torch.autograd.Function):
+    """The same below transforms of torch.func, which ask for this form."""
+
+    @staticmethod
+    def forward(call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        with without_autocast(q):
+            return call.forward(q, k, v, captured)
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_Attend.backward)
 
 
 class _Once(torch.autograd.Function):
@@ -103,7 +130,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(call: Differentiable, wanted: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
         out, lse, dout, dlse, *captured = more
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             grads = call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 

@@ -84,7 +84,7 @@ def explain(
     problem = attn.problem(q, k, v, varlen, paged)
     program = attn.program
     backend = backends.choose(attn.backend, problem)
-    call = backend.prepare(problem, program, softmax_scale(attn.scale, problem.head_dim), q, k, v)
+    call = backend.prepare(problem.rounded, program, softmax_scale(attn.scale, problem.head_dim))
     lengths = _lengths(problem, Sequences.of(varlen, paged), q, k)
     tiles = count_tiles(program, problem, lengths)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])

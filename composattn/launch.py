@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ForwardLauncher:
-    """A plan's compiled kernel with what a launch needs; make it once, call it often."""
+    """A plan's compiled kernel with what a launch needs; make it once, call it often.
 
-    def __init__(self, plan: ForwardPlan) -> None:
+    `kernel_of` turns a plan into what is called with its tensors; by default it compiles for the GPU.
+    """
+
+    def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
         self.plan = plan
-        self.compiled = with_combine(plan, compile_plan(plan), compile_plan)
+        self.compiled = with_combine(plan, kernel_of(plan), kernel_of)
 
     def __call__(
         self,
@@ -42,12 +46,8 @@ class ForwardLauncher:
             lse = None if lse is None else lse.fill_(-torch.inf)
         if not k.numel():
             return out, lse
-        rest = arguments_behind_scale(self.plan, sequences, captured, scalars)
-        device = q.device.index
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._launch(q, k, v, out, lse, scale, *rest)
-        else:
+        rest = arguments_behind_scale(self.plan, q.shape[0], sequences, captured, scalars)
+        with device_of(q):
             self._launch(q, k, v, out, lse, scale, *rest)
         return out, lse
 
@@ -61,7 +61,7 @@ class ForwardLauncher:
 
 def outputs(q: torch.Tensor, plan: ForwardPlan) -> Pair:
     """out and lse (or None) for `q`, uninitialised."""
-    out = _empty_like_queries(q, plan.head_dim_v)
+    out = empty_like(q, plan.head_dim_v)
     rows = q.shape[:3] if plan.layout.q == "dense" else (q.shape[1], q.shape[0])
     return out, q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
 
@@ -72,15 +72,22 @@ def leaves_rows_out(plan: ForwardPlan, k: torch.Tensor) -> bool:
 
 
 def arguments_behind_scale(
-    plan: ForwardPlan, sequences: Sequences, captured: Sequence[torch.Tensor], scalars: Sequence[float | int]
+    plan: ForwardPlan,
+    rows: int,
+    sequences: Sequences,
+    captured: Sequence[torch.Tensor],
+    scalars: Sequence[float | int],
 ) -> tuple[Any, ...]:
-    """What the kernel's host function takes behind the scale: sequences, work, captured tensors, numbers."""
+    """What the kernel's host function takes behind the scale: sequences, work, captured tensors, numbers.
+
+    `rows`: how many packed queries there are; not read of dense ones.
+    """
     reads = read_by(plan, captured, scalars, sequences)
     counts = None if plan.lists is None else reads[len(captured)]
     return (
         tuple([t for t in sequences if t is not None]) or None,
-        None if plan.work is None else plan.work(sequences, counts),
-        tuple([_at_least_1d(t) for t in reads]) or None,
+        None if plan.work is None else plan.work(sequences, counts, rows if plan.layout.q == "packed" else None),
+        tuple([at_least_1d(t) for t in reads]) or None,
         tuple(scalars) or None,
     )
 
@@ -115,18 +122,29 @@ def with_combine(plan: ForwardPlan, forward: Launchable, kernel_of: Callable[[An
     return SplitKernel(forward, kernel_of(plan.combine), plan.splits) if plan.is_split else forward
 
 
-def _empty_like_queries(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
-    """O in q's order of dimensions, so that a (B, S, H, D) caller gets (B, S, H, Dv) memory back."""
-    if q.ndim == 3:
-        return q.new_empty((*q.shape[:2], head_dim_v))
-    batch, heads, length, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        return q.new_empty((batch, length, heads, head_dim_v)).transpose(1, 2)
-    return q.new_empty((batch, heads, length, head_dim_v))
+def empty_like(t: torch.Tensor, width: int) -> torch.Tensor:
+    """Memory in the order of dimensions of `t`, so that a (B, S, H, D) caller gets (B, S, H, width) back."""
+    if t.ndim == 3:
+        return t.new_empty((*t.shape[:2], width))
+    batch, heads, length, _ = t.shape
+    if t.stride(1) < t.stride(2):
+        row = heads * width
+        return t.new_empty_strided((batch, heads, length, width), (length * row, width, row, 1))
+    return t.new_empty((batch, heads, length, width))
 
 
-def _at_least_1d(t: torch.Tensor) -> torch.Tensor:
+def at_least_1d(t: torch.Tensor) -> torch.Tensor:
     return t if t.ndim else t.reshape(1)
+
+
+def device_of(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, the device of `t` is current."""
+    if not t.is_cuda or t.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(t.device)
+
+
+_HERE = nullcontext()
 
 
 def tidy(t: torch.Tensor, name: str) -> torch.Tensor:

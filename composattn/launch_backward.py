@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .compile import compile_plan
-from .launch import _at_least_1d, _empty_like_queries
+from .graph.derived import Upkeep
+from .launch import at_least_1d, device_of, empty_like
 from .plan_backward import BackwardPlan, BackwardPlans
 from .sequences import NO_SEQUENCES, Sequences
 
@@ -26,6 +27,7 @@ class BackwardLauncher:
         self.plans, self.tiling = plans, plans.main.tiling
         self.prepare, self.main, self.finish = (kernel_of(p) for p in (plans.prepare, plans.main, plans.finish))
         self.has_dlse = plans.prepare.has_dlse
+        self.upkeep = Upkeep(plans.main.captured)
 
     def __call__(
         self,
@@ -51,29 +53,31 @@ class BackwardLauncher:
         dk, dv = (_gradient_of(t, layout.used_kv or not q.numel()) for t in (k, v))
         if not q.numel() or not k.numel():
             return dq, dk, dv
+        self.upkeep()
         places = tuple(t for t in sequences if t is not None) or None
-        rows, keys = self._work(sequences, captured)
+        rows, keys = self._work(q, k, sequences, captured)
         batch, heads, tiles = self._workspace(q, sequences)
         turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
         statistics = q.new_empty((2, batch, heads, tiles * self.tiling.tile_m), dtype=torch.float32)
         dq_sum = q.new_empty((batch, heads, tiles, self.tiling.tile_m * self.tiling.d), dtype=torch.float32)
         q, k, v, out, dout = (copyable(t) for t in (q, k, v, out, dout))
-        reads, numbers = tuple(_at_least_1d(t) for t in captured) or None, tuple(scalars) or None
-        with _device_of(q):
+        reads, numbers = tuple(at_least_1d(t) for t in captured) or None, tuple(scalars) or None
+        with device_of(q):
             self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum, places, rows)
             self.main(q, k, v, dout, statistics, dq_sum, dk, dv, turns, scale, places, keys, reads, numbers)
             self.finish(dq_sum, dq, scale, places, rows)
         return dq, dk, dv
 
     def _work(
-        self, sequences: Sequences, captured: Sequence[torch.Tensor]
+        self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, captured: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.prepare.work, self.plans.main
+        packed = main.layout.kv == "packed"
         counts = None if main.lists is None else captured[main.captured.index(main.lists.captures[0])]
         return (
-            None if rows is None else rows(sequences),
-            None if main.work is None else main.work(sequences.mirrored, counts),
+            None if rows is None else rows(sequences, None, q.shape[0]),
+            None if main.work is None else main.work(sequences.mirrored, counts, k.shape[0] if packed else None),
         )
 
     def _workspace(self, q: torch.Tensor, sequences: Sequences) -> tuple[int, int, int]:
@@ -88,7 +92,7 @@ class BackwardLauncher:
 
 def _gradient_of(t: torch.Tensor, partly: bool) -> torch.Tensor:
     """Memory for the gradient of `t`, zeros where the kernels write `partly` of it."""
-    made = t.new_empty(t.shape) if t.ndim == 3 else _empty_like_queries(t, t.shape[3])
+    made = empty_like(t, t.shape[-1])
     return made.zero_() if partly else made
 
 
@@ -98,12 +102,12 @@ def copyable(t: torch.Tensor) -> torch.Tensor:
     Gradients arrive in any form (`out.sum().backward()` expands one number), so here the copy is the way out.
     """
     unit = 16 // t.element_size()
-    strides = [8 if size == 1 else stride for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    *strides, last = t.stride()
+    if last == 1 and not t.data_ptr() % 16 and all(s > 0 and not s % unit for s in strides):
+        return t
+    # strides of size 1 are arbitrary
+    strides = [8 if size == 1 else stride for size, stride in zip(t.shape[:-1], strides, strict=True)]
     whole = all(s % unit == 0 and s > 0 for s in strides) and t.data_ptr() % 16 == 0
-    if not whole or (t.shape[-1] != 1 and t.stride(-1) != 1):
+    if not whole or (t.shape[-1] != 1 and last != 1):
         return t.contiguous() if not t.is_contiguous() else t.clone()
     return t.as_strided(t.shape, (*strides, 1))
-
-
-def _device_of(t: torch.Tensor) -> Any:
-    return torch.cuda.device(t.device) if t.is_cuda else torch.autograd.profiler.record_function("composattn")

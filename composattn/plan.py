@@ -17,7 +17,7 @@ from .primitives.interval_shape import IntervalShape
 from .problem import Layout, Problem
 from .schedule import Order
 from .target import Target
-from .work import WorkTables, ascends, work_tables
+from .work import WorkTables, ascends, entries, work_tables
 
 
 def slots(heads: int) -> int:
@@ -198,7 +198,7 @@ def plan_forward(
     tiling = tiling or backend.forward_tiling(problem, program, target)
     lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
     read = (*program.captures, *(() if lists is None else lists.captures))
-    order, work = _order(problem, program, tiling, lists)
+    order, work = _order(problem, program, tiling, lists, target)
     splits = backend.splits(problem, tiling, target)
     return ForwardPlan(
         backend=target.backend,
@@ -241,13 +241,19 @@ def extent_of(problem: Problem) -> Extent:
     return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
 
 
-def _order(problem: Problem, program: Program, tiling: Tiling, lists: KeyLists | None) -> tuple[str, WorkTables | None]:
+AT_ONCE = "in order, as all tiles run at once"
+
+
+def _order(
+    problem: Problem, program: Program, tiling: Tiling, lists: KeyLists | None, target: Target
+) -> tuple[str, WorkTables | None]:
     """In which order query tiles run, in words, and the tables that say so, if any."""
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted
     words = order.replace("_", " ")
     intervals = program.intervals if lists is None else None
     sizes = (tiling.queries, tiling.tile_n)
+    heads = problem.q_heads // tiling.heads
     if problem.layout.q == "packed":
         why = "sequences differ in length"
     elif intervals is None:
@@ -257,6 +263,8 @@ def _order(problem: Problem, program: Program, tiling: Tiling, lists: KeyLists |
         if order == "longest_first" and later_is_longer:
             return f"{words}: the last query tile of a head first, as none visits less than those before it", None
         why = "the mask leaves later query tiles less" if later_is_longer is False else "the mask reads what it leaves"
+    if wanted == "auto" and entries(problem, tiling.queries) * heads <= target.sms:
+        return AT_ONCE, work_tables(problem, intervals, *sizes, "in_order")
     made = f"{words}: by a table on the device" + (f", as {why}" if wanted == "auto" else ", as asked for")
     return made, work_tables(problem, intervals, *sizes, order)
 

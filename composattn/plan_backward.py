@@ -16,11 +16,11 @@ from .graph.expr import Capture, Expr, content_key, index
 from .graph.expr import captures as captures_of
 from .graph.program import PLAIN, Program
 from .graph.row_limits import RowLimits
-from .plan import extent_of
+from .plan import AT_ONCE, extent_of
 from .problem import Layout, Problem
 from .schedule import Order
 from .target import Target
-from .work import WorkTables, descends, work_tables
+from .work import WorkTables, descends, entries, work_tables
 
 Split = Literal["columns", "rows", "transposed"]
 
@@ -172,7 +172,7 @@ def plan_backward(
         lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
         intervals = of_keys if lists is None else ()
     ends = _ends(intervals, limits)
-    order, keys = _order(problem, chosen, intervals, lists, deterministic)
+    order, keys = _order(problem, chosen, intervals, lists, deterministic, target)
     packed = problem.layout.q == "packed"
     sizes = (chosen.tile_m, chosen.tile_n)
     rows = work_tables(problem, EVERYTHING, *sizes, "in_order") if packed else None
@@ -213,6 +213,7 @@ def _order(
     intervals: tuple[TileInterval, ...],
     lists: QueryLists | None,
     deterministic: bool,
+    target: Target,
 ) -> tuple[str, WorkTables | None]:
     """In which order tiles of keys run, in words, and the tables that say so, if any.
 
@@ -234,6 +235,8 @@ def _order(
     ends = None if lists is not None else tuple(i.mapped(exchanged) for i in intervals)
     if order == "longest_first" and not packed and ends is not None and descends(mirrored, ends, *sizes):
         return f"{words}: the first keys first, as none are seen by fewer queries than those behind them", None
+    if wanted == "auto" and entries(mirrored, tiling.tile_n) * problem.kv_heads <= target.sms:
+        return AT_ONCE, work_tables(mirrored, ends, *sizes, "in_order")
     return f"{words}: by a table on the device", work_tables(mirrored, ends, *sizes, order)
 
 

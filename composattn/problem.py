@@ -75,6 +75,16 @@ class Problem:
     def element_bytes(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def rounded(self) -> Problem:
+        """What is planned for: packed rows rounded up by an eighth at most, so that new totals find others' plans."""
+        q_len, kv_len = self.q_len, self.kv_len
+        if self.layout.q == "packed":
+            q_len = _rounded(q_len, self.batch)
+        if self.layout.kv == "packed":
+            kv_len = _rounded(kv_len, self.batch)
+        return dataclasses.replace(self, q_len=q_len, kv_len=kv_len)
+
     def flops(self, visible_pairs: int | None = None) -> int:
         """Floating-point operations of the forward over `visible_pairs` (q, kv) pairs, summed over batch and heads.
 
@@ -130,6 +140,13 @@ def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
             "the keys lie in pages, so paged says how many there are; leave cu_seqlens_k and seqused_k out of varlen"
         )
     return Layout("packed", "paged", paged.page_size, used_q, True, varlen.max_seqlen_q)
+
+
+def _rounded(rows: int, batch: int) -> int:
+    """Rows of all sequences, where each has as many as there are on average, in four significant bits."""
+    average = -(-rows // batch)
+    step = 1 << max(0, average.bit_length() - 4)
+    return batch * (-(-average // step) * step)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -32,16 +32,8 @@ class Call(Protocol):
 class Prepare(Protocol):
     """How a backend turns the facts of a call into a prepared one, or refuses by a named error."""
 
-    def __call__(
-        self,
-        problem: Problem,
-        program: Program,
-        scale: float,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> Call:
-        """Plans for inputs of this form; q, k and v are looked at for strides only."""
+    def __call__(self, problem: Problem, program: Program, scale: float) -> Call:
+        """Plans for all inputs that pose this problem, `rounded`: of packed sequences there may be fewer rows."""
 
 
 @dataclass(frozen=True)

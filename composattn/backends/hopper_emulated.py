@@ -18,7 +18,6 @@ from ..emulator.cluster import EAGER, Mode
 from ..emulator.findings import EmulationTooLarge
 from ..emulator.launch import Result, run
 from ..emulator.program import KEPT
-from ..graph.derived import Derived
 from ..graph.program import Program
 from ..launch import arguments_behind_scale, leaves_rows_out, outputs, tidy, with_combine
 from ..plan import ForwardPlan, plan_forward
@@ -26,7 +25,6 @@ from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
 from ..target import HOPPER
 from .hopper import HopperCall
-from .hopper.gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -123,40 +121,24 @@ class EmulatedForward:
         lse = None if lse is None else lse.fill_(-torch.inf if unused else torch.nan)
         if not q.numel() or not k.numel():
             return out, lse
-        ours, work, *rest = arguments_behind_scale(self.plan, sequences, captured, scalars)
+        ours, work, *rest = arguments_behind_scale(self.plan, q.shape[0], sequences, captured, scalars)
         work = None if work is None else work.cpu()
         self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, ours, work, *rest)
         return out, lse
-
-
-class EmulatedGradient(HopperGradient):
-    """The fused backward's three kernels, emulated."""
-
-    kernel_of = EmulatedKernel
 
 
 class EmulatedCall(HopperCall):
     """A prepared call: the plans that an H200 would get, run by the emulator."""
 
     def __init__(self, problem: Problem, program: Program, scale: float) -> None:
-        self.problem, self.program, self.scale, self.target = problem, program, scale, HOPPER
-        self.captures = [c.tensor for c in program.captures]
-        self.derived = [c for c in program.captures if isinstance(c, Derived)]
+        super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
         self.forward_plan(return_lse=True)  # refuses what the kernels can't do now, not at the first call
 
     def _launcher(self, return_lse: bool) -> Any:
         return EmulatedForward(self.forward_plan(return_lse))
 
-    @property
-    def gradient(self) -> HopperGradient:  # type: ignore[override]
-        if "_gradient" not in self.__dict__:
-            self._gradient = EmulatedGradient(self.problem, self.program, self.scale, self.target)
-        return self._gradient
 
-
-def prepare(
-    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> EmulatedCall:
+def prepare(problem: Problem, program: Program, scale: float) -> EmulatedCall:
     """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
     check_size(problem)
     return EmulatedCall(problem, program, scale)

@@ -70,11 +70,8 @@ def attention(
     return _attention(_Dense(Program(score, mask), scale, precision, tensors or {}, rounding), q, k, v, sequences)
 
 
-def prepare(
-    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[..., Pair]:
+def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., Pair]:
     """A call of this backend; see `composattn.backends.Prepare`."""
-
 
     def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, sequences: Sequences = NO_SEQUENCES

@@ -56,9 +56,7 @@ def attention(
     return _attention(Mods(Program(score, mask), scale), q, k, v)
 
 
-def prepare(
-    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> StreamingCall:
+def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
     return StreamingCall(Mods(program, scale))
 

@@ -11,9 +11,11 @@ the tensor was written to between the last call and the capture: capture a call 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
@@ -38,8 +40,7 @@ class Derived(Capture):
         return tuple(_version(s) for s in self.sources)
 
     def _compute(self) -> torch.Tensor:
-        # never an inference tensor: that could not be written to again from outside of inference mode
-        with torch.inference_mode(False), torch.no_grad():
+        with _plain_tensors():
             return self.recipe(*(s.tensor for s in self.sources)).contiguous()
 
     def refresh(self) -> None:
@@ -49,11 +50,20 @@ class Derived(Capture):
                 source.refresh()
         stamp = self._stamp()
         if stamp != self._seen or None in stamp:
-            self.tensor.copy_(self._compute())
+            made = self._compute()
+            if made is not self.tensor:
+                self.tensor.copy_(made)
             self._seen, self.version = stamp, self.version + 1
 
     def __repr__(self) -> str:
         return f"Derived({getattr(self.recipe, '__name__', 'recipe')}, {list(self.tensor.shape)})"
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Inside, tensors are made that can be written to anywhere: not so an inference tensor outside of its mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def refresh(captures: Iterable[Capture]) -> None:
@@ -61,6 +71,31 @@ def refresh(captures: Iterable[Capture]) -> None:
     for capture in captures:
         if isinstance(capture, Derived):
             capture.refresh()
+
+
+class Upkeep:
+    """Brings the derived tensors among `captures` up to date; where nothing was written to it only reads versions."""
+
+    def __init__(self, captures: Iterable[Capture]) -> None:
+        self.derived = [c for c in captures if isinstance(c, Derived)]
+        self.written = list(_written(self.derived))
+        self._seen: list[int | None] | None = None
+
+    def __call__(self) -> None:
+        """To be called before each launch."""
+        if self.derived:
+            seen = [version(t) for t in self.written]
+            if seen != self._seen or None in seen:
+                refresh(self.derived)
+                self._seen = seen
+
+
+def _written(derived: Iterable[Derived]) -> dict[torch.Tensor, None]:
+    """The tensors that others write to, from which all of `derived` come."""
+    found: dict[torch.Tensor, None] = {}
+    for source in (s for d in derived for s in d.sources):
+        found |= _written([source]) if isinstance(source, Derived) else {source.tensor: None}
+    return found
 
 
 def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
@@ -94,12 +129,12 @@ def version(tensor: torch.Tensor) -> int | None:
 _made: weakref.WeakValueDictionary[Any, Derived] = weakref.WeakValueDictionary()
 
 
-def derive(name: Hashable, recipe: Recipe, *sources: Capture) -> Derived:
+def derive(name: Hashable, recipe: Recipe, *sources: Capture, kind: type[Derived] = Derived) -> Derived:
     """The one `Derived` of this name and these sources."""
     key = (name, *(id(s.tensor) for s in sources))
     found = _made.get(key)  # it keeps its sources alive, so an id in the key can't have been taken over
     if found is None:
-        found = _made[key] = Derived(recipe, sources)
+        found = _made[key] = kind(recipe, sources)
     return found
 
 
@@ -119,11 +154,11 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     given = (*others[:dim], low, *others[dim:])
     # of a dimension read at a constant only that part is needed
     fixed = tuple(i.attr if i.is_const and d != dim else None for d, i in enumerate(given))
+    recipe = _WindowsOf(dim, largest, fixed)
     if is_matches(capture) and largest is (fixed[0] in LARGEST_OF_TILE):
         fixed = (None, *fixed[1:])  # but all of the four ends, which a tile asks for: one table for them
-        table = derive(("ranges", fixed), _ranges_of_matches(fixed), capture)
-    else:
-        table = derive(("range", dim, largest, fixed), _range_table(dim, largest, fixed), capture)
+        recipe = _WindowsOf(dim, False, fixed, turned=END)
+    table = derive(recipe, recipe, capture, kind=Windows)
     last = apply("sub", size(table, 1 + dim - sum(i is not None for i in fixed[:dim])), const(1))
     low, high = smaller(low, last), smaller(high, last)
     count = apply("add", apply("sub", high, low), const(1))
@@ -140,40 +175,79 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     return apply("maximum" if largest else "minimum", *values)
 
 
-def _range_table(dim: int, largest: bool, fixed: tuple[int | None, ...]) -> Recipe:
-    left = dim - sum(i is not None for i in fixed[:dim])
+@dataclass(frozen=True)
+class _WindowsOf:
+    """The recipe of a table of windows over `dim`, of what is left of a tensor at the positions that are `fixed`.
 
-    def range_extremes(x: torch.Tensor) -> torch.Tensor:
-        x = _part(x.detach(), fixed)
-        return _windows(x.to(torch.int32) if x.dtype is torch.bool else x, left, largest)
+    `turned`: from which part of the first dimension on the other extreme is kept; None, of no part.
+    """
 
-    return range_extremes
+    __name__: ClassVar[str] = "windows"
+
+    dim: int
+    largest: bool
+    fixed: tuple[int | None, ...]
+    turned: int | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _Table(self, x).of(x)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` at the positions that are fixed."""
+        for d in reversed(range(len(self.fixed))):
+            at = self.fixed[d]
+            x = x if at is None else x.select(d, at)
+        return x
 
 
-def _part(x: torch.Tensor, fixed: tuple[int | None, ...]) -> torch.Tensor:
-    """`x` at the positions that are fixed."""
-    for d in reversed(range(len(fixed))):
-        at = fixed[d]
-        x = x if at is None else x.select(d, at)
-    return x
+class Windows(Derived):
+    """A table of windows, computed in place by one operation a level."""
+
+    __slots__ = ("_table",)
+
+    def _compute(self) -> torch.Tensor:
+        with _plain_tensors():
+            x = self.sources[0].tensor
+            if not hasattr(self, "_table"):
+                self._table = _Table(self.recipe, x)  # type: ignore[arg-type]
+            return self._table.of(x)
 
 
-def _windows(x: torch.Tensor, dim: int, largest: bool) -> torch.Tensor:
+class _Table:
     """The extreme of each window of 2^k positions, k along a new first dimension, and last that of the whole.
 
-    It stands, too, where a window would reach beyond the end: nobody asks for those.
+    It stands, too, where a window would reach beyond the end: nobody asks for those. The views that operations read and
+    write are kept: a dozen operations remain where making the views anew takes three times as many.
     """
-    whole = x.amax(dim, keepdim=True) if largest else x.amin(dim, keepdim=True)
-    table = whole.expand(LEVELS + 1, *x.shape).contiguous()
-    levels = table.unbind()
-    levels[0].copy_(x)
-    pick = torch.maximum if largest else torch.minimum
-    for k, (last, level) in enumerate(pairwise(levels[:LEVELS])):
-        kept = x.shape[dim] - (1 << k)
-        if kept <= 0:
-            break
-        pick(last.narrow(dim, 0, kept), last.narrow(dim, 1 << k, kept), out=level.narrow(dim, 0, kept))
-    return table
+
+    def __init__(self, recipe: _WindowsOf, x: torch.Tensor) -> None:
+        self.recipe = recipe
+        x, dim = recipe.part(x), recipe.dim - sum(i is not None for i in recipe.fixed[: recipe.dim])
+        self.tensor = x.new_empty((LEVELS + 1, *x.shape), dtype=torch.int32 if x.dtype is torch.bool else x.dtype)
+        levels = self.tensor.unbind()
+        self.rows, self.wider, self.dim = levels[0], self.tensor[1:], dim
+        self.pairs = []  # neighbouring windows, and those of twice their width
+        for k, (last, level) in enumerate(pairwise(levels[:LEVELS])):
+            kept = x.shape[dim] - (1 << k)
+            if kept <= 0:
+                break
+            self.pairs.append((last.narrow(dim, 0, kept), last.narrow(dim, 1 << k, kept), level.narrow(dim, 0, kept)))
+        self.pick, self.over = (torch.maximum, torch.amax) if recipe.largest else (torch.minimum, torch.amin)
+        # inverted bits turn the order around, with no number that has no opposite
+        self.turned = None if recipe.turned is None else self.tensor[:, recipe.turned :]
+        self.turned_rows = None if self.turned is None else self.turned[0]
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The table of `x`, a tensor of the first one's form; always in the same memory."""
+        self.rows.copy_(self.recipe.part(x))
+        if self.turned_rows is not None:
+            self.turned_rows.bitwise_not_()
+        self.wider.copy_(self.over(self.rows, self.dim, keepdim=True))
+        for here, there, both in self.pairs:
+            self.pick(here, there, out=both)
+        if self.turned is not None:
+            self.turned.bitwise_not_()
+        return self.tensor
 
 
 # --- columns whose captured value compares with that of the row -----------------------------------------------
@@ -202,11 +276,14 @@ def matches(
     same = rows == columns and rows_order == columns_order
 
     def bounds_of_matches(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        r, c = _arranged(r, rows_order).to(torch.int64), _arranged(c, columns_order).to(torch.int64)
+        c = _arranged(c, columns_order)
+        if same and op == "eq":
+            return _equal_to_itself(c.contiguous()).to(torch.int32)
+        r, c = _arranged(r, rows_order), c.to(torch.int64)
         lead = torch.broadcast_shapes(r.shape[:2], c.shape[:2])
-        r, c = r.expand(*lead, -1).contiguous(), c.expand(*lead, -1).contiguous()
+        r, c = r.to(torch.int64).expand(*lead, -1).contiguous(), c.expand(*lead, -1).contiguous()
         if op == "eq":
-            return _equal_to_itself(c) if same else _equal(r, c)
+            return _equal(r, c)
         if op in ("gt", "ge"):
             r, c = ~r, ~c  # turns the order around, with no number that has no opposite
         return _below(r, c, strictly=op in ("lt", "gt"))
@@ -229,18 +306,6 @@ def _without_gaps(table: torch.Tensor) -> torch.Tensor:
     return (table[:END] == table[END:].flip(0)).amin((0, -1)).to(torch.int32)
 
 
-def _ranges_of_matches(fixed: tuple[int | None, ...]) -> Recipe:
-    def range_extremes(table: torch.Tensor) -> torch.Tensor:
-        """`_windows` of each end, of the largest where a tile asks for those: their complements are in turned order."""
-        turned = _part(table, fixed).clone()
-        turned[END:].bitwise_not_()
-        windows = _windows(turned, turned.ndim - 1, largest=False)
-        windows[:, END:].bitwise_not_()
-        return windows
-
-    return range_extremes
-
-
 def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     n = c.shape[-1]
     ordered, where = c.sort(dim=-1, stable=True)
@@ -253,25 +318,32 @@ def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_to_itself(c: torch.Tensor) -> torch.Tensor:
-    """`_equal` of a tensor and itself: the runs of its sorted values, no search."""
+    """`_equal` of a tensor and itself, where no row is without a match."""
     n = c.shape[-1]
-    in_order = c.device.type == "cpu" and bool((c[..., 1:] >= c[..., :-1]).all())  # elsewhere a look would wait
-    ordered, where = (c, None) if in_order else c.sort(dim=-1, stable=True)
-    at = torch.arange(n, device=c.device, dtype=torch.int32).expand_as(c)
-    same = torch.zeros((2, *c.shape), dtype=torch.bool, device=c.device)  # as the one before, as the one behind
-    torch.eq(ordered[..., 1:], ordered[..., :-1], out=same[0, ..., 1:])
+    if c.device.type == "cpu" and bool((c[..., 1:] >= c[..., :-1]).all()):  # elsewhere a look would wait
+        return _runs(c)
+    ordered, where = c.sort(dim=-1, stable=True)
+    first, stop = torch.searchsorted(ordered, c), torch.searchsorted(ordered, c, right=True)
+    start, end = where.gather(-1, first), where.gather(-1, stop - 1).add_(1)
+    apart = end - start != stop.sub_(first)
+    end.masked_fill_(end == n, FAR)
+    table = torch.stack([start, end, end, start])
+    table[FULL_END].masked_fill_(apart, 0)
+    table[FULL_START].masked_fill_(apart, FAR)
+    return table
+
+
+def _runs(c: torch.Tensor) -> torch.Tensor:
+    """`_equal_to_itself` of ascending values: with no search, several times as fast on a CPU."""
+    n = c.shape[-1]
+    at = torch.arange(n, dtype=torch.int32).expand_as(c)
+    same = torch.zeros((2, *c.shape), dtype=torch.bool)  # as the one before, as the one behind
+    torch.eq(c[..., 1:], c[..., :-1], out=same[0, ..., 1:])
     same[1, ..., :-1] = same[0, ..., 1:]
     first = at.masked_fill(same[0], 0).cummax(-1).values
     last = at.masked_fill(same[1], n - 1).flip(-1).cummin(-1).values.flip(-1)
-    if where is None:
-        end = (last + 1).masked_fill_(last == n - 1, FAR)
-        return torch.stack([first, end, end, first])
-    # equal values stand in their own order, and go back to where they were
-    start, end = (where.gather(-1, at_.long()).int() for at_ in (first, last))
-    apart = end - start != last - first
-    end = (end + 1).masked_fill_(end == n - 1, FAR)
-    table = torch.stack([start, end.masked_fill(apart, 0), end, start.masked_fill(apart, FAR)])
-    return torch.empty_like(table).scatter_(-1, where.expand_as(table), table)
+    end = (last + 1).masked_fill_(last == n - 1, FAR)
+    return torch.stack([first, end, end, first])
 
 
 def _below(r: torch.Tensor, c: torch.Tensor, strictly: bool) -> torch.Tensor:
@@ -307,8 +379,9 @@ def _ranges(
 
 
 def _arranged(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """`x` as (b, h, position)."""
-    x = x.detach().permute([d for d in order if d >= 0])
+    """`x` as (b, h, position), a number even where it is a bool, which torch searches none of."""
+    x = x.to(torch.int32) if x.dtype is torch.bool else x.detach()
+    x = x.permute([d for d in order if d >= 0])
     for position, d in enumerate(order):
         if d < 0:
             x = x.unsqueeze(position)

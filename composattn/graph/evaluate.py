@@ -54,6 +54,38 @@ def evaluate_all(roots: list[Expr], env: Env) -> list[torch.Tensor]:
     return [memo[id(r)] for r in roots]
 
 
+class Repeated:
+    """Several roots, evaluated again and again at the same indices while tensors and run-time numbers change.
+
+    What depends on neither is computed once, and so are the positions of reads that depend on neither.
+    """
+
+    def __init__(self, roots: list[Expr], env: Env) -> None:
+        self.roots, self.env = roots, env
+        self.fixed: dict[int, Any] = {}
+        self.places: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.steps: list[Expr] = []
+        for node in walk(*roots):
+            known = all(id(a) in self.fixed for a in node.args)
+            if not known or node.op in ("read", "scalar"):
+                self.steps.append(node)
+            if known and node.op == "read":
+                self.places[id(node)] = _places(node, [self.fixed[id(a)] for a in node.args], env)
+            elif known and node.op != "scalar":
+                self.fixed[id(node)] = _value(node, [self.fixed[id(a)] for a in node.args], env)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The values of now."""
+        memo = dict(self.fixed)
+        for node in self.steps:
+            places = self.places.get(id(node))
+            if places is None:
+                memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], self.env)
+            else:
+                memo[id(node)] = _element(node, places, self.env)
+        return [memo[id(r)] for r in self.roots]
+
+
 def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.op == "const":
         return _number(node.attr, _torch_type(node.dtype, env), env)
@@ -103,6 +135,16 @@ def _torch_type(dtype: DType, env: Env) -> torch.dtype:
 
 
 def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
+    return _element(node, _places(node, indices, env), env)
+
+
+def _element(node: Expr, places: tuple[torch.Tensor, ...], env: Env) -> torch.Tensor:
+    tensor = env.tensor_of(node)
+    value = tensor[places] if places else tensor
+    return value.to(_torch_type(node.dtype, env))
+
+
+def _places(node: Expr, indices: list[Any], env: Env) -> tuple[torch.Tensor, ...]:
     """Negative positions count from the end, as in torch; positions outside are clamped, and reported in `reads`."""
     tensor = env.tensor_of(node)
     where = []
@@ -118,8 +160,7 @@ def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
         where.append(wrapped.clamp(0, max(size - 1, 0)))
     if outside is not None and env.reads is not None:
         env.reads.append((node, outside))
-    value = tensor[tuple(where)] if where else tensor
-    return value.to(_torch_type(node.dtype, env))
+    return tuple(where)
 
 
 _signs: weakref.WeakKeyDictionary[Expr, bool] = weakref.WeakKeyDictionary()

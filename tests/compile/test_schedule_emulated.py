@@ -62,8 +62,8 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
 
 
 def test_a_plan_says_which_order_it_chose_and_why() -> None:
-    def of(mask: Mask, **schedule: object) -> str:
-        problem = Problem(1, 2, 2, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
+    def of(mask: Mask, heads: int = 32, **schedule: object) -> str:
+        problem = Problem(1, heads, heads, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
         asked = dataclasses.replace(problem, schedule=ca.Schedule(**schedule))  # type: ignore[arg-type]
         return str(plan_forward(asked, Program(None, mask.expr), HOPPER))
 
@@ -72,6 +72,7 @@ def test_a_plan_says_which_order_it_chose_and_why() -> None:
     assert "by a table on the device, as the mask leaves later query tiles less" in of(
         Mask.of(lambda b, h, q, kv: q <= kv)
     )
+    assert "in order, as all tiles run at once" in of(document(torch.arange(1000) // 70), heads=2)
     assert "shortest first: by a table on the device, as asked for" in of(causal(), order="shortest_first")
     assert "persistent" in of(causal(), persistent=True)
     assert "3 key/value heads at a time" in of(causal(), heads_together=3)

@@ -6,13 +6,15 @@ is in `gradient.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ...autograd import Grads, attend
-from ...graph.derived import Derived, refresh
+from ...compile import compile_plan
+from ...graph.derived import Upkeep
 from ...graph.program import Program
 from ...launch import ForwardLauncher
 from ...plan import ForwardPlan, plan_forward
@@ -25,26 +27,32 @@ from .gradient import Forward, HopperGradient
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def prepare(
-    problem: Problem, program: Program, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> HopperCall:
+def prepare(problem: Problem, program: Program, scale: float) -> HopperCall:
     """A call of this backend, planned; see `composattn.backends.Prepare`.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
     `BackendUnavailable`; `UnsupportedLayout` when called.
     """
-    return HopperCall(problem, program, scale)
+    call = HopperCall(problem, program, scale, Target.of(problem.device))
+    call.without_lse  # noqa: B018  refuses what it can't do now, not at the first call
+    return call
 
 
 class HopperCall:
-    """One form of inputs: its kernels, with and without LSE, compiled when first needed."""
+    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first needed."""
 
-    def __init__(self, problem: Problem, program: Program, scale: float) -> None:
-        self.problem, self.program, self.scale = problem, program, scale
-        self.target = Target.of(problem.device)
+    def __init__(
+        self,
+        problem: Problem,
+        program: Program,
+        scale: float,
+        target: Target,
+        kernel_of: Callable[[Any], Any] = compile_plan,
+    ) -> None:
+        self.problem, self.program, self.scale, self.target = problem, program, scale, target
+        self.kernel_of = kernel_of
         self.captures = [c.tensor for c in program.captures]
-        self.derived = [c for c in program.captures if isinstance(c, Derived)]
-        self.without_lse  # noqa: B018  refuses what it can't do now, not at the first call
+        self.upkeep = Upkeep(program.captures)
 
     @cached_property
     def with_lse(self) -> ForwardLauncher:
@@ -60,7 +68,7 @@ class HopperCall:
         )
 
     def _launcher(self, return_lse: bool) -> ForwardLauncher:
-        return ForwardLauncher(self.forward_plan(return_lse))
+        return ForwardLauncher(self.forward_plan(return_lse), self.kernel_of)
 
     def __call__(
         self,
@@ -70,8 +78,7 @@ class HopperCall:
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
     ) -> Pair:
-        if self.derived:
-            refresh(self.derived)
+        self.upkeep()
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
             return attend(self.begin(self.scalars(), sequences), q, k, v)
         launcher = self.with_lse if return_lse else self.without_lse
@@ -101,7 +108,7 @@ class HopperCall:
 
     @cached_property
     def gradient(self) -> HopperGradient:
-        return HopperGradient(self.problem, self.program, self.scale, self.target)
+        return HopperGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
 
 
 class HopperAttend:

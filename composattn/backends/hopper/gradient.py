@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -18,12 +18,11 @@ from ...autograd import Grads
 from ...compile import compile_plan
 from ...errors import GradientUnsupported, UnsupportedHeadDim
 from ...graph.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
-from ...graph.derived import refresh
 from ...graph.expr import Capture
 from ...graph.gradient import partials
 from ...graph.program import Program
 from ...launch_backward import BackwardLauncher
-from ...plan_backward import plan_backward
+from ...plan_backward import BackwardPlan, plan_backward
 from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences, rows_in_use
 from ...target import Target
@@ -45,13 +44,20 @@ class Forward:
 
 
 class HopperGradient:
-    """The backward of one form of inputs; its kernels are compiled when first needed."""
+    """The backward of one form of inputs; its kernels are made by `kernel_of` when first needed."""
 
-    kernel_of: ClassVar[Callable[..., Any]] = staticmethod(compile_plan)
-
-    def __init__(self, problem: Problem, program: Program, scale: float, target: Target) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        program: Program,
+        scale: float,
+        target: Target,
+        kernel_of: Callable[[Any], Any] = compile_plan,
+    ) -> None:
+        self.kernel_of = kernel_of
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self._launchers: dict[Any, BackwardLauncher] = {}
+        self._places: dict[BackwardLauncher, list[int | None]] = {}  # of what they read among the captured tensors
         self._summing: dict[frozenset[Capture], Program] = {}
         self.fused = True
         try:
@@ -72,7 +78,9 @@ class HopperGradient:
             plans = plan_backward(
                 self.problem, self.summing(summed), self.target, has_dlse=has_dlse, deterministic=deterministic
             )
-            self._launchers[form] = BackwardLauncher(plans, self.kernel_of)
+            made = self._launchers[form] = BackwardLauncher(plans, self.kernel_of)
+            at_call = {c: n for n, c in enumerate(self.program.captures)}
+            self._places[made] = [at_call.get(c) for c in plans.main.captured]
         return self._launchers[form]
 
     def summing(self, summed: frozenset[Capture]) -> Program:
@@ -139,27 +147,43 @@ class HopperGradient:
         """(dq, dk, dv), and the gradients of `summed`."""
         q, k, v, sequences = forward.q, forward.k, forward.v, forward.sequences
         launcher = self.launcher(dlse is not None, self.deterministic(), summed)
-        program = self.summing(summed)
+        program, plan = self.summing(summed), launcher.plans.main
+        made: dict[Capture, torch.Tensor] = {}
+        if plan.lists is not None or isinstance(program, GradientProgram):
+            made = self._made(program, plan, forward, dout, dlse)
+        places = self._places[launcher]
+        reads = [
+            forward.captured[n] if n is not None else made.get(c, c.tensor)
+            for c, n in zip(plan.captured, places, strict=True)
+        ]
+        grads = launcher(q, k, v, forward.out, forward.lse, dout, dlse, self.scale, reads, forward.scalars, sequences)
+        found: dict[Capture, torch.Tensor | None] = {}
+        if isinstance(program, GradientProgram):
+            at_call = dict(zip(self.program.captures, forward.captured, strict=True))
+            for n, (c, total) in enumerate(program.totals.items()):
+                found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
+        return grads, found
+
+    def _made(
+        self,
+        program: Program,
+        plan: BackwardPlan,
+        forward: Forward,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> dict[Capture, torch.Tensor]:
+        """What the kernel reads that no mod captured: units and sums of gradients, lists of tiles."""
         at_call = dict(zip(self.program.captures, forward.captured, strict=True))
         made: dict[Capture, torch.Tensor] = {}
         if isinstance(program, GradientProgram):
             made[program.units] = self._units(program, forward, dout, dlse)
             for c, total in program.totals.items():
-                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
-        plan = launcher.plans.main
+                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=forward.q.device)
         if plan.lists is not None:
             numbers = dict(zip(self.program.scalars, forward.scalars, strict=True))
-            listed = plan.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
+            listed = plan.lists.of_call(at_call, numbers, forward.sequences.queries, forward.sequences.keys)
             made |= zip(plan.lists.captures, listed, strict=True)
-        reads = plan.captured
-        refresh(reads)
-        tensors = [made.get(c, at_call.get(c, c.tensor)) for c in reads]
-        grads = launcher(q, k, v, forward.out, forward.lse, dout, dlse, self.scale, tensors, forward.scalars, sequences)
-        found: dict[Capture, torch.Tensor | None] = {}
-        if isinstance(program, GradientProgram):
-            for n, (c, total) in enumerate(program.totals.items()):
-                found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
-        return grads, found
+        return made
 
     def _units(
         self, program: GradientProgram, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None

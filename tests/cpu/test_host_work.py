@@ -1,0 +1,137 @@
+"""What a call costs the host, in torch operations; and that nothing kept from call to call is ever stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from benchmarks.host_work import (
+    LARGER,
+    RECIPE,
+    HostOnly,
+    PackedStep,
+    Recorded,
+    Size,
+    Step,
+    counted,
+    document_step,
+    drawn_documents,
+)
+from composattn.graph.mask import Mask
+from composattn.mods import causal, document, sliding_window
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel is given is kept as it was when it was given: a later call may bring the same memory up to date."""
+    monkeypatch.setattr(Recorded, "copies", True)
+
+
+STEP = 11  # operations of a step of which nothing is new: memory, and what autograd does itself
+
+
+def test_a_plain_step_is_memory_and_autograd_alone() -> None:
+    operations = counted(Step(causal(), RECIPE))
+    assert operations.launches == 0
+    assert operations.counts.total() <= STEP
+
+
+def test_new_documents_take_few_operations_once_for_all_layers() -> None:
+    one, three = (counted(document_step(RECIPE, 128, layers)) for layers in (1, 3))
+    assert one.counts.total() <= STEP + 50  # 800 before tables were shared, made in place and kept in their order
+    assert three.counts.total() == one.counts.total() + 2 * STEP
+    assert three.launches == one.launches
+
+
+def test_the_order_of_more_tiles_than_run_at_once_takes_few_operations_more() -> None:
+    assert counted(document_step(LARGER, 256)).counts.total() <= STEP + 110  # 800 before
+
+
+def test_new_lengths_take_few_operations_and_new_totals_no_more() -> None:
+    step, other = PackedStep(RECIPE), PackedStep(RECIPE, new_total=True)
+    assert counted(step).counts.total() <= STEP + 50  # 136 before
+    assert counted(other).counts == counted(step).counts
+    assert len(other.attention._prepared) > len(other.attention._planned) == 1
+
+
+def read(attention: HostOnly) -> Iterator[torch.Tensor]:
+    """What the kernels of the last step were given to read of masks, sequences and the order of tiles."""
+    forward, prepare, main, finish = attention.last_arguments()
+    for arguments in (forward[6:], prepare[6:], main[10:], finish[3:]):
+        yield from (t for a in arguments for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, torch.Tensor))
+
+
+def ascending(size: Size) -> torch.Tensor:
+    return -drawn_documents(size)
+
+
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "documents": lambda x, y: causal() & document(x),
+    "window": lambda x, y: sliding_window(100) & document(x),
+    "two-tensors": lambda x, y: lambda b, h, q, kv: x[b, q] == y[b, kv],
+    "one-side": lambda x, y: lambda b, h, q, kv: (x[b, q] == x[b, kv]) & (kv >= y[b, q]),
+    "less": lambda x, y: lambda b, h, q, kv: x[b, q] <= y[b, kv],
+    "limits": lambda x, y: lambda b, h, q, kv: (kv + 60 * y[b, q] >= 0) & (kv - 60 * y[b, q] >= 0),
+    "not-one-document": lambda x, y: lambda b, h, q, kv: (q >= kv) & (x[b, kv] != y[b, q]),
+}
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("drawn", [drawn_documents, ascending], ids=["descending", "ascending"])
+@pytest.mark.parametrize("size", [RECIPE, Size(2, 16, 16, 1100, 64)], ids=["all-at-once", "ordered"])
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_written_in_place_is_seen_by_every_kernel(
+    name: str, size: Size, drawn: Callable[[Size], torch.Tensor]
+) -> None:
+    def mask(x: torch.Tensor, y: torch.Tensor) -> Mask:
+        return Mask.of(MASKS[name](x, y))
+
+    ids, others = drawn(size), drawn(size)
+    step = Step(mask(ids, others), size)
+    step()
+    for changed in ((ids,), (others,), (ids, others)):
+        for tensor in changed:
+            tensor.copy_(drawn(size))
+        step()
+        fresh = Step(mask(ids.clone(), others.clone()), size)
+        fresh()
+        found, wanted = list(read(step.attention)), list(read(fresh.attention))
+        assert len(found) == len(wanted)
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("size", [RECIPE, LARGER], ids=["all-at-once", "ordered"])
+def test_lengths_written_in_place_are_seen_by_every_kernel(size: Size) -> None:
+    step = PackedStep(size)
+    step()
+    offsets = step.varlen.cu_seqlens_q
+    for _ in range(2):
+        offsets[1:-1] = (torch.randperm(step.total)[: size.batch - 1] + 1).sort().values
+        step()
+        fresh = PackedStep(size)
+        fresh.varlen = ca.Varlen(offsets.clone())
+        fresh()
+        assert all(map(torch.equal, read(step.attention), read(fresh.attention)))
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_run_time_number_is_read_anew_where_it_orders_tiles() -> None:
+    def at(width: Any) -> Step:
+        return Step(Mask.of(lambda b, h, q, kv: (q - kv < width) & (kv < 900)), Size(2, 16, 16, 1100, 64))
+
+    width = ca.scalar(40)
+    step = at(width)
+    step()
+    first = list(read(step.attention))
+    width.value = 700
+    step()
+    fresh = at(ca.scalar(700))
+    fresh()
+    found = list(read(step.attention))
+    assert all(map(torch.equal, found, read(fresh.attention)))
+    assert not all(map(torch.equal, found, first)), "the order follows it"
