@@ -55,12 +55,17 @@ class BackwardTiling:
     distances: int = 0
     heads_together: int | None = None
 
+    @property
+    def statistic_stride(self) -> int:
+        """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
+        return -(-self.tile_m // 32) * 32
+
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
         scores = self.ds_stages * self.tile_m * self.tile_n
-        statistics = 4 * self.tile_m * (self.q_stages + self.do_stages)
+        statistics = 4 * self.statistic_stride * (self.q_stages + self.do_stages)
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
         return element_bytes * (stationary + moving + scores) + weights + 4 * self.distances + statistics + 2048
 

@@ -19,10 +19,12 @@ from .seqlen import DenseSequence, PackedSequence, PagedRows, PagedSequence, Row
 from .values import Bundle, Fixed, choose, smaller
 
 
-def partition(tma: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """(copy, stage or nothing) of shared memory and (copy, tile) of the tensor."""
+def partition(
+    tma: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """(copy, stage or nothing) of shared memory and (copy, tile) of the tensor, for tiles of so many dimensions."""
     return cpasync.tma_partition(  # type: ignore[no-any-return]
-        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, modes), cute.group_modes(tiles, 0, modes)
     )
 
 

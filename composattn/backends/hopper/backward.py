@@ -94,6 +94,7 @@ class HopperBackward:
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
         ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
+        row_layout = cute.make_layout((tiling.tile_m,))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         first = [0, 1]
         copies = [
@@ -103,6 +104,7 @@ class HopperBackward:
             cpasync.make_tiled_tma_atom(load, mV, v_layout, (tiling.tile_n, tiling.dv)),
             cpasync.make_tiled_tma_atom(store, mdK, k_layout, (tiling.tile_n, tiling.d)),
             cpasync.make_tiled_tma_atom(store, mdV, v_layout, (tiling.tile_n, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, _permuted(statistics, (3, 2, 1, 0)), row_layout, (tiling.tile_m,)),
         ]
         kv_heads = mK.shape[2]
         group = mQ.shape[2] // kv_heads
@@ -203,8 +205,8 @@ class HopperBackward:
     def produce(self, call, block):
         tiling = self.tiling
         work = self.work_tile(call)
-        tma_q, tma_do, tma_k, tma_v = call.tmas[:4]
-        tQ, tdO, tK, tV = call.tensors[:4]
+        tma_q, tma_do, tma_k, tma_v, _, _, tma_rows = call.tmas
+        tQ, tdO, tK, tV, _, _, tRows = call.tensors
         gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
         gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = _partition(tma_k, block.sK, gK)
@@ -213,30 +215,28 @@ class HopperBackward:
         cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
         cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
         q_slot, do_slot = Slot.first(tiling.q_stages), Slot.first(tiling.do_stages)
-        row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
             gQ = work.queries.tiles(tQ, head, (tiling.tile_m, tiling.d))
             gdO = work.queries.tiles(tdO, head, (tiling.tile_m, tiling.dv))
             gLse, gDelta = [
-                cute.local_tile(call.statistics[kind, work.padded.b, head, None], (tiling.tile_m,), (None,))
-                for kind in range(2)
+                cute.local_tile(tRows[None, head, work.padded.b, kind], (tiling.tile_m,), (None,)) for kind in range(2)
             ]
             tQsQ, tQgQ = _partition(tma_q, block.sQ, gQ)
             tdOsdO, tdOgdO = _partition(tma_do, block.sdO, gdO)
+            tLsLse, tLgLse = _partition(tma_rows, block.sLse, gLse, modes=1)
+            tDsDelta, tDgDelta = _partition(tma_rows, block.sDelta, gDelta, modes=1)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
                     padded = work.padded.first + m
                     bar = block.q_edge.acquire(q_slot)
                     cute.copy(tma_q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
-                    with cute.arch.elect_one():
-                        cute.copy(row, gLse[None, padded], block.sLse[None, q_slot.index], mbar_ptr=bar)
+                    cute.copy(tma_rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
                     cute.copy(tma_do, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
-                    with cute.arch.elect_one():
-                        cute.copy(row, gDelta[None, padded], block.sDelta[None, do_slot.index], mbar_ptr=bar)
+                    cute.copy(tma_rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
 
     # --- consumers -----------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class HopperBackward:
 
 @dataclasses.dataclass
 class Call(Fixed):
-    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, dK, dV."""
+    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, dK, dV, row statistics."""
 
     tmas: tuple
     tensors: tuple
@@ -323,8 +323,12 @@ class Block(Fixed):
         self.edges = tuple(bound)
         self.kv_edge, self.q_edge, self.do_edge = bound[:3]
         self.turn_edge = bound[3] if deterministic else None
-        self.sLse = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.q_stages)), 128)
-        self.sDelta = smem.allocate_tensor(Float32, cute.make_layout((tiling.tile_m, tiling.do_stages)), 128)
+
+        def row_statistics(stages):
+            layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
+            return smem.allocate_tensor(Float32, layout, 128)
+
+        self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
 
         def tiles(layout):
             return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
