@@ -123,6 +123,14 @@ def reads_any(graph: Expr | None) -> bool:
     return graph is not None and any(n.op == "read" for n in walk(graph))
 
 
+def has_costly_test(mask: Expr | None) -> bool:
+    """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
+    if mask is None:
+        return False
+    fixed = (Rate.CONSTANT, Rate.HEAD)
+    return untold(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
+
+
 def has_opaque_test(program: Program) -> bool:
     """Whether the mask has a condition on (q, kv) that is no bound on kv."""
     return program.mask is not None and untold(program.mask).opaque
