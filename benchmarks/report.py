@@ -59,9 +59,9 @@ def best_peer(rows: dict[str, Row]) -> tuple[str, float] | None:
     return max(known.items(), key=lambda pair: pair[1]) if known else None
 
 
-def ratio_to_best(rows: dict[str, Row]) -> float | None:
-    """Ours over the best peer's, above 1 when we are better."""
-    ours = score(rows[OURS]) if OURS in rows else None
+def ratio_to_best(rows: dict[str, Row], name: str = OURS) -> float | None:
+    """Ours, by `name`, over the best peer's, above 1 when we are better."""
+    ours = score(rows[name]) if name in rows else None
     peer = best_peer(rows)
     return ours / peer[1] if ours is not None and peer is not None else None
 
@@ -102,8 +102,9 @@ def markdown(result: Result) -> str:
     head = ["case", *names, "to the best peer", "of the GEMM"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, rows in table.items():
-        to_best, of_gemm = ratio_to_best(rows), fraction_of_gemm(rows)
-        ends = [f"{to_best:.2f}×" if to_best else "", f"{of_gemm:.2f}" if of_gemm else ""]
+        to_best, packed, of_gemm = ratio_to_best(rows), ratio_to_best(rows, PACKED), fraction_of_gemm(rows)
+        ratio = f"{to_best:.2f}×" if to_best else ""
+        ends = [f"{ratio}, packed {packed:.2f}×" if packed else ratio, f"{of_gemm:.2f}" if of_gemm else ""]
         lines.append("| " + " | ".join([case, *(cell(rows.get(n)) for n in names), *ends]) + " |")
     return "\n".join(lines) + "\n"
 
