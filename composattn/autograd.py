@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,24 @@ from .errors import GradientUnsupported
 from .sequences import Sequences
 
 Grads = tuple[torch.Tensor | None, ...]
+
+
+class Known(NamedTuple):
+    """What a gradient is computed from: what the forward had and gave, and the gradients of what it gave.
+
+    `captured` are the tensors that the mods read, in the order of `captures`; `dlse` is None where nothing flows back
+    through LSE. `wanted` says which gradients matter, of q, k, v and each of `captured`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    captured: Sequence[torch.Tensor]
+    wanted: Sequence[bool]
 
 
 class Differentiable(Protocol):
@@ -37,19 +55,8 @@ class Differentiable(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Grads:
-        """(dq, dk, dv, *d captured); `wanted` says which of them matter, the others may be None.
+    def backward(self, known: Known) -> Grads:
+        """(dq, dk, dv, *d captured); those that are not wanted may be None.
 
         Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a backend with
         an attribute `differentiable_twice` that is False is not called so, and who differentiates again is refused.
@@ -91,11 +98,12 @@ class _Attend(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (len(wanted) + 1)
+        known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
         if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
-            grads = _Once.apply(ctx.call, wanted, q, k, v, out, lse, dout, dlse, *captured)
+            grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
         else:
             with without_autocast(q):
-                grads = ctx.call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
+                grads = ctx.call.backward(known)
         return (None, *[g if w else None for g, w in zip(grads, wanted, strict=True)])
 
 
@@ -128,10 +136,10 @@ class _Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: Differentiable, wanted: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        out, lse, dout, dlse, *captured = more
+    def forward(call: Differentiable, wanted: Any, *tensors: Any) -> Any:
+        q, k, v, out, lse, dout, dlse, *captured = tensors
         with without_autocast(q):
-            grads = call.backward(q, k, v, captured, out, lse, dout, dlse, wanted)
+            grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 
     @staticmethod

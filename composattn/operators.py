@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .autograd import Differentiable, Grads
+from .autograd import Differentiable, Grads, Known
 from .captured import values
 from .checks import check_blocks, check_contents
 from .errors import GradientUnsupported
@@ -124,7 +124,7 @@ def attend_backward(
         asked[i] = want
     tensors = values(captures, captured)
     with torch.autocast(q.device.type, enabled=False), keeping_nothing():
-        found = call.backward(q, k, v, tensors, out, lse, grad_out, grad_lse, (*wanted[:3], *asked))
+        found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *asked)))
     leaves = [q, k, v, *captured]
     grads = [*found[:3], *(found[3 + i] for i in given)]
     return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
@@ -223,18 +223,7 @@ class ForwardOnly:
             out, lse = self.call(q, k, v, True, self.sequences)
         return out, lse
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Grads:
+    def backward(self, known: Known) -> Grads:
         raise GradientUnsupported(
             'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
         )

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import torch
 
-from ..autograd import Grads, attend
+from ..autograd import Grads, Known, attend
 from ..graph.bands import TileInterval
 from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate_all
@@ -171,27 +171,17 @@ class Streaming:
         for step in self.steps(form.parts, q, k, captured):
             self.visited.append([[tile for tile, _ in step.seen_from(rows)] for rows in step.query_tiles])
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Grads:
+    def backward(self, known: Known) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
+        q, k, v, out, lse, dout, dlse, captured, wanted = known
         if not self.visited:
             self.visit(q, k, v, captured)
         types = [x.dtype for x in (q, k, v)]
         form = arrange(self.sequences, q, k)
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         heads = q.shape[1:3]
-        out, lse = form.queries(out).to(q.dtype).unflatten(1, heads), form.statistics(lse).unflatten(1, heads)
-        dout = torch.zeros_like(out) if dout is None else form.queries(dout).to(q.dtype).unflatten(1, heads)
+        out, dout = (form.queries(x).to(q.dtype).unflatten(1, heads) for x in (out, dout))
+        lse = form.statistics(lse).unflatten(1, heads)
         # dS = P (dP - delta): rowsum(dO·O) is rowsum(P·dP), and d lse / dS is P.
         delta = (dout * out).sum(-1)
         delta = delta if dlse is None else delta - form.statistics(dlse).unflatten(1, heads)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...autograd import Grads, attend
+from ...autograd import Grads, Known, attend
 from ...compile import compile_plan
 from ...graph.derived import Upkeep
 from ...graph.program import Program
@@ -22,7 +22,7 @@ from ...plan_backward import plan_backward
 from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences
 from ...target import Target
-from .gradient import Forward, HopperGradient
+from .gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -126,17 +126,5 @@ class HopperAttend:
         assert lse is not None
         return out, lse
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Grads:
-        forward = Forward(q, k, v, captured, self.scalars, out, lse, self.sequences)
-        return self.call.gradient(forward, dout, dlse, wanted)
+    def backward(self, known: Known) -> Grads:
+        return self.call.gradient(known, self.scalars, self.sequences)

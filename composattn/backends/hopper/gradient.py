@@ -8,13 +8,12 @@ sequences it reads the lengths on the host.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...autograd import Grads
+from ...autograd import Grads, Known
 from ...compile import compile_plan
 from ...errors import GradientUnsupported, UnsupportedHeadDim
 from ...graph.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
@@ -24,23 +23,9 @@ from ...graph.program import Program
 from ...launch_backward import BackwardLauncher
 from ...plan_backward import BackwardPlan, plan_backward
 from ...problem import Problem
-from ...sequences import NO_SEQUENCES, Sequences, rows_in_use
+from ...sequences import Sequences, rows_in_use
 from ...target import Target
 from ..streaming import Mods, Streaming
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """What a forward had and gave; `captured` and `scalars` in the order of the program."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    captured: Sequence[torch.Tensor]
-    scalars: Sequence[float | int]
-    out: torch.Tensor
-    lse: torch.Tensor
-    sequences: Sequences = NO_SEQUENCES
 
 
 class HopperGradient:
@@ -111,55 +96,47 @@ class HopperGradient:
         asked = self.problem.deterministic
         return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
-    def __call__(
-        self,
-        forward: Forward,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Grads:
-        """(dq, dk, dv, *d captured), the captured tensors in the order of the program."""
+    def __call__(self, known: Known, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
         if torch.is_grad_enabled():
             raise GradientUnsupported(
                 'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
                 "whose gradients are"
             )
         if not self.fused:
-            return self._streamed(forward, dout, dlse, wanted)
-        asked = [c for c, want in zip(self.program.captures, wanted[3:], strict=True) if want]
+            return self._streamed(known, scalars, sequences)
+        captures, wanted = self.program.captures, known.wanted
+        asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
         summed = frozenset(c for c in asked if c in self.fusable)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
         if any(wanted[:3]) or summed:
-            like = forward.out
-            grads, found = self._fused(
-                forward, torch.zeros_like(like) if dout is None else dout.to(like.dtype), dlse, summed
-            )
+            grads, found = self._fused(known, scalars, sequences, summed)
         if len(found) < len(asked):
-            also = [want and c not in found for c, want in zip(self.program.captures, wanted[3:], strict=True)]
-            streamed = self._streamed(forward, dout, dlse, (False, False, False, *also))
-            found |= {c: g for c, g, want in zip(self.program.captures, streamed[3:], also, strict=True) if want}
-        return (*grads, *(found.get(c) for c in self.program.captures))
+            also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
+            streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
+            found |= {c: g for c, g, want in zip(captures, streamed[3:], also, strict=True) if want}
+        return (*grads, *(found.get(c) for c in captures))
 
     def _fused(
-        self, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None, summed: frozenset[Capture]
+        self, known: Known, scalars: Sequence[float | int], sequences: Sequences, summed: frozenset[Capture]
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
-        q, k, v, sequences = forward.q, forward.k, forward.v, forward.sequences
+        q, k, v, out, lse, dout, dlse, captured, _ = known
+        dout = dout.to(out.dtype)
         launcher = self.launcher(dlse is not None, self.deterministic(), summed)
         program, plan = self.summing(summed), launcher.plans.main
         made: dict[Capture, torch.Tensor] = {}
         if plan.lists is not None or isinstance(program, GradientProgram):
-            made = self._made(program, plan, forward, dout, dlse)
+            made = self._made(program, plan, known._replace(dout=dout), scalars, sequences)
         places = self._places[launcher]
         reads = [
-            forward.captured[n] if n is not None else made.get(c, c.tensor)
-            for c, n in zip(plan.captured, places, strict=True)
+            captured[n] if n is not None else made.get(c, c.tensor) for c, n in zip(plan.captured, places, strict=True)
         ]
-        grads = launcher(q, k, v, forward.out, forward.lse, dout, dlse, self.scale, reads, forward.scalars, sequences)
+        grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, reads, scalars, sequences)
         found: dict[Capture, torch.Tensor | None] = {}
         if isinstance(program, GradientProgram):
-            at_call = dict(zip(self.program.captures, forward.captured, strict=True))
+            at_call = dict(zip(self.program.captures, captured, strict=True))
             for n, (c, total) in enumerate(program.totals.items()):
                 found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
         return grads, found
@@ -168,28 +145,26 @@ class HopperGradient:
         self,
         program: Program,
         plan: BackwardPlan,
-        forward: Forward,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
+        known: Known,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
     ) -> dict[Capture, torch.Tensor]:
         """What the kernel reads that no mod captured: units and sums of gradients, lists of tiles."""
-        at_call = dict(zip(self.program.captures, forward.captured, strict=True))
+        at_call = dict(zip(self.program.captures, known.captured, strict=True))
         made: dict[Capture, torch.Tensor] = {}
         if isinstance(program, GradientProgram):
-            made[program.units] = self._units(program, forward, dout, dlse)
+            made[program.units] = self._units(program, known, sequences)
             for c, total in program.totals.items():
-                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=forward.q.device)
+                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
         if plan.lists is not None:
-            numbers = dict(zip(self.program.scalars, forward.scalars, strict=True))
-            listed = plan.lists.of_call(at_call, numbers, forward.sequences.queries, forward.sequences.keys)
+            numbers = dict(zip(self.program.scalars, scalars, strict=True))
+            listed = plan.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
             made |= zip(plan.lists.captures, listed, strict=True)
         return made
 
-    def _units(
-        self, program: GradientProgram, forward: Forward, dout: torch.Tensor, dlse: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _units(self, program: GradientProgram, known: Known, sequences: Sequences) -> torch.Tensor:
         """Units in 1 of each sum."""
-        q, v, sequences = forward.q, forward.v, forward.sequences
+        q, v, dout, dlse = known.q, known.v, known.dout, known.dlse
         reads = program.reads.values()
         if sequences.cu_q is None or sequences.cu_k is None:
             return unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
@@ -198,12 +173,8 @@ class HopperGradient:
         keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
         return unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
-    def _streamed(
-        self, forward: Forward, dout: torch.Tensor | None, dlse: torch.Tensor | None, wanted: Sequence[bool]
-    ) -> Grads:
-        streaming = Streaming(Mods(self.program, self.scale), forward.scalars, forward.sequences)
-        q, k, v, captured = forward.q, forward.k, forward.v, forward.captured
+    def _streamed(self, known: Known, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
-        out, _ = streaming.forward(q, k, v, captured)
-        dout = None if dout is None else dout.to(out.dtype)
-        return streaming.backward(q, k, v, captured, out, forward.lse, dout, dlse, wanted)
+        out, _ = streaming.forward(known.q, known.k, known.v, known.captured)
+        return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
