@@ -147,19 +147,11 @@ class Attention:
             if len(self._prepared) >= _FORMS_LIMIT:
                 self._prepared.clear()
                 self._planned.clear()
-            call = self._prepared[form] = self.prepare(q, k, v, varlen, paged)
+            call = self._prepared[form] = self._prepare(self.problem(q, k, v, varlen, paged))
         return call
 
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        varlen: Varlen | None = None,
-        paged: Paged | None = None,
-    ) -> backends.Call:
-        """Checks the arguments, picks the backend and lets it plan, unless it did; what a repeated call skips."""
-        problem = self.problem(q, k, v, varlen, paged)
+    def _prepare(self, problem: Problem) -> backends.Call:
+        """Checks what the mods read, picks the backend and lets it plan, unless it did; what a repeated call skips."""
         if problem.device.type == "meta":
             raise errors.BackendUnavailable(
                 "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
@@ -323,16 +315,17 @@ def attention(
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
+    options = (score_mod, mask_mod, scale, backend, deterministic, schedule)
     if torch.compiler.is_compiling():
         ready = isinstance(score_mod, Score | None) and isinstance(mask_mod, Mask | None)
         if not ready:
-            plan = _plan_outside(score_mod, mask_mod, scale, backend, deterministic, schedule)
+            plan = _plan_outside(*options)
             return plan(q, k, v, return_lse=return_lse, varlen=varlen, paged=paged)
         if torch._C._is_any_autocast_enabled():
             q, k, v = _autocast(q, k, v)
-        plan = _plan_when_compiling(score_mod, mask_mod, scale, backend, deterministic, schedule)
+        plan = _plan_when_compiling(*options)
         return _as_operator(plan, q, k, v, return_lse, varlen, paged)
-    plan = _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)
+    plan = _plan(*options)
     return plan(q, k, v, return_lse=return_lse, varlen=varlen, paged=paged)
 
 
@@ -369,28 +362,14 @@ def _plan(
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _plan_when_compiling(
-    score_mod: Score | None,
-    mask_mod: Mask | None,
-    scale: float | None,
-    backend: str | None,
-    deterministic: bool | None,
-    schedule: Schedule | None,
-) -> Attention:
+def _plan_when_compiling(*options: Any) -> Attention:
     """Mods that are values are the same as long as they are the same objects, which the compiled code checks."""
-    return _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)
+    return _plan(*options)
 
 
 @torch._dynamo.disable(  # type: ignore[untyped-decorator]
     reason="a plain function as mask_mod or score_mod is traced by ca.attention at every call, which a compiled "
     "region can't do: make ca.Attention(...), or ca.Mask.of / ca.Score.of, outside of it and use that inside"
 )
-def _plan_outside(
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    scale: float | None,
-    backend: str | None,
-    deterministic: bool | None,
-    schedule: Schedule | None,
-) -> Attention:
-    return _plan(score_mod, mask_mod, scale, backend, deterministic, schedule)
+def _plan_outside(*options: Any) -> Attention:
+    return _plan(*options)

@@ -82,17 +82,8 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    lengths: Sequence[torch.Tensor | None],
-    hints: Sequence[int],
-    plan: int,
-    numbers: int,
-    with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, _, lengths, hints, _, numbers, _ = arguments
     Problem.of(q, k, v, *unflatten(lengths, hints))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, numbers)
@@ -131,21 +122,8 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    lengths: Sequence[torch.Tensor | None],
-    hints: Sequence[int],
-    plan: int,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
+def _(*arguments: Any) -> list[torch.Tensor]:
+    _, _, q, k, v, captured, *_, wanted = arguments
     return [_empty_gradient(t, want) for t, want in zip([q, k, v, *captured], wanted, strict=True)]
 
 
