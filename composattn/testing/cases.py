@@ -20,7 +20,7 @@ from ..block_sparse import BlockSparse
 from ..graph.mask import Mask
 from ..graph.score import Score
 from .packed import draw_paged, draw_varlen
-from .site import SMALL, Choices, Seeded, Site, Space, draw_site
+from .site import SMALL, Choices, Seeded, Site, Space, draw_site, site_of
 from .tolerance import Case, describe
 
 
@@ -58,11 +58,11 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
 
 
 def _dense_case(site: Site, dim: int, v_dim: int) -> Case:
-    batch, heads, kv_heads, dtype = site.batch, site.heads, site.kv_heads, site.dtype
-    q = site.normal(batch, heads, site.q_len, dim, outliers=True).to(dtype)
-    k = site.normal(batch, kv_heads, site.kv_len, dim, outliers=True).to(dtype)
-    v = site.normal(batch, kv_heads, site.kv_len, v_dim, outliers=True).to(dtype)
-    dout = site.normal(batch, heads, site.q_len, v_dim).to(dtype)
+    batch, heads, kv_heads = site.batch, site.heads, site.kv_heads
+    q = site.activations(batch, heads, site.q_len, dim)
+    k = site.activations(batch, kv_heads, site.kv_len, dim)
+    v = site.activations(batch, kv_heads, site.kv_len, v_dim)
+    dout = site.normal(batch, heads, site.q_len, v_dim).to(site.dtype)
     return Case(q, k, v, dout=dout, dlse=site.normal(batch, heads, site.q_len))
 
 
@@ -88,17 +88,10 @@ def make_case(
     q (batch, heads, q_len, dim), k (batch, kv_heads, kv_len, dim), v (batch, kv_heads, kv_len, v_dim); what is left
     out is that of q.
     """
-    kv_heads, kv_len, v_dim = kv_heads or heads, kv_len or q_len, v_dim or dim
-    space = Space(device=device)
-    generator = torch.Generator().manual_seed(seed)
-    site = Site(Seeded(seed), space, generator, batch, kv_heads, heads // kv_heads, q_len, kv_len, dtype)
-    q, k, v = (
-        site.normal(batch, *shape, outliers=True).to(dtype)
-        for shape in ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim))
-    )
-    dout = site.normal(batch, heads, q_len, v_dim).to(dtype) if gradients else None
-    dlse = site.normal(batch, heads, q_len) if gradients else None
-    return Case(q, k, v, score_mod, mask_mod, scale, dout, dlse)
+    site = site_of(seed, batch, heads, kv_heads or heads, q_len, kv_len or q_len, dtype, device)
+    case = _dense_case(site, dim, v_dim or dim)
+    case = dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
+    return case if gradients else case.without_gradients()
 
 
 # --- masks ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..sequences import Paged, Varlen
-from .site import Seeded, Site, Space
+from .site import Site, site_of
 from .tolerance import Case
 
 PAGE_SIZES = (16, 16, 32, 64, 128, 256)
@@ -79,7 +79,8 @@ def make_varlen_case(
 
     `used_q`, `used_kv`: seqused. Tensors of a seed, as in `draw_case`.
     """
-    site = _site(seed, q_lens, kv_lens or q_lens, heads, kv_heads or heads, dtype, device)
+    longest = max(q_lens), max(kv_lens or q_lens)
+    site = site_of(seed, len(q_lens), heads, kv_heads or heads, *longest, dtype, device)
     queries, keys = Rows(q_lens, used_q), None if kv_lens is None else Rows(kv_lens, used_kv)
     case = varlen_case(site, queries, keys, dim, v_dim or dim)
     case = dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
@@ -104,34 +105,19 @@ def make_paged_case(
     device: str | torch.device = "cpu",
 ) -> Case:
     """Keys in shuffled pages; `q_len` dense queries for each sequence, or packed queries of `q_lens`. See `Paged`."""
-    site = _site(seed, q_lens or [q_len] * len(kv_lens), kv_lens, heads, kv_heads or heads, dtype, device)
+    longest = q_len if q_lens is None else max(q_lens), max(kv_lens)
+    site = site_of(seed, len(kv_lens), heads, kv_heads or heads, *longest, dtype, device)
     queries = q_len if q_lens is None else Rows(q_lens)
     case = paged_case(site, queries, kv_lens, page_size, dim, v_dim or dim)
     return dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
 
 
-def _site(
-    seed: int,
-    q_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    device: str | torch.device,
-) -> Site:
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(q_lens), max(kv_lens)
-    return Site(
-        Seeded(seed), Space(device=device), generator, len(q_lens), kv_heads, heads // kv_heads, *longest, dtype
-    )
-
-
 def varlen_case(site: Site, queries: Rows, keys: Rows | None, dim: int, v_dim: int) -> Case:
     """A case with no mods, and gradients of both outputs; `keys` None: as the queries."""
     kv, device = keys or queries, site.space.device
-    q = queries.poison(site.normal(queries.total, site.heads, dim, outliers=True).to(site.dtype))
-    k = kv.poison(site.normal(kv.total, site.kv_heads, dim, outliers=True).to(site.dtype))
-    v = kv.poison(site.normal(kv.total, site.kv_heads, v_dim, outliers=True).to(site.dtype))
+    q = queries.poison(site.activations(queries.total, site.heads, dim))
+    k = kv.poison(site.activations(kv.total, site.kv_heads, dim))
+    v = kv.poison(site.activations(kv.total, site.kv_heads, v_dim))
     dout = queries.poison(site.normal(queries.total, site.heads, v_dim).to(site.dtype))
     dlse = queries.poison(site.normal(site.heads, queries.total), dim=1)
     varlen = Varlen(
@@ -149,7 +135,7 @@ def paged_case(
     site: Site, queries: int | Rows, kv_lens: Sequence[int], page_size: int, dim: int, v_dim: int
 ) -> Case:
     """A case with no mods; `queries` is how many each sequence has, or where packed ones lie."""
-    device, dtype = site.space.device, site.dtype
+    device = site.space.device
     counts = [-(-n // page_size) for n in kv_lens]
     width, num_pages = max(1, max(counts)) + site.choices.integer(0, 1), sum(counts) + 1
     order = torch.randperm(num_pages, generator=site.generator).to(torch.int32)
@@ -164,15 +150,15 @@ def paged_case(
         start += count
 
     def cache(width: int) -> torch.Tensor:
-        drawn = site.normal(num_pages, page_size, site.kv_heads, width, outliers=True).to(dtype)
+        drawn = site.activations(num_pages, page_size, site.kv_heads, width)
         return drawn.masked_fill(unused[..., None, None].to(device), torch.nan).transpose(1, 2)
 
     seqused = torch.tensor(kv_lens, dtype=torch.int32, device=device)
     paged = Paged(table.to(device), page_size, seqused)
     if isinstance(queries, int):
-        q = site.normal(len(kv_lens), site.heads, queries, dim, outliers=True).to(dtype)
+        q = site.activations(len(kv_lens), site.heads, queries, dim)
         return Case(q, cache(dim), cache(v_dim), paged=paged)
-    q = queries.poison(site.normal(queries.total, site.heads, dim, outliers=True).to(dtype))
+    q = queries.poison(site.activations(queries.total, site.heads, dim))
     varlen = Varlen(
         queries.offsets(device), seqused_q=queries.used_tensor(device), max_seqlen_q=max(queries.counts)
     )

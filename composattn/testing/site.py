@@ -9,6 +9,8 @@ from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from ..errors import GroupMismatch
+
 T = TypeVar("T")
 
 
@@ -98,6 +100,10 @@ class Site:
             drawn = drawn + torch.where(rare, 10.0 * torch.randn(shape, generator=self.generator), 0.0)
         return drawn.to(torch.promote_types(self.dtype, torch.float32)).to(self.space.device)
 
+    def activations(self, *shape: int) -> torch.Tensor:
+        """What q, k and v hold: N(0, 1) with outliers, in the dtype of the call."""
+        return self.normal(*shape, outliers=True).to(self.dtype)
+
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Integers of [low, high], int32 or int64."""
         dtype = self.choices.choice((torch.int32, torch.int64))
@@ -110,6 +116,23 @@ class Site:
         if self.choices.integer(0, 3) == 0:
             drawn = drawn.to(self.dtype)
         return drawn.requires_grad_(self.space.learned and self.choices.integer(0, 2) > 0)
+
+
+def site_of(
+    seed: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> Site:
+    """A site of these shapes; the rest comes from the seed. Raises `GroupMismatch`."""
+    if heads % kv_heads:
+        raise GroupMismatch(f"{heads} query heads can't share {kv_heads} key/value heads; heads must be a multiple")
+    generator = torch.Generator().manual_seed(seed)
+    return Site(Seeded(seed), Space(device=device), generator, batch, kv_heads, heads // kv_heads, q_len, kv_len, dtype)
 
 
 def draw_site(choices: Choices, space: Space = SMALL) -> Site:

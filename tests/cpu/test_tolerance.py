@@ -10,7 +10,7 @@ import torch
 import composattn as ca
 from composattn.backends import reference
 from composattn.mods import alibi, causal, padding, relative_bias, softcap
-from composattn.testing import Case, assert_attention_close, check, poisoned, run
+from composattn.testing import Case, assert_attention_close, check, make_case, make_varlen_case, poisoned, run
 from tests.support import qkv
 
 streaming = functools.partial(ca.attention, backend="streaming")
@@ -156,3 +156,9 @@ def test_new_memory_is_poisoned_inside_only():
         assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
     torch.empty(1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("make", [make_case, functools.partial(make_varlen_case, q_lens=[5])], ids=["dense", "varlen"])
+def test_a_case_of_heads_that_cannot_share_is_refused(make):
+    with pytest.raises(ca.errors.GroupMismatch, match="4 query heads can't share 3"):
+        make(0, heads=4, kv_heads=3)
