@@ -25,7 +25,8 @@ class ForwardLauncher:
 
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
         self.plan = plan
-        self.compiled = with_combine(plan, kernel_of(plan), kernel_of)
+        self.kernel: Any = kernel_of(plan)
+        self.compiled = with_combine(plan, self.kernel, kernel_of)
 
     def __call__(
         self,

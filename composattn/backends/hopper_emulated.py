@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,14 +19,11 @@ from ..emulator.findings import EmulationTooLarge
 from ..emulator.launch import Result, run
 from ..emulator.program import KEPT
 from ..graph.program import Program
-from ..launch import arguments_behind_scale, leaves_rows_out, outputs, tidy, with_combine
+from ..launch import ForwardLauncher, leaves_rows_out, tidy
 from ..plan import ForwardPlan, plan_forward
 from ..problem import Problem
-from ..sequences import NO_SEQUENCES, Sequences
 from ..target import HOPPER
 from .hopper import HopperCall
-
-Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 # Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
@@ -96,35 +93,18 @@ def _captured(plan: Any) -> Captured:
     return kernel
 
 
-class EmulatedForward:
-    """A plan's emulated kernel, called as `composattn.launch.ForwardLauncher` is."""
+class EmulatedForward(ForwardLauncher):
+    """A plan's emulated kernel, launched into poisoned memory: what it doesn't write is NaN."""
 
     def __init__(self, plan: ForwardPlan) -> None:
-        self.plan = plan
-        self.main = EmulatedKernel(plan)
-        self.kernel = with_combine(plan, self.main, EmulatedKernel)
+        super().__init__(plan, EmulatedKernel)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        captured: Sequence[torch.Tensor] = (),
-        scalars: Sequence[float | int] = (),
-        sequences: Sequences = NO_SEQUENCES,
-    ) -> Pair:
-        """(out, lse or None), poisoned first: what the kernel doesn't write is NaN."""
-        out, lse = outputs(q, self.plan)
-        unused = leaves_rows_out(self.plan, k)
-        out.fill_(0.0 if unused else torch.nan)
-        lse = None if lse is None else lse.fill_(-torch.inf if unused else torch.nan)
-        if not q.numel() or not k.numel():
-            return out, lse
-        ours, work, *rest = arguments_behind_scale(self.plan, q.shape[0], sequences, captured, scalars)
+    def _launch(self, q, k, v, out, lse, scale, ours, work, *rest) -> None:  # type: ignore[no-untyped-def]
+        if not leaves_rows_out(self.plan, k):
+            for t in (out, lse) if self.plan.return_lse else (out,):
+                t.fill_(torch.nan)
         work = None if work is None else work.cpu()
-        self.kernel(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, ours, work, *rest)
-        return out, lse
+        self.compiled(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, ours, work, *rest)
 
 
 class EmulatedCall(HopperCall):
@@ -134,7 +114,7 @@ class EmulatedCall(HopperCall):
         super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
         self.forward_plan(return_lse=True)  # refuses what the kernels can't do now, not at the first call
 
-    def _launcher(self, return_lse: bool) -> Any:
+    def _launcher(self, return_lse: bool) -> EmulatedForward:
         return EmulatedForward(self.forward_plan(return_lse))
 
 
@@ -159,6 +139,7 @@ def random_run(problem: Problem, program: Program) -> Result:
     forward = EmulatedForward(plan_forward(here, program, HOPPER))
     tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
     forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
-    if forward.main.result is None:
+    result: Result | None = forward.kernel.result
+    if result is None:
         raise EmulationTooLarge(f"a call with {problem.q_len} queries and {problem.kv_len} keys runs no kernel")
-    return forward.main.result
+    return result
