@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -71,3 +72,12 @@ def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Random numbers of this test alone: fresh in every run, the same again under --seed."""
     seed = f"{os.environ['COMPOSATTN_TEST_SEED']}:{request.node.nodeid}"
     return torch.Generator().manual_seed(random.Random(seed).randrange(2**31))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and lose much where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,15 +22,7 @@ attend = functools.partial(ca.attention, backend="streaming")
 ROUNDS, CASES = 24, 100
 """2,400 cases a run; 13 ms each on one core."""
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and lose much where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDE = Space(head_dims=(8, 16, 40), longest=131)
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,14 +20,7 @@ from composattn.testing.tolerance import Case
 BACKENDS = ["reference", "streaming"]
 PACKED = dataclasses.replace(SMALL, layouts=("varlen", "paged"))
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and lose much where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def int32(*numbers: int) -> torch.Tensor:
