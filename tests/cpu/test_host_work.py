@@ -105,6 +105,28 @@ def test_what_is_written_in_place_is_seen_by_every_kernel(
 
 
 @pytest.mark.usefixtures("copies")
+def test_a_compiled_backward_reads_what_its_forward_read_not_what_was_written_since() -> None:
+    """Compiled code that writes to a captured tensor attends to a copy of its own."""
+    ids, others, then = (drawn_documents(RECIPE) for _ in range(3))
+
+    def step(x: torch.Tensor) -> Step:
+        return Step(Mask.of(lambda b, h, q, kv: x[b, q] <= others[b, kv]), RECIPE)
+
+    def written(*inputs: torch.Tensor) -> Any:
+        ids.copy_(then)
+        return late.attention(*inputs)
+
+    late, fresh = step(ids), step(then.clone())
+    out = torch.compile(written, backend="aot_eager", fullgraph=True)(*late.inputs)
+    ids.copy_(drawn_documents(RECIPE))
+    torch.autograd.grad(out, late.inputs, late.dout)
+    fresh()
+    found, wanted = (s.attention.last_arguments()[2][12] for s in (late, fresh))
+    assert len(found) == len(wanted) > 1
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("size", [RECIPE, LARGER], ids=["all-at-once", "ordered"])
 def test_lengths_written_in_place_are_seen_by_every_kernel(size: Size) -> None:
     step = PackedStep(size)

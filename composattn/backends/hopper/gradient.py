@@ -17,6 +17,7 @@ from ...autograd import Grads, Known
 from ...compile import compile_plan
 from ...errors import GradientUnsupported, UnsupportedHeadDim
 from ...graph.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
+from ...graph.derived import value_of
 from ...graph.expr import Capture
 from ...graph.gradient import partials
 from ...graph.program import Program
@@ -129,14 +130,14 @@ class HopperGradient:
         made: dict[Capture, torch.Tensor] = {}
         if plan.lists is not None or isinstance(program, GradientProgram):
             made = self._made(program, plan, known._replace(dout=dout), scalars, sequences)
-        places = self._places[launcher]
+        at_call = dict(zip(self.program.captures, captured, strict=True))
         reads = [
-            captured[n] if n is not None else made.get(c, c.tensor) for c, n in zip(plan.captured, places, strict=True)
+            captured[n] if n is not None else made[c] if c in made else value_of(c, at_call)
+            for c, n in zip(plan.captured, self._places[launcher], strict=True)
         ]
         grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, reads, scalars, sequences)
         found: dict[Capture, torch.Tensor | None] = {}
         if isinstance(program, GradientProgram):
-            at_call = dict(zip(self.program.captures, captured, strict=True))
             for n, (c, total) in enumerate(program.totals.items()):
                 found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
         return grads, found
