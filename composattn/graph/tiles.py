@@ -74,11 +74,9 @@ def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> t
     counts = [-(-length // size) for length, size in zip((q_len, kv_len), tile, strict=True)]
     limit = max(_FEW_CELLS, _MORE_CELLS * counts[0] * counts[1])
     for which, (dep, other, length) in enumerate(((Dep.Q, Dep.KV, q_len), (Dep.KV, Dep.Q, kv_len))):
-        found = {
-            int(node.args[1].attr)
-            for node in walk(mask)
-            if node.op in ("floordiv", "mod") and node.args[1].is_const and node.deps & dep and not node.deps & other
-        }
+        divided = (n for n in walk(mask) if n.op in ("floordiv", "mod") and n.deps & dep and not n.deps & other)
+        # quotients by negative numbers change one position further on
+        found = {int(n.args[1].attr) for n in divided if n.args[1].is_const and n.args[1].attr > 0}
         cut = None
         for n in sorted(found):
             cells = counts[which] + length // n

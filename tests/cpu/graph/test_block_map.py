@@ -84,6 +84,11 @@ def test_bands_settle_what_tiles_alone_do_not() -> None:
     holds(mask, extent, (8, 8))
 
 
+def test_divisors_may_be_negative() -> None:
+    mask = Mask.of(lambda b, h, q, kv: (q * kv % -33 > -20) & (q % -33 < kv // -3) | (kv % -7 == q // -5))
+    holds(mask, Extent(77, 130, 1, 1, CPU), (16, 48))
+
+
 @pytest.mark.parametrize("tile", [(16, 16), (8, 24)])
 def test_lists_of_packed_sequences_are_those_of_each(tile: tuple[int, int]) -> None:
     q_lens, kv_lens = [40, 0, 17, 64], [33, 20, 0, 64]
