@@ -6,6 +6,7 @@ a word. Most such mistakes show in shapes alone: an index stands for a dimension
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,10 +15,11 @@ from ..errors import CapturedIndexOutOfRange
 from .evaluate import Env, evaluate
 from .expr import Expr
 from .program import Program
-from .tiles import tiles
+from .tiles import FULL, PARTIAL, tiles
 
 _CALLED = {"b": "batch", "h": "query heads", "q": "queries", "kv": "keys"}
 _COARSE = 1024  # tiles of the analysis; bounds of b and h are exact in tiles of any size
+_AT_ONCE = 2**24  # pairs that are looked at together
 
 
 def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -54,15 +56,27 @@ def _unguarded_reads(root: Expr) -> Iterator[Expr]:
 
 
 def _sees(mask: Expr | None, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
-    """Whether the mask leaves a pair visible where index `name` is `first` (for b and h: or more)."""
+    """Whether the mask leaves a pair visible where index `name` is `first` or more."""
     if mask is None or not {"q", "kv"} <= sizes.keys():
         return True
-    if name in ("b", "h"):
-        kinds = tiles(mask, sizes["q"], sizes["kv"], (_COARSE, _COARSE), sizes["b"], sizes["h"], device=device)
-        found = kinds.expand(sizes["b"], sizes["h"], -1, -1)
-        return bool((found[first:] if name == "b" else found[:, first:]).any())
+    # of queries or keys the second tile begins at `first`
+    tile = tuple(first if n == name else _COARSE for n in ("q", "kv"))
+    kinds = tiles(mask, sizes["q"], sizes["kv"], (tile[0], tile[1]), sizes["b"], sizes["h"], device=device)
+    axis = list(_CALLED).index(name)
+    beyond = kinds.expand(sizes["b"], sizes["h"], -1, -1).movedim(axis, 0)[first if axis < 2 else 1 :]
+    if axis < 2 or not bool((beyond == PARTIAL).any()) or bool((beyond == FULL).any()):
+        return bool(beyond.any())
+    return _any_visible(mask, name, first, sizes, device)
+
+
+def _any_visible(mask: Expr, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
+    """The same pair by pair, some positions at a time."""
     axes = {"b": (-1, 1, 1, 1), "h": (-1, 1, 1), "q": (-1, 1), "kv": (-1,)}
     at = {n: torch.arange(sizes[n], device=device).view(axes[n]) for n in axes}
-    at[name] = torch.full((1,), first, device=device)
     lengths = {"q_len": sizes["q"], "kv_len": sizes["kv"]}
-    return bool(evaluate(mask, Env({**at, **lengths}, device=device, float_dtype=torch.float32)).any())
+    pairs = math.prod(sizes.values()) // sizes[name]
+    for part in torch.arange(first, sizes[name], device=device).split(max(1, _AT_ONCE // pairs)):
+        env = Env({**at, name: part.view(axes[name]), **lengths}, device=device, float_dtype=torch.float32)
+        if bool(evaluate(mask, env).any()):
+            return True
+    return False

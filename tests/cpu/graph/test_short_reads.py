@@ -16,6 +16,7 @@ SERVES = {
     "the-mask-hides-those-heads": (lambda s, b, h, q, kv: s + TWO[h], lambda b, h, q, kv: (h < 2) & (q >= kv)),
     "the-mask-hides-those-keys": (lambda s, b, h, q, kv: s + TEN[kv], lambda b, h, q, kv: (kv < TWO[b]) | (kv == 9)),
     "the-rest-of-the-mask-hides-them": (None, lambda b, h, q, kv: (TEN[q] == TEN[kv]) & (q < 10) & (kv < 10)),
+    "no-pair-is-left-there": (lambda s, b, h, q, kv: s + TEN[kv], lambda b, h, q, kv: (q * kv % 8 == 1) & (kv != 11)),
     "a-clamped-index": (lambda s, b, h, q, kv: s + TEN[q.clamp(max=9)], None),
 }
 REFUSED = {
@@ -23,6 +24,8 @@ REFUSED = {
     "heads-that-a-mask-shows": (lambda s, b, h, q, kv: s + TWO[h], lambda b, h, q, kv: (h != 1) & (q >= kv)),
     "queries": (lambda s, b, h, q, kv: s * TEN[q], None),
     "keys-that-a-mask-shows": (lambda s, b, h, q, kv: s + TEN[kv], lambda b, h, q, kv: q >= kv),
+    "keys-further-on": (lambda s, b, h, q, kv: s + TEN[kv], lambda b, h, q, kv: (kv != 10) & (q >= kv)),
+    "keys-here-and-there": (lambda s, b, h, q, kv: s + TEN[kv], lambda b, h, q, kv: kv * kv % 8 == 1),
     "a-masks-own-reads": (None, lambda b, h, q, kv: TEN[kv] <= q),
 }
 INPUTS = [torch.ones(2, 4, 12, 8), torch.ones(2, 2, 12, 8), torch.ones(2, 2, 12, 8)]
