@@ -286,7 +286,7 @@ def as_expr(value: Any) -> Expr:
 
 def _python_number(value: float | int) -> Expr:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        refuse(errors.TypeMismatch, f"{value} does not fit into 64 bits; write {float(value)!r}")
+        refuse(errors.TypeMismatch, f"an integer of {value.bit_length()} bits does not fit into 64; write a float")
     return const(value)
 
 

@@ -118,6 +118,7 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     # arithmetic
     "division-by-zero": (errors.DivisionByZero, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: kv % q == 0)),
     "beyond-64-bits": (errors.TypeMismatch, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q < 10**30)),
+    "beyond-all-floats": (errors.TypeMismatch, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q < 10**400)),
     # looks at a mask
     "tile-is-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(16, 16, tile=16)),
     "dense-of-negative-length": (errors.InvalidArgument, lambda: masks.causal().dense(-1, 16)),
