@@ -12,15 +12,23 @@ from .plan import ForwardPlan
 from .sequences import NO_SEQUENCES, Sequences
 
 
+def originals(captures: Iterable[Capture]) -> tuple[Capture, ...]:
+    """Those that nobody derived: what the mods read, and what the others come from; each once."""
+    found: dict[Capture, None] = {}
+    for capture in captures:
+        found |= dict.fromkeys(originals(capture.sources) if isinstance(capture, Derived) else (capture,))
+    return tuple(found)
+
+
 def values(captures: Iterable[Capture], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What is to be read for `captures`, up to date; `given` are tensors for those that are not derived, in order.
+    """What is to be read for `captures`, up to date; `given` are tensors for their `originals`, in order.
 
     Where other memory is given than the captures hold (compiled code copies its inputs at times), what is derived
     from it is computed anew.
     """
-    captures, taken = tuple(captures), iter(given)
+    captures = tuple(captures)
     refresh(captures)
-    replaced = {c: next(taken) for c in captures if not isinstance(c, Derived)}
+    replaced = dict(zip(originals(captures), given, strict=True))
     return [value_of(c, replaced) for c in captures]
 
 

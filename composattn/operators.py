@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .autograd import Differentiable, Grads, Known
-from .captured import values
+from .captured import originals, values
 from .checks import check_blocks, check_contents
 from .errors import GradientUnsupported
-from .graph.derived import Derived
 from .graph.keeping import keeping_nothing
 from .problem import Problem
 from .sequences import Paged, Sequences, Varlen, unflatten
@@ -48,8 +47,8 @@ def register(attention: Attention) -> int:
 
 
 def inputs(attention: Attention) -> list[torch.Tensor]:
-    """The captured tensors that an operator takes; those that the analysis derives from them it computes itself."""
-    return [c.tensor for c in attention.program.captures if not isinstance(c, Derived)]
+    """The captured tensors that an operator takes; those that are derived from them it computes itself."""
+    return [c.tensor for c in originals(attention.program.captures)]
 
 
 # --- the operators -------------------------------------------------------------------------------------------
@@ -109,15 +108,13 @@ def attend_backward(
     attention = _attention(plan)
     captures = attention.program.captures
     call = _differentiable(attention, kept, q, k, v, *unflatten(lengths, hints))
-    given = [i for i, c in enumerate(captures) if not isinstance(c, Derived)]
-    asked = [False] * len(captures)
-    for i, want in zip(given, wanted[3:], strict=True):
-        asked[i] = want
-    tensors = values(captures, captured)
+    asked = dict(zip(originals(captures), wanted[3:], strict=True))
+    of_call = values(captures, captured), (*wanted[:3], *(asked.get(c, False) for c in captures))
     with torch.autocast(q.device.type, enabled=False), keeping_nothing():
-        found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *asked)))
+        found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, *of_call))
     leaves = [q, k, v, *captured]
-    grads = [*found[:3], *(found[3 + i] for i in given)]
+    of_captures = dict(zip(captures, found[3:], strict=True))
+    grads = [*found[:3], *map(of_captures.get, asked)]
     return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
 
 

@@ -104,7 +104,7 @@ def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torc
     Where their memory is another than the captures hold (compiled code copies its inputs at times), what is derived
     from it is computed anew.
     """
-    if not isinstance(capture, Derived):
+    if capture in replaced or not isinstance(capture, Derived):
         return replaced.get(capture, capture.tensor)
     sources = [value_of(s, replaced) for s in capture.sources]
     if all(_same_memory(now, s.tensor) for now, s in zip(sources, capture.sources, strict=True)):
