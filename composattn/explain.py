@@ -9,6 +9,7 @@ import torch
 
 from . import backends
 from .backends.rows import arrange
+from .graph.derived import refresh
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
 from .graph.intervals import Tiles
@@ -127,6 +128,7 @@ def count_tiles(program: Program, problem: Problem, lengths: Lengths) -> TileCou
     if not total:
         return TileCounts(0, 0, 0)
     mask = ALL if program.mask is None else Mask(program.mask)
+    refresh(program.captures)
     q_lens, kv_lens = torch.tensor(lengths, device=problem.device).unbind(1)
     alike = not mask.expr.deps & Dep.B and len(set(lengths)) == 1  # one sequence then stands for all
     heads = problem.q_heads if mask.expr.deps & Dep.H else 1

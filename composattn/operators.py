@@ -184,18 +184,20 @@ def _differentiable(
 
 
 class ForwardOnly:
-    """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing."""
+    """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing.
 
-    def __init__(
-        self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences
-    ) -> None:
+    Its `call` takes by their ids what is read in place of captured tensors.
+    """
+
+    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
         self.call, self.captures, self.sequences = call, captures, sequences
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = dict(zip(map(id, self.captures), captured, strict=True))
         with torch.no_grad():
-            out, lse = self.call(q, k, v, True, self.sequences)
+            out, lse = self.call(q, k, v, True, self.sequences, tensors)
         return out, lse
 
     def backward(self, known: Known) -> Grads:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CapturedIndexOutOfRange
+from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from ..graph.program import Program
@@ -74,9 +75,14 @@ def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., P
     """A call of this backend; see `composattn.backends.Prepare`."""
 
     def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, sequences: Sequences = NO_SEQUENCES
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool,
+        sequences: Sequences = NO_SEQUENCES,
+        tensors: Mapping[int, torch.Tensor] | None = None,
     ) -> Pair:
-        return _attention(_Dense(program, scale), q, k, v, sequences)
+        return _attention(_Dense(program, scale, tensors=tensors), q, k, v, sequences)
 
     return call
 
@@ -132,6 +138,7 @@ class _Dense:
         self.precision = precision
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
+        refresh(program.captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
         given = tensors or {}
         held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in program.captures}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import errors
+from .derived import refresh
 from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures
 
@@ -33,8 +34,9 @@ def dense(
     """
     check_sizes(0, q_len=q_len, kv_len=kv_len)
     check_sizes(1, batch=batch, heads=heads)
+    held = captures(expr)
+    refresh(held)
     if device is None:
-        held = captures(expr)
         device = held[0].tensor.device if held else "cpu"
     b = batch if expr.deps & Dep.B else 1
     h = heads if expr.deps & Dep.H else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidArgument
+from .derived import refresh
 from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures, walk
 from .intervals import Bools, Tiles
@@ -37,8 +38,9 @@ def tiles(
     if not isinstance(tile, tuple | list) or len(tile) != 2:
         raise InvalidArgument(f"tile must be (queries, keys), got {tile!r}")
     check_sizes(1, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, **{"tile[0]": tile[0], "tile[1]": tile[1]})
+    held = captures(mask)
+    refresh(held)
     if device is None:
-        held = captures(mask)
         device = held[0].tensor.device if held else "cpu"
     b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
     found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device, cuts=useful_cuts(mask, q_len, kv_len, tile)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,25 @@ def test_new_indices_in_the_same_tensor_are_seen_by_the_next_call(generator: tor
     indices[:] = torch.arange(4).view(4, 1)
     diagonal = ca.attention(q, k, v, mask_mod=masks.block_diagonal(16), backend="streaming")
     torch.testing.assert_close(attend(q, k, v), diagonal)
+
+
+ONES = [torch.ones(1, 1, 256, 8)] * 3
+LOOKS: dict[str, Callable[[ca.BlockSparse], Any]] = {
+    "dense": lambda mask: mask.dense(256, 256).sum() / 128**2,
+    "tiles": lambda mask: (mask.tiles(256, 256) == 2).sum(),
+    "reference": lambda mask: ca.attention(*ONES, mask_mod=mask, backend="reference", return_lse=True)[1]
+    .sub(8**0.5).exp().div(128**2).sum().round(decimals=3),
+    "explain": lambda mask: int(str(ca.Attention(mask_mod=mask).explain(*ONES)).split(" of 4 visited")[0][-1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_new_contents_are_seen_by_whoever_looks_how_many_blocks_there_are(name: str) -> None:
+    tiles = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    mask = ca.BlockSparse(tiles, 128)
+    assert LOOKS[name](mask) == 4
+    tiles[0, 0, 0, 1] = False
+    assert LOOKS[name](mask) == 3
 
 
 def test_what_lies_beyond_the_blocks_is_not_visible() -> None:

@@ -200,6 +200,20 @@ def test_derived_tensors_follow_a_mask_changed_in_place(generator: torch.Generat
         assert_same([compiled(*inputs)], [attention(*inputs)])
 
 
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_blocks_written_inside_a_compiled_region_are_seen_there(backend: str, generator: torch.Generator) -> None:
+    picked = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    attention = ca.Attention(mask_mod=ca.BlockSparse.topk(picked, 32, 64, 64), backend=backend)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        picked.fill_(1)
+        return attention(q, k, v)
+
+    q, k, v = (t.detach() for t in draw(generator, 64))
+    out = torch.compile(forward, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_same([out], [ca.attention(q, k[:, :, 32:], v[:, :, 32:])])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activation_checkpointing(reentrant: bool, compiled: bool, generator: torch.Generator) -> None:
