@@ -23,17 +23,26 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .autograd import Differentiable, Grads, Known
+from .block_sparse import BlockSparse
 from .captured import originals, values
 from .checks import check_blocks, check_contents
 from .errors import GradientUnsupported
 from .graph.keeping import keeping_nothing
+from .graph.mask import Mask
+from .graph.score import Score
 from .problem import Problem
+from .schedule import Schedule
 from .sequences import Paged, Sequences, Varlen, unflatten
 
 if TYPE_CHECKING:
     from .api import Attention
+
+for _value in (Mask, BlockSparse, Score, Schedule):
+    # compiled code compares them with those it was made for; torch before 2.13 takes no other objects as constants
+    pytree.register_constant(_value)
 
 _attentions: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

@@ -61,6 +61,13 @@ class Mask:
     def __init__(self, expr: Expr, name: str = "mask") -> None:
         self.expr, self.name = expr, name
 
+    def __eq__(self, other: object) -> bool:
+        """The same function of the same tensors, whatever its name."""
+        return isinstance(other, Mask) and self.expr is other.expr
+
+    def __hash__(self) -> int:
+        return hash(self.expr)
+
     @staticmethod
     def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
         """`fn` as a Mask: itself, or traced.

@@ -28,6 +28,13 @@ class Score:
     def __init__(self, expr: Expr, name: str = "score") -> None:
         self.expr, self.name = expr, name
 
+    def __eq__(self, other: object) -> bool:
+        """The same function of the same tensors, whatever its name."""
+        return isinstance(other, Score) and self.expr is other.expr
+
+    def __hash__(self) -> int:
+        return hash(self.expr)
+
     @staticmethod
     def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:
         """`fn` as a Score: itself, or traced.
