@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from .graph.bands import EVERYTHING, TileInterval
+from .graph.bands import EVERYTHING, TileInterval, ends_of
 from .graph.block_map import QueryLists, made_lists
 from .graph.expr import Capture, Expr, content_key, index
 from .graph.expr import captures as captures_of
@@ -112,7 +112,7 @@ class BackwardPlan:
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""
-        return _captured(self.program, _ends(self.intervals, self.limits), self.lists)
+        return _captured(self.program, ends_of(self.intervals, self.limits), self.lists)
 
     def __str__(self) -> str:
         t = self.tiling
@@ -176,7 +176,7 @@ def plan_backward(
     if intervals is None:
         lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
         intervals = of_keys if lists is None else ()
-    ends = _ends(intervals, limits)
+    ends = ends_of(intervals, limits)
     order, keys = _order(problem, chosen, intervals, lists, deterministic, target)
     packed = problem.layout.q == "packed"
     sizes = (chosen.tile_m, chosen.tile_n)
@@ -243,12 +243,6 @@ def _order(
     if wanted == "auto" and entries(mirrored, tiling.tile_n) * problem.kv_heads <= target.sms:
         return AT_ONCE, work_tables(mirrored, ends, *sizes, "in_order")
     return f"{words}: by a table on the device", work_tables(mirrored, ends, *sizes, order)
-
-
-def _ends(intervals: tuple[TileInterval, ...], limits: RowLimits | None) -> list[Expr]:
-    """What a kernel computes besides the mods to know which queries it visits, and which of those see a key."""
-    ends = [e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end)]
-    return ends if limits is None else [*ends, limits.begin, limits.end, limits.holds]
 
 
 def _captured(program: Program, ends: list[Expr], lists: QueryLists | None) -> tuple[Capture, ...]:

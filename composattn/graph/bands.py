@@ -16,11 +16,12 @@ launch.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from .derived import range_extreme
-from .expr import Dep, DType, Expr, const, index, substitute, walk
+from .expr import Dep, DType, Expr, const, index, substitute
 from .linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
 from .ops import apply
 from .row_limits import ALL_KEYS, RowLimits, limits_of
@@ -40,6 +41,10 @@ class TileInterval:
         return f"[{self.begin}, {self.end}) full [{self.full_begin}, {self.full_end})"
 
     @property
+    def ends(self) -> tuple[Expr, Expr, Expr, Expr]:
+        return self.begin, self.end, self.full_begin, self.full_end
+
+    @property
     def never_full(self) -> bool:
         """Whether no kv is known to be visible from all rows of any tile."""
         ends = self.full_begin, self.full_end
@@ -51,7 +56,7 @@ class TileInterval:
 
     def mapped(self, leaves: dict[Expr, Expr]) -> TileInterval:
         """With leaves replaced."""
-        return TileInterval(*(substitute(e, leaves) for e in (self.begin, self.end, self.full_begin, self.full_end)))
+        return TileInterval(*(substitute(e, leaves) for e in self.ends))
 
 
 _ZERO, _ONE, _KV_LEN = const(0), const(1), index("kv_len")
@@ -127,18 +132,11 @@ def _solved(mask: Expr) -> _Solved:
     return found
 
 
-def tile_intervals_transposed(mask: Expr) -> tuple[TileInterval, ...]:
-    """Which q positions see a tile of keys `first`..`last`; the mirror image of `tile_intervals`, for the backward."""
-    return transposed(mask)[0]
-
-
-def column_limits(mask: Expr) -> RowLimits | None:
-    """Where the queries that see a key begin and end, if they are one run; the mirror image of `row_limits`."""
-    return transposed(mask)[1]
-
-
 def transposed(mask: Expr) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
-    """Both, of a mask that is solved once."""
+    """The mirror image of `tile_intervals` and `row_limits`, for the backward, of a mask that is solved once.
+
+    Which q positions see a tile of keys `first`..`last`, and where those that see a key begin and end.
+    """
     mirror = mirrored(mask)
     back = {index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
     limits = row_limits(mirror)
@@ -336,7 +334,7 @@ def _union(intervals: list[TileInterval]) -> tuple[TileInterval, ...]:
 
 
 def _finished(i: TileInterval) -> TileInterval:
-    ends = [finish(e) for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    ends = [finish(e) for e in i.ends]
     begin, end, full_begin, full_end = ends
     begin = _ZERO if at_most(begin, _ZERO) else begin
     full_begin = _ZERO if at_most(full_begin, _ZERO) else full_begin
@@ -405,9 +403,7 @@ def _chosen(condition: Expr, x: TileInterval, y: TileInterval) -> TileInterval:
     return TileInterval(*(apply("where", condition, a, b) for a, b in pairs))
 
 
-# --- in words ------------------------------------------------------------------------------------------------
-
-
-def size(intervals: tuple[TileInterval, ...]) -> int:
-    """How many operations the ends take, shared parts once."""
-    return sum(1 for _ in walk(*(e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end))))
+def ends_of(intervals: Iterable[TileInterval], limits: RowLimits | None = None) -> list[Expr]:
+    """All that a kernel computes of these, besides the mods."""
+    ends = [end for i in intervals for end in i.ends]
+    return ends if limits is None else [*ends, limits.begin, limits.end, limits.holds]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..errors import UnknownLength
-from .bands import TileInterval, mirrored, tile_intervals, untold
+from .bands import TileInterval, ends_of, mirrored, tile_intervals, untold
 from .derived import Derived, is_matches, refresh, value_of, version, without_gaps
 from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, inputs, walk
@@ -90,7 +90,7 @@ def _reason(mask: Expr, size: int, of: str) -> str | None:
         return f"a part of the mask has no bounds on {of}"
     if left.step >= size:
         return f"visible {of} lie tiles apart"
-    ends = [e for i in tile_intervals(mask) for e in (i.begin, i.end, i.full_begin, i.full_end)]
+    ends = ends_of(tile_intervals(mask))
     if any(map(_has_gaps, {table: None for c in captures(*ends) for table in _matches_behind(c)})):
         return "equal values of a captured tensor lie apart"
     return None
@@ -142,7 +142,7 @@ class TileLists(ABC):
         self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
         bands = tile_intervals(mask)
         self.bands: tuple[TileInterval, ...] = () if all(i.tells_nothing for i in bands) else bands
-        self.ends = [e for i in self.bands for e in (i.begin, i.end, i.full_begin, i.full_end)]
+        self.ends = ends_of(self.bands)
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)

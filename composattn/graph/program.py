@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
-from .bands import EVERY_QUERY, EVERYTHING, TileInterval, row_limits, tile_intervals, transposed
+from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .expr import Capture, Expr, const, content_key, inputs, score
 from .row_limits import RowLimits
 
@@ -48,9 +48,7 @@ class Program:
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
-        ends = [end for i in self.intervals for end in (i.begin, i.end, i.full_begin, i.full_end)]
-        limits = () if self.limits is None else (self.limits.begin, self.limits.end, self.limits.holds)
-        return tuple(e for e in (self.score, self.mask, *ends, *limits) if e is not None)
+        return tuple(e for e in (self.score, self.mask, *ends_of(self.intervals, self.limits)) if e is not None)
 
     @cached_property
     def _inputs(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:

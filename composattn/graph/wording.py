@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bands import TileInterval, tile_intervals
+from .bands import TileInterval, ends_of, tile_intervals
 from .expr import Expr
 from .linear import forget
 from .solve import Opaque, Residue, pieces
@@ -14,8 +14,7 @@ def describe(mask: Expr) -> str:
     intervals = tile_intervals(mask)
     left = [c for p in pieces(mask) for c in p.constraints if isinstance(c, (Opaque, Residue))]
     forget()
-    ends = (e for i in intervals for e in (i.begin, i.end, i.full_begin, i.full_end))
-    names = Names(mask, *ends)
+    names = Names(mask, *ends_of(intervals))
     lines = visited(intervals, names)
     if left:
         tests = sorted({_test(c, names) for c in left})
@@ -30,10 +29,9 @@ def visited(intervals: tuple[TileInterval, ...], names: Names) -> list[str]:
 
 
 def _untested(interval: TileInterval, names: Names) -> str:
-    begin, end = interval.full_begin, interval.full_end
-    if begin.is_const and end.is_const and end.attr <= begin.attr:
+    if interval.never_full:
         return "all of it tested"
-    return f"no test from {formula(begin, names)} to {formula(end, names)}"
+    return f"no test from {formula(interval.full_begin, names)} to {formula(interval.full_end, names)}"
 
 
 def _test(constraint: Opaque | Residue, names: Names) -> str:

@@ -19,7 +19,7 @@ from composattn.graph.bands import (
     TileInterval,
     row_limits,
     tile_intervals,
-    tile_intervals_transposed,
+    transposed,
 )
 from composattn.graph.derived import Derived, derive, refresh
 from composattn.graph.evaluate import Env, evaluate_all
@@ -72,7 +72,7 @@ def check(visible: torch.Tensor, found: torch.Tensor, tile: int) -> None:
 def both_ways(expr: Expr, q_len: int, kv_len: int, tile: tuple[int, int], batch: int, heads: int) -> None:
     visible = dense(expr, q_len, kv_len, batch, heads).expand(batch, heads, q_len, kv_len)
     check(visible, ends(tile_intervals(expr), q_len, kv_len, tile[0], batch, heads), tile[0])
-    mirrored = ends(tile_intervals_transposed(expr), kv_len, q_len, tile[1], batch, heads, True)
+    mirrored = ends(transposed(expr)[0], kv_len, q_len, tile[1], batch, heads, True)
     check(visible.mT, mirrored, tile[1])
 
 
@@ -185,7 +185,7 @@ def test_ready_masks_are_sound_both_ways_at_odd_lengths(name: str) -> None:
 def test_causal_reads_as_expected() -> None:
     (interval,) = tile_intervals(masks.causal().expr)
     assert repr(interval) == "[0, add(last, 1)) full [0, add(first, 1))"
-    (back,) = tile_intervals_transposed(masks.causal().expr)
+    (back,) = transposed(masks.causal().expr)[0]
     assert repr(back) == "[first, q_len) full [last, q_len)"
 
 
@@ -247,7 +247,7 @@ def test_captured_tensors_are_let_go_with_their_mask() -> None:
     ids = torch.zeros(64, dtype=torch.int32)
     gone = weakref.ref(ids)
     expr = masks.document(ids).expr
-    tile_intervals(expr), tile_intervals_transposed(expr)
+    tile_intervals(expr), transposed(expr)[0]
     del ids, expr
     gc.collect()
     assert gone() is None
@@ -259,7 +259,7 @@ def test_a_tensor_that_is_the_mask_is_let_go_too() -> None:
 
     flags = torch.ones(64, dtype=torch.bool)
     gone, expr = weakref.ref(flags), of_rows(flags)
-    tile_intervals(expr), tile_intervals_transposed(expr), row_limits(expr)
+    tile_intervals(expr), transposed(expr)[0], row_limits(expr)
     del flags, expr
     gc.collect()
     assert gone() is None

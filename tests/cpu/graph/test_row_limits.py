@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composattn.graph.bands import column_limits, mirrored, row_limits
+from composattn.graph.bands import mirrored, row_limits, transposed
 from composattn.graph.derived import refresh
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
@@ -52,23 +52,19 @@ def run_of_columns(limits: RowLimits, *sizes: int) -> tuple[torch.Tensor, torch.
     return visible.mT, holds
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_limits_are_the_mask(name: str) -> None:
+# a key of the prefix is seen by all, others by a run; offsets become two comparisons of queries' values
+OF_COLUMNS = MASKS.keys() - {"prefix", "documents-by-offsets"}
+WAYS = {"rows": (row_limits, run), "columns": (lambda mask: transposed(mask)[1], run_of_columns)}
+CASES = [*((name, "rows") for name in MASKS), *((name, "columns") for name in sorted(OF_COLUMNS))]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_limits_are_the_mask(name: str, way: str) -> None:
+    limits_of, run = WAYS[way]
     mask = Mask.of(MASKS[name])
-    limits = row_limits(mask.expr)
+    limits = limits_of(mask.expr)
     assert limits is not None
     visible, holds = run(limits, Q_LEN, KV_LEN, BATCH, HEADS)
-    assert holds.all()
-    assert torch.equal(visible, mask.dense(Q_LEN, KV_LEN, BATCH, HEADS).expand_as(visible))
-
-
-# a key of the prefix is seen by all, others by a run; offsets become two comparisons of queries' values
-@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"prefix", "documents-by-offsets"}))
-def test_limits_of_columns_are_the_mask(name: str) -> None:
-    mask = Mask.of(MASKS[name])
-    limits = column_limits(mask.expr)
-    assert limits is not None
-    visible, holds = run_of_columns(limits, Q_LEN, KV_LEN, BATCH, HEADS)
     assert holds.all()
     assert torch.equal(visible, mask.dense(Q_LEN, KV_LEN, BATCH, HEADS).expand_as(visible))
 
@@ -92,8 +88,9 @@ def test_none_are_given_where_a_row_sees_two_runs_or_tests_an_element() -> None:
         assert row_limits(Mask.of(mask).expr) is None
 
 
-@pytest.mark.parametrize(("limits_of", "run"), [(row_limits, run), (column_limits, run_of_columns)])
-def test_random_masks_agree_with_their_limits(limits_of: Callable[..., Any], run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_random_masks_agree_with_their_limits(way: str) -> None:
+    limits_of, run = WAYS[way]
     given = held = 0
     for seed in range(1500):
         case = random_case(seed, SMALL)

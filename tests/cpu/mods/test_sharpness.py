@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.graph.bands import TileInterval, tile_intervals, tile_intervals_transposed
+from composattn.graph.bands import TileInterval, tile_intervals, transposed
 from composattn.graph.block_map import Extent, KeyLists, QueryLists, made_lists
 from composattn.graph.derived import refresh
 from composattn.graph.evaluate import Env, evaluate_all
@@ -72,7 +72,7 @@ def visited_by_keys(mask: Mask, extent: Extent, tile: tuple[int, int]) -> torch.
     if lists is not None:
         counts, tiles, _ = lists.of_call()
         return marked(tiles // 2, counts, extent).mT
-    return in_bands(tile_intervals_transposed(mask.expr), extent, tile, ("kv_len", "q_len")).mT
+    return in_bands(transposed(mask.expr)[0], extent, tile, ("kv_len", "q_len")).mT
 
 
 def marked(tiles: torch.Tensor, counts: torch.Tensor, extent: Extent) -> torch.Tensor:
