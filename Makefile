@@ -25,7 +25,7 @@ help:
 	@echo "make test-all  the slow and the nightly ones as well"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
-	@echo "make fix       let ruff repair what it can"
+	@echo "make fix       let ruff repair and format what it can"
 	@echo "make clean     remove the environment and what tools left behind"
 
 demo: $(VENV)/.demo
@@ -49,10 +49,12 @@ bench: $(VENV)/.bench
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 fix: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out

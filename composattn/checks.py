@@ -1,5 +1,7 @@
 """Checks of what tensors of lengths hold, not only of their forms: off unless asked for, since they wait for the GPU.
 
+In use:
+
     ca.debug_checks(True)                  # from now on, in every thread
     with ca.debug_checks(): attend(...)    # here only
 """

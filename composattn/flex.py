@@ -95,9 +95,7 @@ def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> No
             f"block_mask was made for lengths {tuple(block_mask.seq_lengths)}, q and k have {lengths}; "
             "make it anew with create_block_mask, or pass its mask_mod to ca.attention, which needs no lengths"
         )
-    for name, made, given in zip(
-        ("batch", "heads"), block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True
-    ):
+    for name, made, given in zip(("batch", "heads"), block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True):
         if made not in (1, given):
             raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for that or 1")
 

@@ -19,9 +19,7 @@ q, k, v = (draw(total, H, D, device=device, dtype=dtype) for _ in range(3))
 attend = ca.Attention(mask_mod=causal() & sliding_window(128), score_mod=alibi(H))
 out, lse = attend(q, k, v, varlen=ca.Varlen(offsets), return_lse=True)
 print(f"{len(lengths)} sequences of {lengths.tolist()}: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
-compare_with_fp64(
-    q, k, v, mask_mod=causal() & sliding_window(128), score_mod=alibi(H), varlen=ca.Varlen(offsets)
-)
+compare_with_fp64(q, k, v, mask_mod=causal() & sliding_window(128), score_mod=alibi(H), varlen=ca.Varlen(offsets))
 
 # Keys of other lengths than the queries: cross attention, or new tokens behind those of a cache.
 kv_lengths = torch.tensor([40, 512, 3, 90, 0, 64])  # the last but one sees nothing: out 0, lse -inf

@@ -351,9 +351,7 @@ def _of_positions(site: Site) -> tuple[str, Callable[..., Any]]:
     return name, functions[name]
 
 
-HIDING = Score.of(
-    lambda score, b, h, q, kv: torch.where(q >= kv, score, -float("inf")), "where(q >= kv, score, -inf)"
-)
+HIDING = Score.of(lambda score, b, h, q, kv: torch.where(q >= kv, score, -float("inf")), "where(q >= kv, score, -inf)")
 
 AMOUNTS = (_read_once, _read_once, _read_by_distance, _read_twice, _gathered, _of_positions, _of_positions)
 """One way each to draw a number that a score changes by."""

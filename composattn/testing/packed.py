@@ -131,9 +131,7 @@ def varlen_case(site: Site, queries: Rows, keys: Rows | None, dim: int, v_dim: i
     return Case(q, k, v, dout=dout, dlse=dlse, varlen=varlen)
 
 
-def paged_case(
-    site: Site, queries: int | Rows, kv_lens: Sequence[int], page_size: int, dim: int, v_dim: int
-) -> Case:
+def paged_case(site: Site, queries: int | Rows, kv_lens: Sequence[int], page_size: int, dim: int, v_dim: int) -> Case:
     """A case with no mods; `queries` is how many each sequence has, or where packed ones lie."""
     device = site.space.device
     counts = [-(-n // page_size) for n in kv_lens]
@@ -159,9 +157,7 @@ def paged_case(
         q = site.activations(len(kv_lens), site.heads, queries, dim)
         return Case(q, cache(dim), cache(v_dim), paged=paged)
     q = queries.poison(site.activations(queries.total, site.heads, dim))
-    varlen = Varlen(
-        queries.offsets(device), seqused_q=queries.used_tensor(device), max_seqlen_q=max(queries.counts)
-    )
+    varlen = Varlen(queries.offsets(device), seqused_q=queries.used_tensor(device), max_seqlen_q=max(queries.counts))
     return Case(q, cache(dim), cache(v_dim), varlen=varlen, paged=paged)
 
 

@@ -60,8 +60,10 @@ MODS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Mod], set[Pattern]]] =
     "column": (lambda t: lambda s, b, h, q, kv: s + t["column"][kv], {Pattern.COLUMN}),
     "pair": (lambda t: lambda s, b, h, q, kv: s + t["pair"][h, q, kv], {Pattern.PAIR}),
     "several": (
-        lambda t: lambda s, b, h, q, kv: (
-            s + t["relative"][h, q - kv + LENGTH] + 0.5 * t["relative"][h, kv] + t["number"] * 0.1 * (q - kv)
+        lambda t: (
+            lambda s, b, h, q, kv: (
+                s + t["relative"][h, q - kv + LENGTH] + 0.5 * t["relative"][h, kv] + t["number"] * 0.1 * (q - kv)
+            )
         ),
         {Pattern.DISTANCE, Pattern.COLUMN, Pattern.HEAD},
     ),

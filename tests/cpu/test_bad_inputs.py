@@ -98,22 +98,28 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "nested": (errors.UnsupportedLayout, lambda: call(*[torch.nested.as_nested_tensor([torch.ones(4, 9, 8)] * 2)] * 3)),
     # captured tensors shorter than the call
     "fewer-slopes-than-query-heads": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(k=(2, 2, 16, 32)), score_mod=scores.alibi(torch.ones(2))),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(k=(2, 2, 16, 32)), score_mod=scores.alibi(torch.ones(2))),
     ),
     "lengths-of-fewer-sequences": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.padding(torch.tensor([7]))),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(), mask_mod=masks.padding(torch.tensor([7]))),
     ),
     "windows-of-fewer-heads": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.sliding_window(torch.tensor([7, 8]))),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(), mask_mod=masks.sliding_window(torch.tensor([7, 8]))),
     ),
     "documents-of-a-shorter-sequence": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.document(torch.zeros(12).int())),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(), mask_mod=masks.document(torch.zeros(12).int())),
     ),
     "offsets-of-a-shorter-sequence": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), mask_mod=masks.document(offsets=torch.tensor([0, 12]))),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(), mask_mod=masks.document(offsets=torch.tensor([0, 12]))),
     ),
     "bias-of-fewer-keys": (
-        errors.CapturedIndexOutOfRange, lambda: call(*qkv(), score_mod=scores.bias(torch.ones(4, 16, 12))),
+        errors.CapturedIndexOutOfRange,
+        lambda: call(*qkv(), score_mod=scores.bias(torch.ones(4, 16, 12))),
     ),
     # arithmetic
     "division-by-zero": (errors.DivisionByZero, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: kv % q == 0)),

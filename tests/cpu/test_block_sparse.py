@@ -123,9 +123,7 @@ def test_attends_and_differentiates_as_the_dense_mask(
     gain = torch.randn(q.shape[1], dtype=torch.float64, requires_grad=True)
     score = scores.softcap(5.0) >> (lambda s, b, h, i, j: s * gain[h])
     out = ca.attention(q, k, v, mask_mod=mask, score_mod=score, backend="streaming")
-    exact = ca.attention(
-        q, k, v, mask_mod=lambda b, h, i, j: dense[b, h, i, j], score_mod=score, backend="reference"
-    )
+    exact = ca.attention(q, k, v, mask_mod=lambda b, h, i, j: dense[b, h, i, j], score_mod=score, backend="reference")
     torch.testing.assert_close(out, exact, rtol=1e-9, atol=1e-9)
     weight = torch.randn_like(out)
     ours = torch.autograd.grad(out, (q, k, v, gain), weight)

@@ -25,9 +25,7 @@ def by_loops(q, k, v, score_mod, mask_mod):
     group = q.shape[1] // k.shape[1]
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         seen = [j for j in range(k.shape[2]) if mask_mod(b, h, i, j)]
-        scores = [
-            score_mod(float(q[b, h, i] @ k[b, h // group, j]) / math.sqrt(q.shape[-1]), b, h, i, j) for j in seen
-        ]
+        scores = [score_mod(float(q[b, h, i] @ k[b, h // group, j]) / math.sqrt(q.shape[-1]), b, h, i, j) for j in seen]
         if seen:
             lse[b, h, i] = math.log(sum(map(math.exp, scores)))
             weights = [math.exp(s - lse[b, h, i]) for s in scores]

@@ -146,9 +146,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_grows_with_the_square_of_the_length_nor_with_the_query_heads(generator, monkeypatch):
     monkeypatch.setitem(streaming.SCORES_AT_ONCE, "cpu", 1 << 15)
     # 16 query heads share one K/V head: expanding it would take 16 · 8192 · 16 elements
-    q, k, v = qkv(
-        generator=generator, batch=1, heads=16, kv_heads=1, q_len=1, kv_len=8192, dim=16, requires_grad=True
-    )
+    q, k, v = qkv(generator=generator, batch=1, heads=16, kv_heads=1, q_len=1, kv_len=8192, dim=16, requires_grad=True)
     with Largest() as seen:
         attend(q, k, v).sum().backward()
     assert seen.elements <= 8192 * 16
@@ -186,9 +184,7 @@ def test_only_tiles_with_a_visible_pair_are_visited_and_full_ones_not_tested_wit
 @pytest.mark.parametrize("tile", [1, 3, 16, 64])
 @pytest.mark.parametrize("budget", [1, 1 << 20], ids=["a head at a time", "all heads at once"])
 def test_tile_sizes_do_not_change_the_result(tile, budget, generator, monkeypatch):
-    q, k, v = qkv(
-        generator=generator, batch=2, heads=4, kv_heads=2, q_len=19, kv_len=23, dim=8, dtype=torch.float64
-    )
+    q, k, v = qkv(generator=generator, batch=2, heads=4, kv_heads=2, q_len=19, kv_len=23, dim=8, dtype=torch.float64)
     table = leaf(4, 9, generator=generator)
     monkeypatch.setattr(streaming, "SMALLEST_TILE", tile)
     monkeypatch.setattr(streaming, "LARGEST_TILE", tile)

@@ -21,8 +21,10 @@ MODS: dict[str, Callable[[dict[str, torch.Tensor]], Mod]] = {
     "row": lambda t: lambda s, b, h, q, kv: s + 0.01 * t["row"][h, q] * (q - kv),
     "column": lambda t: lambda s, b, h, q, kv: s + t["column"][kv],
     "pair": lambda t: lambda s, b, h, q, kv: s + t["pair"][h, q, kv],
-    "several": lambda t: lambda s, b, h, q, kv: (
-        s + t["relative"][h, q - kv + LENGTH] + 0.5 * t["relative"][h, kv] + t["number"] * 0.01 * (q - kv)
+    "several": lambda t: (
+        lambda s, b, h, q, kv: (
+            s + t["relative"][h, q - kv + LENGTH] + 0.5 * t["relative"][h, kv] + t["number"] * 0.01 * (q - kv)
+        )
     ),
 }
 

@@ -18,9 +18,7 @@ def padded(d: int) -> int:
     return 32 if d <= 32 else -(-d // 64) * 64
 
 
-def backward_tiling(
-    problem: Problem, program: Program, target: Target, deterministic: bool = False
-) -> BackwardTiling:
+def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool = False) -> BackwardTiling:
     """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
 
     dK and dV of 64 keys take (d + dv) / 2 registers a thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
