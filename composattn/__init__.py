@@ -1,6 +1,6 @@
 """composattn: attention that you compose. Write masks and score mods in Python, get one exact fused kernel."""
 
-from . import backends, errors, mods
+from . import backends, errors, mods, nn
 from .api import Attention, attention
 from .block_sparse import BlockSparse
 from .checks import debug_checks
@@ -40,6 +40,7 @@ __all__ = [
     "flex_attention",
     "mask",
     "mods",
+    "nn",
     "scalar",
     "score",
 ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .errors import GradientUnsupported
+from .graph.lent import Lending, current
 from .sequences import Sequences
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -39,8 +40,11 @@ class Known(NamedTuple):
 class Differentiable(Protocol):
     """What a backend knows how to do with one call, given its tensors.
 
-    `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off.
+    `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off, and
+    with what was lent for the call (`lending`, see `graph.lent`).
     """
+
+    lending: Lending | None
 
     @property
     def captures(self) -> Sequence[torch.Tensor]:
@@ -67,6 +71,7 @@ def attend(
     call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `call`, differentiable in q, k, v and every captured tensor that requires grad."""
+    call.lending = current()
     function = _AttendTransformed if torch._C._are_functorch_transforms_active() else _Attend
     out, lse = function.apply(call, q, k, v, *call.captures)
     return out, lse
@@ -80,6 +85,11 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 _AS_IT_IS = nullcontext()
+
+
+def lent_again(call: Differentiable) -> AbstractContextManager[Any]:
+    """Inside, the captured tensors that the forward was lent are there again."""
+    return _AS_IT_IS if call.lending is None else call.lending.again()
 
 
 class _Attend(torch.autograd.Function):
@@ -102,7 +112,7 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
             grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
         else:
-            with without_autocast(q):
+            with without_autocast(q), lent_again(ctx.call):
                 grads = ctx.call.backward(known)
         return (None, *[g if w else None for g, w in zip(grads, wanted, strict=True)])
 
@@ -138,7 +148,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
-        with without_autocast(q):
+        with without_autocast(q), lent_again(call):
             grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 

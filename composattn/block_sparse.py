@@ -9,16 +9,18 @@ is, and the backward's lists are made from the same table.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import errors
 from .graph.derived import Derived
-from .graph.expr import Capture, DType, Expr, const, index, read
+from .graph.expr import Capture
+from .graph.form import MAKERS, Formed, joined
+from .graph.lent import capture_of
 from .graph.mask import Mask
-from .graph.ops import apply
 
 SMALLEST_BLOCK = 16
 
@@ -44,30 +46,50 @@ class BlockSparse(Mask):
     Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`.
     """
 
-    __slots__ = ("block", "table")
+    __slots__ = ("block", "count", "source")
 
     def __init__(self, tiles: torch.Tensor, block: Blocks = 128, *, partial: Any = None) -> None:
         _check("tiles", tiles, (torch.bool, torch.int8, torch.uint8), "(B|1, H|1, Tq, Tkv)", 4)
-        recipe = functools.partial(_map, test=partial is not None)
-        self._made(Table(recipe, (tiles,), _block(block), {"tiles": (HIDDEN, VISIBLE)}), partial)
+        self._set(("map", _block(block), (int(partial is not None),)), (tiles,), partial)
 
-    def _made(self, table: Table, partial: Any = None) -> None:
-        kind = _read(table)
+    def _set(self, source: Source, tensors: tuple[torch.Tensor, ...], partial: Any = None) -> None:
+        """`source` and `tensors`: what `MAKERS` makes the table of, see `Table`."""
+        if len({t.device for t in tensors}) > 1:
+            raise errors.DeviceMismatch(
+                f"the tensors of a BlockSparse lie on {sorted(str(t.device) for t in tensors)}; move them to q's"
+            )
+        self.source, self.block, self._expr = source, source[1], None
+        kind = _kind_at(source, [max([t.shape[d] for t in tensors]) > 1 for d in (0, 1)], len(tensors))
         if partial is None:
-            visible = kind if kind.dtype is DType.BOOL else apply("ne", kind, const(HIDDEN))
+            shown = _compared(kind, "ne", HIDDEN) if source[0] == "listed" else kind  # the others are bool
+            self.form, self.leaves = _steps(len(tensors), shown), tensors
         else:
-            inner = Mask.of(partial).expr
-            tested = apply("and", apply("ne", kind, const(HIDDEN)), inner)
-            visible = apply("or", apply("eq", kind, const(VISIBLE)), tested)
-        batch, heads, rows, columns = table.shape
-        super().__init__(visible, f"blocks({batch}x{heads}x{rows}x{columns} of {table.block[0]}x{table.block[1]})")
-        self.table, self.block = table, table.block
+            inner = Mask.of(partial)
+            visible = _steps(len(tensors), _compared(kind, "eq", VISIBLE))
+            tested = joined("and", _steps(len(tensors), _compared(kind, "ne", HIDDEN)), inner.form)
+            self.form = joined("or", visible, tested)
+            self.leaves = (*tensors, *tensors, *inner.leaves)
+        self.count = len(tensors)
+        self.name = f"blocks({source[0]} of {source[1][0]}x{source[1][1]})"
 
     @classmethod
-    def _of(cls, table: Table, partial: Any = None) -> BlockSparse:
+    def _of(cls, source: Source, tensors: tuple[torch.Tensor, ...], partial: Any = None) -> BlockSparse:
         made = cls.__new__(cls)
-        made._made(table, partial)
+        made._set(source, tensors, partial)
         return made
+
+    @property
+    def table(self) -> Table:
+        """The kinds of the blocks as a tensor, see `Table`."""
+        return table_of(self.source, self.leaves[: self.count])
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return *super().__getstate__(), self.source, self.count
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:3])
+        self.source, self.count = state[3:]
+        self.block = self.source[1]
 
     @classmethod
     def topk(cls, indices: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
@@ -85,8 +107,7 @@ class BlockSparse(Mask):
                 f"indices has rows for {indices.shape[2]} query blocks; {q_len} queries are {rows} blocks of "
                 f"{_block(block)[0]}"
             )
-        recipe = functools.partial(_picked, columns=columns)
-        return cls._of(Table(recipe, (indices,), _block(block), {"indices": (-1, columns - 1)}))
+        return cls._of(("topk", _block(block), (columns,)), (indices,))
 
     @classmethod
     def from_csr(
@@ -107,8 +128,7 @@ class BlockSparse(Mask):
                 f"which need {rows + 1}"
             )
         _check_lead("indptr", indptr, "indices", indices)
-        limits = {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)}
-        return cls._of(Table(functools.partial(_rows_of, columns=columns), (indptr, indices), _block(block), limits))
+        return cls._of(("csr", _block(block), (columns,)), (indptr, indices))
 
     @classmethod
     def from_coo(cls, rows: torch.Tensor, columns: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
@@ -123,8 +143,7 @@ class BlockSparse(Mask):
         if rows.shape[2] != columns.shape[2]:
             raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; they are pairs")
         _check_lead("rows", rows, "columns", columns)
-        limits = {"rows": (-1, grid[0] - 1), "columns": (-1, grid[1] - 1)}
-        return cls._of(Table(functools.partial(_pairs, grid=grid), (rows, columns), _block(block), limits))
+        return cls._of(("coo", _block(block), grid), (rows, columns))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, partial: Any = None) -> BlockSparse:
@@ -134,42 +153,45 @@ class BlockSparse(Mask):
 
         Raises: `NotATensor` for another object; `UnsupportedBlockSize`.
         """
-        lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-        if not all(hasattr(block_mask, name) for name in (*lists, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+        if not all(hasattr(block_mask, name) for name in (*_LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
             raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
-        given = {name: t for name in lists if (t := getattr(block_mask, name)) is not None}
+        given = [t for t in (getattr(block_mask, name) for name in _LISTS) if t is not None]
         block = tuple(block_mask.BLOCK_SIZE)
-        grid = _grid(block, *block_mask.seq_lengths)
-        limits = {name: (0, t.shape[-1] if name.endswith("blocks") else grid[1] - 1) for name, t in given.items()}
-        table = Table(functools.partial(_listed, grid=grid), tuple(given.values()), _block(block), limits)
-        return cls._of(table, block_mask.mask_mod if partial is None else partial)
+        source = ("listed", _block(block), _grid(block, *block_mask.seq_lengths))
+        return cls._of(source, tuple(given), block_mask.mask_mod if partial is None else partial)
 
 
 # --- the table ------------------------------------------------------------------------------------------------
 
 
-class Table(Derived):
+Source = tuple[str, tuple[int, int], tuple[int, ...]]
+"""How a table is made: which of `_RECIPES`, the block, and numbers that the recipe takes."""
+
+
+class Table(Derived, Formed):
     """int8 or bool (B|1, H|1, Tq + 1, Tkv + 1): the kind of each block, and a last row and column of hidden ones.
 
     Reads are clamped, so what lies beyond the blocks reads those.
     """
 
-    __slots__ = ("block", "limits")
+    __slots__ = ("block", "source")
 
-    def __init__(
-        self,
-        recipe: Callable[..., torch.Tensor],
-        tensors: tuple[torch.Tensor, ...],
-        block: tuple[int, int],
-        limits: dict[str, tuple[int, int]],
-    ) -> None:
-        self.block, self.limits = block, limits
-        devices = {str(t.device) for t in tensors}
-        if len(devices) > 1:
-            raise errors.DeviceMismatch(f"the tensors of a BlockSparse lie on {sorted(devices)}; move them to q's")
-        if torch.compiler.is_compiling():
-            _say_where_blocks_are_made()
-        super().__init__(functools.partial(_framed, recipe=recipe), tuple(map(Capture, tensors)))
+    def __init__(self, source: Source, sources: tuple[Capture, ...]) -> None:
+        self.source, self.block = source, source[1]
+        super().__init__(functools.partial(_framed, recipe=_RECIPES[source[0]], numbers=source[2]), sources)
+
+    @property
+    def form(self) -> tuple[str, tuple[Any, ...]]:
+        return "blocks", self.source
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        return tuple(s.tensor for s in self.sources)
+
+    @property
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """The least and largest number that each of the tensors may hold."""
+        return _LIMITS[self.source[0]](*self.source[2], *self.leaves)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -179,8 +201,7 @@ class Table(Derived):
 
     def check_contents(self) -> None:
         """Looks whether all numbers are in range, which waits for the device. Raises `BlocksOutOfRange`."""
-        for (name, (least, most)), source in zip(self.limits.items(), self.sources, strict=True):
-            tensor = source.tensor
+        for (name, (least, most)), tensor in zip(self.limits.items(), self.leaves, strict=True):
             if tensor.numel() and not least <= int(tensor.min()) <= int(tensor.max()) <= most:
                 raise errors.BlocksOutOfRange(
                     f"{name} has numbers from {int(tensor.min())} to {int(tensor.max())}; "
@@ -205,49 +226,58 @@ class Table(Derived):
                 )
 
 
-@torch._dynamo.disable(  # type: ignore[untyped-decorator]
-    reason="a BlockSparse can't be made in a compiled region: make it outside, and write new indices into its tensor"
-)
-def _say_where_blocks_are_made() -> None:
-    pass
+_tables: weakref.WeakValueDictionary[Any, Table] = weakref.WeakValueDictionary()
 
 
-def _framed(*tensors: torch.Tensor, recipe: Callable[..., torch.Tensor]) -> torch.Tensor:
-    return torch.nn.functional.pad(recipe(*tensors), (0, 1, 0, 1))
+def table_of(source: Source, tensors: Sequence[torch.Tensor]) -> Table:
+    """The one table of these tensors."""
+    sources = tuple(map(capture_of, tensors))
+    key = (source, *(c.identity for c in sources))
+    found = _tables.get(key)  # it keeps its sources alive, so an identity in the key can't have been taken over
+    if found is None:
+        found = _tables[key] = Table(source, sources)
+    return found
 
 
-def _map(tiles: torch.Tensor, test: bool) -> torch.Tensor:
+MAKERS["blocks"] = lambda constants, tensors: table_of(constants, tensors)  # type: ignore[arg-type]
+
+
+def _framed(*tensors: torch.Tensor, recipe: Callable[..., torch.Tensor], numbers: tuple[int, ...]) -> torch.Tensor:
+    return torch.nn.functional.pad(recipe(*numbers, *tensors), (0, 1, 0, 1))
+
+
+def _map(test: int, tiles: torch.Tensor) -> torch.Tensor:
     """A user's map: with a test for some, all three kinds, else bool."""
     if not test:
         return tiles != HIDDEN
     return tiles.to(torch.int8)
 
 
-def _picked(indices: torch.Tensor, columns: int) -> torch.Tensor:
+def _picked(columns: int, indices: torch.Tensor) -> torch.Tensor:
     return _scattered(indices, columns)
 
 
-def _rows_of(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+def _rows_of(columns: int, indptr: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     lead = torch.broadcast_shapes(indptr.shape[:2], indices.shape[:2])
     entry = torch.arange(indices.shape[2], device=indices.device).expand(*lead, -1).contiguous()
     starts = indptr.expand(*lead, -1).contiguous()
     row = torch.searchsorted(starts, entry.to(starts.dtype), right=True) - 1
-    return _pairs(row, indices, (indptr.shape[2] - 1, columns))
+    return _pairs(indptr.shape[2] - 1, columns, row, indices)
 
 
-def _pairs(rows: torch.Tensor, columns: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+def _pairs(height: int, width: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     lead = torch.broadcast_shapes(rows.shape[:2], columns.shape[:2])
-    inside = (rows >= 0) & (rows < grid[0]) & (columns >= 0) & (columns < grid[1])
-    place = torch.where(inside, rows.long() * grid[1] + columns, -1).expand(*lead, -1)
-    return _scattered(place, grid[0] * grid[1]).unflatten(-1, grid)
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    place = torch.where(inside, rows.long() * width + columns, -1).expand(*lead, -1)
+    return _scattered(place, height * width).unflatten(-1, (height, width))
 
 
-def _listed(*lists: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
     """torch's lists: (counts, indices) of partial blocks, and of full ones if there are any."""
     kinds = None
     for kind, (count, indices) in enumerate(zip(lists[::2], lists[1::2], strict=True), start=TESTED):
         used = torch.arange(indices.shape[-1], device=count.device) < count[..., None]
-        there = _scattered(torch.where(used, indices, -1), grid[1])[..., : grid[0], :].to(torch.int8) * kind
+        there = _scattered(torch.where(used, indices, -1), width)[..., :height, :].to(torch.int8) * kind
         kinds = there if kinds is None else torch.maximum(kinds, there)
     assert kinds is not None
     return kinds
@@ -260,18 +290,51 @@ def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
     return found.scatter_(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 
-def _read(table: Table) -> Expr:
-    batch, heads, *_ = table.shape
-    rows, columns = table.block
-    return read(
-        table,
-        (
-            index("b") if batch > 1 else const(0),
-            index("h") if heads > 1 else const(0),
-            apply("floordiv", index("q"), const(rows)),
-            apply("floordiv", index("kv"), const(columns)),
-        ),
-    )
+_RECIPES: dict[str, Callable[..., torch.Tensor]] = {
+    "map": _map,
+    "topk": _picked,
+    "csr": _rows_of,
+    "coo": _pairs,
+    "listed": _listed,
+}
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_LIMITS: dict[str, Callable[..., dict[str, tuple[int, int]]]] = {
+    "map": lambda test, tiles: {"tiles": (HIDDEN, VISIBLE)},
+    "topk": lambda columns, indices: {"indices": (-1, columns - 1)},
+    "csr": lambda columns, indptr, indices: {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)},
+    "coo": lambda height, width, rows, columns: {"rows": (-1, height - 1), "columns": (-1, width - 1)},
+    "listed": lambda height, width, *lists: {
+        name: (0, t.shape[-1] if name.endswith("blocks") else width - 1) for name, t in zip(_LISTS, lists, strict=False)
+    },
+}
+
+
+# --- the mask, as a form: a compiled region can write it down ------------------------------------------------------
+
+
+def _kind_at(source: Source, several: Sequence[bool], count: int) -> list[str]:
+    """Steps that read the kind of the block of (q, kv); `several`: whether batches, heads have blocks of their own."""
+    kind, block, numbers = source
+    tensors = ", ".join([f"'t{n}'" for n in range(count)])
+    b, h = ["'b'" if several[0] else "'x3'", "'h'" if several[1] else "'x3'"]
+    return [
+        f"('made', 'blocks', ('i', {kind!r}, ('i', {block[0]}, {block[1]}), ('i', {', '.join(map(str, numbers))},)), "
+        f"{tensors})",
+        f"('op:const', {block[0]}, 'int32')",
+        f"('op:const', {block[1]}, 'int32')",
+        "('op:const', 0, 'int32')",
+        "('op:floordiv', None, 'q', 'x1')",
+        "('op:floordiv', None, 'kv', 'x2')",
+        f"('op:read', 'x0', {b}, {h}, 'x4', 'x5')",
+    ]
+
+
+def _compared(steps: list[str], op: str, kind: int) -> list[str]:
+    return [*steps, f"('op:const', {kind}, 'int32')", f"('op:{op}', None, 'x6', 'x7')"]
+
+
+def _steps(count: int, steps: list[str]) -> str:
+    return f"('steps', {count}, ({', '.join(steps)},), 'x{len(steps) - 1}')"
 
 
 # --- checks that look at no contents ---------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,15 +20,14 @@ def originals(captures: Iterable[Capture]) -> tuple[Capture, ...]:
     return tuple(found)
 
 
-def values(captures: Iterable[Capture], given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What is to be read for `captures`, up to date; `given` are tensors for their `originals`, in order.
+def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
+    """What is to be read for `captures`, up to date; `replaced` are tensors in place of their `originals`.
 
     Where other memory is given than the captures hold (compiled code copies its inputs at times), what is derived
     from it is computed anew.
     """
     captures = tuple(captures)
     refresh(captures)
-    replaced = dict(zip(originals(captures), given, strict=True))
     return [value_of(c, replaced) for c in captures]
 
 

@@ -185,6 +185,14 @@ class UnsupportedCapture(InvalidArgument):
     """A captured tensor of a dtype, layout or kind that the backend can't read."""
 
 
+class CapturedTensorChanged(InvalidArgument):
+    """A captured tensor is not of the shape, type or device any more that a `ca.Attention` was planned for."""
+
+
+class ScalarGone(ComposattnError, RuntimeError):
+    """Compiled code reads a `ca.scalar` that is not there any more."""
+
+
 class BlockMaskMismatch(InvalidArgument):
     """A BlockMask or BlockSparse made for other lengths, batch or heads than those of the call."""
 

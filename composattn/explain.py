@@ -84,15 +84,15 @@ def explain(
     """The explanation of `attn(q, k, v)`; runs nothing on the tensors but to read the lengths of sequences."""
     problem = attn.problem(q, k, v, varlen, paged)
     program = attn.program
-    backend = backends.choose(attn.backend, problem)
-    call = backend.prepare(problem.rounded, program, softmax_scale(attn.scale, problem.head_dim))
+    backend = backends.choose(attn.options.backend, problem)
+    call = backend.prepare(problem.rounded, program, softmax_scale(attn.options.scale, problem.head_dim))
     lengths = _lengths(problem, Sequences.of(varlen, paged), q, k)
     tiles = count_tiles(program, problem, lengths)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
     dense = problem.flops(problem.q_heads * sum(n * m for n, m in lengths))
     names = Names(*program.roots)
     rows = [
-        ("call", _call(problem, lengths, attn.scale)),
+        ("call", _call(problem, lengths, attn.options.scale)),
         ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),

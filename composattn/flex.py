@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import errors
-from .api import Attention
+from .api import attention
 from .block_sparse import TESTED, VISIBLE, BlockSparse, Table
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
@@ -57,7 +58,7 @@ def flex_attention(
         if key.shape[0] == 1 and query.shape[0] > 1:
             key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
-    attend = Attention(score_mod=score_mod, mask_mod=mask, scale=scale, backend=backend)
+    attend = partial(attention, score_mod=score_mod, mask_mod=mask, scale=scale, backend=backend)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -83,6 +84,8 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
             f"block_mask is a {type(block_mask).__name__}; pass torch's BlockMask, or a mask_mod to ca.attention"
         )
     _check_extent(block_mask, query, key)
+    if torch.compiler.is_compiling():
+        return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
     if block_mask not in _known:
         _known[block_mask] = _build(block_mask)
     return _known[block_mask]

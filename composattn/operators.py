@@ -2,47 +2,57 @@
 
 Outside of them nothing goes through here: an operator costs more host time than `composattn.autograd` does.
 
-    attend(q, k, v, captured, lengths, hints, plan, numbers, with_lse) → (out, lse, kept)
-    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, plan, wanted)
+    attend(q, k, v, captured, lengths, hints, form, plan, with_lse) → (out, lse, kept)
+    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
         → [dq, dk, dv, *d captured]
 
-`plan` is the number of an `Attention` (`numbers` how many run-time numbers it reads) and no constant of the graph:
-another mask or another batch's captured tensors run the code compiled before. Captured tensors are inputs, so their
-gradients flow. `lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see
-`composattn.sequences.flatten`): other lengths run the same code. `kept` holds the run-time numbers of the forward for
-the backward (one fp64 each, on the CPU) and keeps the `Attention` alive until then.
+`form` is a text that says all of the call but its tensors: the forms of both mods (`graph.form`) and the options. So a
+program that was exported and saved carries its mods, and another mask of the same form runs the code compiled before.
+`captured` are the tensors that the mods read: inputs, so their gradients flow. `plan` is the number of an `Attention`
+of this process, or -1; where one of that number and that form lives, its plan serves and nothing is planned anew.
+`lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.sequences.flatten`): other
+lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (one fp64 each, on the
+CPU).
 
-Run-time numbers (`ca.scalar`) are read when the operator runs: set them outside of a compiled region.
+Run-time numbers (`ca.scalar`), named behind the hints by their numbers in this process, are read when the operator
+runs: set them outside of a compiled region. Without a plan, what is derived from captured tensors is computed in every
+call: compiled code may write to memory with no one counting.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .autograd import Differentiable, Grads, Known
-from .block_sparse import BlockSparse
-from .captured import originals, values
+from .captured import values
 from .checks import check_blocks, check_contents
-from .errors import GradientUnsupported
+from .errors import GradientUnsupported, UnsupportedOption
+from .graph.derived import distrusting
+from .graph.expr import Capture
 from .graph.keeping import keeping_nothing
+from .graph.lent import Lending
 from .graph.mask import Mask
 from .graph.score import Score
+from .graph.trace import Scalar, scalar_of
+from .kept import planned_of
+from .planned import Planned, autocast, refuse_gradient
 from .problem import Problem
 from .schedule import Schedule
-from .sequences import Paged, Sequences, Varlen, unflatten
+from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
 
 if TYPE_CHECKING:
     from .api import Attention
 
-for _value in (Mask, BlockSparse, Score, Schedule):
-    # compiled code compares them with those it was made for; torch before 2.13 takes no other objects as constants
-    pytree.register_constant(_value)
+pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
 
 _attentions: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -55,9 +65,112 @@ def register(attention: Attention) -> int:
     return number
 
 
-def inputs(attention: Attention) -> list[torch.Tensor]:
-    """The captured tensors that an operator takes; those that are derived from them it computes itself."""
-    return [c.tensor for c in originals(attention.program.captures)]
+# --- a call in words ----------------------------------------------------------------------------------------
+
+
+class Spoken(NamedTuple):
+    """The mods and options of a call as operators take them: a form, and the tensors and scalars it speaks of."""
+
+    form: str
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[Scalar, ...]
+
+
+def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> Spoken:
+    """A call with these mods and options (scale, backend, deterministic, schedule)."""
+    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    scale, backend, deterministic, schedule = options
+    if schedule is not None:
+        schedule = (
+            schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa
+        )  # fmt: skip
+    kinds = "".join(["t" if isinstance(leaf, torch.Tensor) else "s" for leaf in leaves])
+    lines = [
+        "-" if score is None else score.form,
+        "-" if mask is None else mask.form,
+        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
+    ]
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return Spoken("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+
+
+@functools.lru_cache(maxsize=512)
+def _heard(form: str) -> tuple[tuple[str | None, str | None], tuple[Any, ...], str]:
+    """(forms of the score mod and of the mask, options, kinds of the leaves)."""
+    score, mask, last = form.split("\n")
+    scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
+    options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
+    return (None if score == "-" else score, None if mask == "-" else mask), options, kinds
+
+
+def call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    said: Spoken,
+    plan: int,
+    return_lse: bool,
+    varlen: Varlen | None,
+    paged: Paged | None,
+) -> Any:
+    """A call as torch.compile, torch.export and fake tensors see it: out, or (out, lse).
+
+    Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
+    """
+    if said.scalars and torch.compiler.is_exporting():
+        raise UnsupportedOption(
+            "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
+        )
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v)
+    if paged is not None:
+        refuse_gradient(q, k, v, *said.tensors)
+    lengths, hints = flatten(varlen, paged)
+    numbers = [*hints, *[s.number for s in said.scalars]]
+    out, lse, _ = torch.ops.composattn.attend(
+        q, k, v, list(said.tensors), lengths, numbers, said.form, plan, return_lse
+    )
+    return (out, lse) if return_lse else out
+
+
+class Bound(NamedTuple):
+    """A call as an operator runs it: what is planned, its leaves in order, and what is to be entered around it."""
+
+    planned: Planned
+    leaves: tuple[Capture, ...]
+    around: AbstractContextManager[Any]
+
+    def replaced(self, captured: Sequence[torch.Tensor]) -> Mapping[Capture, torch.Tensor]:
+        """The tensors that are read in place of those that the mods hold."""
+        return dict(zip(self.leaves, captured, strict=True))
+
+
+def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int]) -> Bound:
+    attention = _attentions.get(plan)
+    if attention is not None and attention._spoken.form == form:
+        return Bound(attention, tuple(map(Capture, attention._spoken.tensors)), nullcontext())
+    forms, options, kinds = _heard(form)
+    tensors, numbers = iter(captured), iter(hints[HINTS:])
+    leaves = [next(tensors) if kind == "t" else scalar_of(next(numbers)) for kind in kinds]
+    planned, lending = planned_of(forms, leaves, options, "operator")
+    if lending is None:
+        return Bound(planned, tuple(map(Capture, captured)), distrusting())
+    return Bound(planned, tuple(lending.captures), _Distrusted(lending))
+
+
+class _Distrusted:
+    """A lending to a call that counts on nothing derived before."""
+
+    def __init__(self, lending: Lending) -> None:
+        self.lending, self.inner = lending, distrusting()
+
+    def __enter__(self) -> None:
+        self.lending.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.lending.__exit__(*error)
 
 
 # --- the operators -------------------------------------------------------------------------------------------
@@ -71,30 +184,34 @@ def attend(
     captured: Sequence[torch.Tensor],
     lengths: Sequence[torch.Tensor | None],
     hints: Sequence[int],
+    form: str,
     plan: int,
-    numbers: int,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, kept); see the file's head."""
-    attention = _attention(plan)
+    bound = _bound(form, plan, captured, hints)
+    planned = bound.planned
     varlen, paged = unflatten(lengths, hints)
     check_contents(q, k, varlen, paged)
-    check_blocks(attention._tables)
-    call = _differentiable(attention, None, q, k, v, varlen, paged)
-    with torch.autocast(q.device.type, enabled=False), keeping_nothing():
-        out, lse = call.forward(q, k, v, values(attention.program.captures, captured))
-    scalars = [float(s.value) for s in attention.program.scalars]
-    kept = _kept(q, numbers).copy_(torch.tensor(scalars, dtype=torch.float64))
-    kept.untyped_storage().composattn_attention = attention  # type: ignore[attr-defined]
+    with bound.around, torch.autocast(q.device.type, enabled=False):
+        check_blocks(planned._tables)
+        call = _differentiable(planned, None, q, k, v, varlen, paged)
+        with keeping_nothing():
+            out, lse = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
+    numbers = [float(s.value) for s in planned.program.scalars]
+    kept = _kept(q, len(hints) - HINTS)
+    if numbers:
+        kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
     return _in_form(out.to(q.dtype), _out_like(q, v)), lse, kept
 
 
 @attend.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, _, lengths, hints, _, numbers, _ = arguments
+    q, k, v, _, lengths, hints, *_ = arguments
     Problem.of(q, k, v, *unflatten(lengths, hints))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, numbers)
+    return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, len(hints) - HINTS)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())
@@ -110,20 +227,26 @@ def attend_backward(
     kept: torch.Tensor,
     lengths: Sequence[torch.Tensor | None],
     hints: Sequence[int],
+    form: str,
     plan: int,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of q, k, v and each of `captured`; an empty tensor stands for one that is not wanted."""
-    attention = _attention(plan)
-    captures = attention.program.captures
-    call = _differentiable(attention, kept, q, k, v, *unflatten(lengths, hints))
-    asked = dict(zip(originals(captures), wanted[3:], strict=True))
-    of_call = values(captures, captured), (*wanted[:3], *(asked.get(c, False) for c in captures))
-    with torch.autocast(q.device.type, enabled=False), keeping_nothing():
-        found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, *of_call))
-    leaves = [q, k, v, *captured]
+    bound = _bound(form, plan, captured, hints)
+    captures = bound.planned.program.captures
+    asked: dict[Capture, bool] = {}
+    for capture, want in zip(bound.leaves, wanted[3:], strict=True):
+        asked[capture] = asked.get(capture, False) or want
+    with bound.around, torch.autocast(q.device.type, enabled=False):
+        call = _differentiable(bound.planned, kept, q, k, v, *unflatten(lengths, hints))
+        read = values(captures, bound.replaced(captured))
+        of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
+        with keeping_nothing():
+            found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, *of_call))
     of_captures = dict(zip(captures, found[3:], strict=True))
-    grads = [*found[:3], *map(of_captures.get, asked)]
+    # a tensor that is there twice gets its gradient once
+    grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
+    leaves = [q, k, v, *captured]
     return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
 
 
@@ -134,7 +257,7 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, captured, lengths, ctx.hints, ctx.plan, _, ctx.with_lse = inputs
+    q, k, v, captured, lengths, ctx.hints, ctx.form, ctx.plan, ctx.with_lse = inputs
     out, lse, kept = output
     ctx.mark_non_differentiable(kept)
     ctx.save_for_backward(q, k, v, *lengths, *captured, out, lse, kept)
@@ -150,7 +273,7 @@ def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _grad_kept: Any) -> tuple[
         grad_out = torch.zeros_like(out)
     grad_lse = grad_lse if ctx.with_lse else None
     grads = torch.ops.composattn.attend_backward(
-        grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.plan, wanted
+        grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.form, ctx.plan, wanted
     )
     found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
     return (*found[:3], found[3:], None, None, None, None, None)
@@ -162,17 +285,8 @@ attend.register_autograd(_backward, setup_context=_setup)
 # --- what they do ----------------------------------------------------------------------------------------------
 
 
-def _attention(plan: int) -> Attention:
-    attention = _attentions.get(plan)
-    if attention is None:
-        raise GradientUnsupported(
-            "the ca.Attention of this call is gone before its backward ran; keep a reference to it until then"
-        )
-    return attention
-
-
 def _differentiable(
-    attention: Attention,
+    planned: Planned,
     kept: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -181,11 +295,11 @@ def _differentiable(
     paged: Paged | None,
 ) -> Differentiable:
     """The call with the run-time numbers of `kept`, or those of now."""
-    call, sequences = attention.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
-    program = attention.program
+    call, sequences = planned.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
+    program = planned.program
     numbers = [s.value for s in program.scalars]
-    if kept is not None:
-        numbers = [type(now)(then) for now, then in zip(numbers, kept.tolist(), strict=True)]
+    if kept is not None and numbers:
+        numbers = [type(now)(then) for now, then in zip(numbers, kept.tolist(), strict=False)]
     begin = getattr(call, "begin", None)
     if begin is None:
         return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
@@ -197,6 +311,8 @@ class ForwardOnly:
 
     Its `call` takes by their ids what is read in place of captured tensors.
     """
+
+    lending: Lending | None = None
 
     def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
         self.call, self.captures, self.sequences = call, captures, sequences

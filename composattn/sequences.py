@@ -137,6 +137,9 @@ def flatten(varlen: Varlen | None, paged: Paged | None) -> tuple[list[torch.Tens
     return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
 
 
+HINTS = 3  # numbers that `flatten` gives; others may follow them
+
+
 def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:
     """What `flatten` undoes."""
     cu_q, cu_k, used_q, used_k, table, used = tensors

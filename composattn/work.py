@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from .graph.bands import TileInterval
-from .graph.derived import Derived
+from .graph.derived import Derived, version
 from .graph.evaluate import Env, Repeated
 from .graph.expr import Dep, Expr, inputs
 from .graph.keeping import may_keep
@@ -213,7 +213,7 @@ def _recording(problem: Problem) -> bool:
 
 def _version(tensor: torch.Tensor) -> Hashable:
     # one unlike any other for a tensor that counts no writes: it is read every time
-    return object() if tensor.is_inference() else tensor._version
+    return version(tensor) or object()
 
 
 _forms: weakref.WeakValueDictionary[Hashable, WorkTables] = weakref.WeakValueDictionary()

@@ -29,6 +29,7 @@ from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
+from ..graph.lent import Lending
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
@@ -81,8 +82,9 @@ class Mods:
     program: Program
     scale: float
 
-    @cached_property
+    @property
     def captures(self) -> list[torch.Tensor]:
+        """The captured tensors as the mods hold them now."""
         return [c.tensor for c in self.program.captures]
 
     @cached_property
@@ -120,6 +122,8 @@ class StreamingCall:
 
 class Streaming:
     """One call. A `Differentiable` in the sense of `composattn.autograd`."""
+
+    lending: Lending | None = None
 
     def __init__(
         self, mods: Mods, scalars: Sequence[float | int] | None = None, sequences: Sequences = NO_SEQUENCES

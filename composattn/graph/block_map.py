@@ -29,6 +29,7 @@ from .evaluate import Env, evaluate_all
 from .expr import Capture, Dep, Expr, captures, inputs, walk
 from .intervals import Tiles
 from .keeping import may_keep
+from .lent import Lent
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -167,8 +168,7 @@ class TileLists(ABC):
         refresh(self.sources)
         read = [value_of(c, given) for c in self.sources]
         places = [t for t in (*queries, *keys) if t is not None]
-        held = [*read, *places]
-        stamp = (*values, *(v for t in held for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
+        stamp = (*values, *(v for t in (*read, *places) for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
         if stamp != self._seen or None in stamp or (places and _recording()):
             made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
             if not may_keep():
@@ -178,7 +178,10 @@ class TileLists(ABC):
                     old.copy_(new)
             else:
                 self._made = made
-            self._seen, self._held = stamp, held  # held: their memory is no one else's while the stamp speaks of it
+            # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
+            lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
+            own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
+            self._seen, self._held = stamp, [*own, *places]
         return self._made
 
     def _compute(self, read: Sequence[T], values: Sequence[Any], q_lens: T | None, kv_lens: T | None) -> tuple[T, ...]:

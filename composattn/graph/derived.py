@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, TypeGuard
@@ -79,22 +80,22 @@ class Upkeep:
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
         self.written = list(_written(self.derived))
-        self._seen: list[int | None] | None = None
+        self._seen: list[Hashable] | None = None
 
     def __call__(self) -> None:
         """To be called before each launch."""
         if self.derived:
-            seen = [version(t) for t in self.written]
+            seen: list[Hashable] = [version(c.tensor) for c in self.written]
             if seen != self._seen or None in seen:
                 refresh(self.derived)
                 self._seen = seen
 
 
-def _written(derived: Iterable[Derived]) -> dict[torch.Tensor, None]:
-    """The tensors that others write to, from which all of `derived` come."""
-    found: dict[torch.Tensor, None] = {}
+def _written(derived: Iterable[Derived]) -> dict[Capture, None]:
+    """The captured tensors that others write to, from which all of `derived` come."""
+    found: dict[Capture, None] = {}
     for source in (s for d in derived for s in d.sources):
-        found |= _written([source]) if isinstance(source, Derived) else {source.tensor: None}
+        found |= _written([source]) if isinstance(source, Derived) else {source: None}
     return found
 
 
@@ -117,13 +118,30 @@ def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
-def _version(source: Capture) -> int | None:
+def _version(source: Capture) -> Hashable:
     return source.version if isinstance(source, Derived) else version(source.tensor)
 
 
-def version(tensor: torch.Tensor) -> int | None:
-    """Changes when `tensor` is written to; None for a tensor made in inference mode, which doesn't say."""
-    return None if tensor.is_inference() else tensor._version
+def version(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Changes when `tensor` is written to or its memory is another; None for one made in inference mode.
+
+    Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors have
+    no version.
+    """
+    return None if tensor.is_inference() or _distrust.get() else (tensor._version, tensor.data_ptr())
+
+
+_distrust: ContextVar[bool] = ContextVar("distrust", default=False)
+
+
+@contextmanager
+def distrusting() -> Iterator[None]:
+    """Inside, no tensor says that it was not written to: what is derived is computed anew."""
+    token = _distrust.set(True)
+    try:
+        yield
+    finally:
+        _distrust.reset(token)
 
 
 _made: weakref.WeakValueDictionary[Any, Derived] = weakref.WeakValueDictionary()
@@ -131,7 +149,7 @@ _made: weakref.WeakValueDictionary[Any, Derived] = weakref.WeakValueDictionary()
 
 def derive(name: Hashable, recipe: Recipe, *sources: Capture, kind: type[Derived] = Derived) -> Derived:
     """The one `Derived` of this name and these sources."""
-    key = (name, *(id(s.tensor) for s in sources))
+    key = (name, *(s.identity for s in sources))
     found = _made.get(key)  # it keeps its sources alive, so an id in the key can't have been taken over
     if found is None:
         found = _made[key] = kind(recipe, sources)

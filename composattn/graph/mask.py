@@ -10,44 +10,14 @@ import torch
 
 from .. import errors
 from . import picture
-from .evaluate import Env, evaluate
-from .expr import Expr, const, index, substitute, walk
-from .ops import apply
-from .trace import Proxy, Symbolic, arity, as_expr, trace_mask, user_line
+from .expr import const
+from .mod import Mod, asked_by_dynamo, formed, name_of
+from .trace import arity, trace_mask, user_line
 
 _INDICES = ("b", "h", "q", "kv")
 
 
-def call_graph(expr: Expr, leaves: dict[str, Any], lengths: dict[str, Any] | None = None) -> Any:
-    """`expr` at the given leaves: a proxy when any of them is one, else a tensor (0-d for Python numbers).
-
-    `lengths` gives q_len and kv_len where they are known; an expression that needs one that is not is refused.
-    """
-    if any(isinstance(v, Symbolic) for v in leaves.values()):
-        from .expr import score
-
-        node = {name: score() if name == "score" else index(name) for name in leaves}
-        return Proxy(substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()}))
-    known = {name: v for name, v in (lengths or {}).items() if v is not None}
-    for leaf in walk(expr):
-        if leaf.op == "index" and leaf.attr in ("q_len", "kv_len") and leaf.attr not in known:
-            raise errors.UnknownLength(
-                "this mod depends on the lengths of the sequence (bottom-right alignment does), which attention() "
-                "knows; called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
-            )
-    leaves = {**leaves, **known}
-    tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
-    device = tensors[0].device if tensors else "cpu"
-    given = {k: torch.as_tensor(v, device=device) for k, v in leaves.items()}
-    score_value = given.pop("score", None)
-    env = Env(index=given, device=device, float_dtype=torch.float32)
-    if score_value is not None:
-        env.score = score_value
-        env.float_dtype = score_value.dtype if score_value.is_floating_point() else torch.float32
-    return evaluate(expr, env)
-
-
-class Mask:
+class Mask(Mod):
     """A composable mask. True means that query `q` may attend to key `kv`.
 
     Combine with `&`, `|`, `~` (either side may be a plain callable), call it like any mask_mod, also inside
@@ -56,17 +26,7 @@ class Mask:
         visible = causal() & (sliding_window(1024) | (lambda b, h, q, kv: kv < 4))
     """
 
-    __slots__ = ("expr", "name")
-
-    def __init__(self, expr: Expr, name: str = "mask") -> None:
-        self.expr, self.name = expr, name
-
-    def __eq__(self, other: object) -> bool:
-        """The same function of the same tensors, whatever its name."""
-        return isinstance(other, Mask) and self.expr is other.expr
-
-    def __hash__(self) -> int:
-        return hash(self.expr)
+    __slots__ = ()
 
     @staticmethod
     def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
@@ -88,15 +48,14 @@ class Mask:
                 "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
                 "or mods.scores.bias(tensor) for an additive one"
             )
-        return Mask(trace_mask(fn), name or str(getattr(fn, "__name__", type(fn).__name__)))
+        return Mask.formed(*formed(fn, trace_mask, _INDICES), name or name_of(fn))
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:
         """The mask at positions: tensors that broadcast, numbers, or traced values; bool.
 
         Lengths matter to masks that are aligned at the bottom right. Raises: `UnknownLength` if they are left out.
         """
-        leaves = dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True))
-        return call_graph(self.expr, leaves, {"q_len": q_len, "kv_len": kv_len})
+        return self.at(dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True)), {"q_len": q_len, "kv_len": kv_len})
 
     def __and__(self, other: Any) -> Mask:
         return self._join("and", "&", self, other)
@@ -111,7 +70,7 @@ class Mask:
         return self._join("or", "|", other, self)
 
     def __invert__(self) -> Mask:
-        return Mask(apply("not", self.expr), f"~{self.name}")
+        return Mask.joined("not", f"~{self.name}", self)
 
     @staticmethod
     def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
@@ -125,7 +84,7 @@ class Mask:
             if not isinstance(side, Mask) and arity(side) == 5:
                 raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
         a, b = Mask.of(left), Mask.of(right)
-        return Mask(apply(op, a.expr, b.expr), f"({a.name} {sign} {b.name})")
+        return Mask.joined(op, f"({a.name} {sign} {b.name})", a, b)
 
     def dense(
         self,
@@ -194,6 +153,8 @@ class Mask:
     __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = _no_scores
 
     def __bool__(self) -> bool:
+        if asked_by_dynamo():
+            return True
         raise errors.WrongComposition(
             f"a mask has no truth value: write & | ~ where `and`, `or`, `not` stand\n  at {user_line()}"
         )

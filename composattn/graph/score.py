@@ -8,32 +8,22 @@ from typing import Any
 import torch
 
 from .. import errors
-from .expr import Expr, score, substitute
-from .mask import Mask, call_graph
-from .ops import apply
+from .expr import score
+from .mask import Mask
+from .mod import Mod, asked_by_dynamo, formed, name_of
 from .trace import arity, trace_score, user_line
 
 _LEAVES = ("score", "b", "h", "q", "kv")
 
 
-class Score:
+class Score(Mod):
     """A composable score mod.
 
     `a >> b` feeds the score that `a` gives into `b`. `a + b` adds the changes of both:
     `a(s) + (b(s) - s)`, so for biases the order does not matter. Either side may be a plain callable.
     """
 
-    __slots__ = ("expr", "name")
-
-    def __init__(self, expr: Expr, name: str = "score") -> None:
-        self.expr, self.name = expr, name
-
-    def __eq__(self, other: object) -> bool:
-        """The same function of the same tensors, whatever its name."""
-        return isinstance(other, Score) and self.expr is other.expr
-
-    def __hash__(self) -> int:
-        return hash(self.expr)
+    __slots__ = ()
 
     @staticmethod
     def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:
@@ -49,7 +39,7 @@ class Score:
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
-        return Score(trace_score(fn), name or str(getattr(fn, "__name__", type(fn).__name__)))
+        return Score.formed(*formed(fn, trace_score, _LEAVES), name or name_of(fn))
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
@@ -58,8 +48,8 @@ class Score:
 
         Raises: `UnknownLength` if the mod depends on a length that is left out.
         """
-        leaves = dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True))
-        return call_graph(self.expr, leaves, {"q_len": q_len, "kv_len": kv_len})
+        at = dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True))
+        return self.at(at, {"q_len": q_len, "kv_len": kv_len})
 
     def __rshift__(self, other: Any) -> Score:
         return _then(self, other)
@@ -88,6 +78,8 @@ class Score:
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = _no_masks
 
     def __bool__(self) -> bool:
+        if asked_by_dynamo():
+            return True
         raise errors.WrongComposition(
             "a score mod has no truth value: `and`, `or`, `not` don't join score mods; write >> or +"
             f"\n  at {user_line()}"
@@ -112,26 +104,12 @@ def _operand(side: Any, sign: str) -> Score:
 
 def _then(left: Any, right: Any) -> Score:
     a, b = _operand(left, ">>"), _operand(right, ">>")
-    return Score(substitute(b.expr, {score(): a.expr}), f"({a.name} >> {b.name})")
+    return Score.joined("then", f"({a.name} >> {b.name})", a, b)
 
 
 def _both(left: Any, right: Any) -> Score:
     a, b = _operand(left, "+"), _operand(right, "+")
-    return Score(_plus_change(a.expr, b.expr), f"({a.name} + {b.name})")
-
-
-def _plus_change(a: Expr, b: Expr) -> Expr:
-    """a + (b - score), without the cancellation where b is `score + bias` (inf - inf, and lost bits)."""
-    s = score()
-    if b is s:
-        return a
-    if b.op in ("add", "sub") and b.args[0] is s and not b.args[1].deps & s.deps:
-        return apply(b.op, a, b.args[1])
-    if b.op == "add" and b.args[1] is s and not b.args[0].deps & s.deps:
-        return apply("add", a, b.args[0])
-    if b.op in ("add", "sub") and not b.args[1].deps & s.deps:
-        return apply(b.op, _plus_change(a, b.args[0]), b.args[1])
-    return apply("add", a, apply("sub", b, s))
+    return Score.joined("plus", f"({a.name} + {b.name})", a, b)
 
 
 IDENTITY = Score(score(), "identity")

@@ -7,6 +7,7 @@ Works because an object with `__torch_function__` receives Python operators, `to
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
 import math
 import numbers
@@ -14,6 +15,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from .. import errors
 from .expr import Capture, DType, Expr, captures, const, index, make, read, score
 from .expr import Dep as _Dep
+from .lent import capture_of
 from .ops import CASTS, OPS, apply
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -191,10 +194,11 @@ class Proxy(Symbolic):
 class Scalar(Symbolic):
     """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it."""
 
-    __slots__ = ("_expr", "_number")
+    __slots__ = ("_expr", "_number", "number")
 
     _expr: Expr
     _number: float | int
+    number: int  # by which compiled code knows it, in this process
 
     def __init__(self, value: float | int) -> None:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -205,6 +209,8 @@ class Scalar(Symbolic):
         self._number = value
         kind = DType.INT32 if isinstance(value, numbers.Integral) else DType.FLOAT
         self._expr = make("scalar", (), kind, self, _Dep.RUNTIME)
+        self.number = next(_scalar_numbers)
+        _scalars[self.number] = self
 
     @property
     def value(self) -> float | int:
@@ -228,11 +234,29 @@ class Scalar(Symbolic):
     def expr(self) -> Expr:
         return self._expr
 
+    def composattn_fingerprint(self) -> tuple[str, tuple[Any, ...]]:
+        """What a mod that reads it depends on besides its value; see `graph.fingerprint`."""
+        return self._expr.dtype.value, (self,)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Scalar, (self._number,)
 
     def __repr__(self) -> str:
         return f"ca.scalar({self.value!r})"
+
+
+_scalar_numbers = itertools.count()
+_scalars: weakref.WeakValueDictionary[int, Scalar] = weakref.WeakValueDictionary()
+
+
+def scalar_of(number: int) -> Scalar:
+    """The run-time number of this number in this process. Raises: `ScalarGone`."""
+    found = _scalars.get(number)
+    if found is None:
+        raise errors.ScalarGone(
+            "compiled code reads a ca.scalar that is gone; keep a reference to it, or capture a 0-d tensor"
+        )
+    return found
 
 
 class _Row:
@@ -273,7 +297,7 @@ def as_expr(value: Any) -> Expr:
         return const(value.item())
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
-            return read(Capture(value), ())
+            return read(capture_of(value), ())
         return refuse(
             errors.UnindexedTensor,
             f"a captured tensor of shape {tuple(value.shape)} is used whole; a mod computes one score at a time: "
@@ -614,7 +638,7 @@ def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if name == "__getitem__":
         tensor, item = args
         if isinstance(tensor, torch.Tensor):
-            return _read(Capture(tensor), (), item)
+            return _read(capture_of(tensor), (), item)
         return tensor[item]
     if name == "__setitem__":
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
@@ -637,6 +661,18 @@ def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         if isinstance(error, errors.ComposattnError):
             raise
         return refuse(errors.UnsupportedOperation, f"torch.{plain} with these arguments: {error}")
+
+
+_OPERATOR_NAMES = {"getitem": "__getitem__", "and_": "and", "or_": "or"}  # as Python's module operator calls them
+
+
+def call_by_name(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a torch function or operator of this name makes of traced values, tensors and numbers."""
+    name = _OPERATOR_NAMES.get(name, name)
+    func = types.SimpleNamespace(__name__=name)
+    if name in _CONSTANT_MAKERS:
+        return _constant(getattr(torch, name), args, kwargs)
+    return _torch_call(func, tuple(args), kwargs)  # type: ignore[arg-type]
 
 
 def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
@@ -686,6 +722,10 @@ _SHAPE_QUESTIONS = {
 _CONSTANT_MAKERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "full", "zeros", "ones"}
 
 
+POINTWISE = frozenset(_HANDLERS) | _CONSTANT_MAKERS
+"""Names of torch functions that a mod may call, none of which looks at anything but its arguments."""
+
+
 class _Guard(TorchFunctionMode):
     """While a mod runs, no torch function may do at tracing time what the mod should do at every score.
 
@@ -709,7 +749,7 @@ class _Guard(TorchFunctionMode):
         ):
             return _torch_call(func, args, kwargs)
         if name == "unbind" and args[1:] in ((), (0,)) and tensors and tensors[0].ndim:  # `low, high = bounds`
-            return tuple(_read(Capture(tensors[0]), (), i) for i in range(len(tensors[0])))
+            return tuple(_read(capture_of(tensors[0]), (), i) for i in range(len(tensors[0])))
         if not tensors or name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
         if name in _TO_PYTHON or name == "__bool__":
@@ -774,17 +814,7 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-@torch._dynamo.disable(  # type: ignore[untyped-decorator]
-    reason="a mask or score mod is made by running its Python, which a compiled region can't do: make it, or "
-    "ca.Attention(...), outside of it and use that inside"
-)
-def _run_outside(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
-    return _run(fn, arguments, signature)
-
-
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
-    if torch.compiler.is_compiling():
-        return _run_outside(fn, arguments, signature)
     if not callable(fn):
         raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
     wanted = len(arguments)

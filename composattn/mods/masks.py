@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.expr import Capture, const, index, size
+from ..graph.dynamo import teach_dynamo
+from ..graph.expr import const, index, size
+from ..graph.lent import capture_of
 from ..graph.mask import Mask
 from ..graph.ops import apply
 from ..graph.trace import Proxy, Scalar
@@ -38,13 +40,17 @@ def causal(align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for another `align`.
     """
-    return _causal(choice(align, "align", "top_left", "bottom_right"))
+    if torch.compiler.is_compiling():
+        teach_dynamo()  # nothing is traced here, and `~causal()` may follow
+    return _CAUSAL[choice(align, "align", "top_left", "bottom_right")]
 
 
-@functools.cache
 def _causal(align: str) -> Mask:
     shift = _shift(align)
     return Mask.of(lambda b, h, q, kv: q + shift >= kv, name="causal" if align == "top_left" else f"causal({align})")
+
+
+_CAUSAL = {align: _causal(align) for align in ("top_left", "bottom_right")}
 
 
 def sliding_window(window: Window, align: str = "top_left") -> Mask:
@@ -193,7 +199,7 @@ def dilated_window(window: Window, dilation: int) -> Mask:
     step = integer(dilation, "dilation", 1)
     near = sliding_window(window)
     every = Mask.of(lambda b, h, q, kv: (q - kv) % step == 0)
-    return Mask((near & every).expr, f"dilated_window({_show(window)}, {step})")
+    return (near & every).named(f"dilated_window({_show(window)}, {step})")
 
 
 def global_tokens(tokens: int | Scalar | torch.Tensor, sides: str = "both") -> Mask:
@@ -233,7 +239,7 @@ def _membership(tokens: Any) -> Any:
         # one beyond the last token, where nothing is global
         table = torch.zeros(int(positions.max()) + 2, dtype=torch.bool, device=positions.device)
         table[positions] = True
-        last: Any = Proxy(apply("sub", size(Capture(table), 0), const(1)))
+        last: Any = Proxy(apply("sub", size(capture_of(table), 0), const(1)))
         return lambda b, position: table[torch.minimum(position, last)]
     count = count_at(tokens, "tokens", "n")
     return lambda b, position: position < count(0)
@@ -258,7 +264,7 @@ def padding(lengths: torch.Tensor, q_lengths: torch.Tensor | None = None) -> Mas
     if q_lengths is None:
         return keys
     of_q = tensor(q_lengths, "q_lengths", "integer", ("B",))
-    return Mask((keys & (lambda b, h, q, kv: q < of_q[b])).expr, "padding")
+    return (keys & (lambda b, h, q, kv: q < of_q[b])).named("padding")
 
 
 def neighborhood(

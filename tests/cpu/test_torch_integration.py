@@ -119,44 +119,6 @@ def test_ready_mods_work_inside_a_compiled_region(generator: torch.Generator) ->
         assert_same(found, wanted)
 
 
-def test_plain_functions_inside_a_compiled_region_break_the_graph_and_say_the_way_out(
-    generator: torch.Generator,
-) -> None:
-    def forward(width: int, *x: torch.Tensor) -> Any:
-        return ca.attention(*x, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < width))
-
-    inputs = draw(generator)
-    compiled = torch.compile(forward, backend="aot_eager")
-    for width in (3, 4, 5, 6):
-        assert_same([compiled(width, *inputs)], [forward(width, *inputs)])
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ca\.Attention.*outside"):
-        torch.compile(forward, fullgraph=True, backend="aot_eager")(3, *inputs)
-
-
-MADE_INSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a mask": lambda ids: causal(),
-    "a mask of a tensor": lambda ids: document(ids),
-    "blocks": lambda ids: ca.BlockSparse.topk(ids.view(1, 1, 1, -1), 16, 16, 16),
-}
-
-
-@pytest.mark.parametrize("name", MADE_INSIDE)
-def test_masks_made_inside_a_compiled_region_break_the_graph_and_say_the_way_out(
-    name: str, generator: torch.Generator
-) -> None:
-    def forward(ids: torch.Tensor, *x: torch.Tensor) -> Any:
-        return ca.attention(*x, mask_mod=MADE_INSIDE[name](ids))
-
-    inputs = [torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3)]
-    torch._dynamo.reset()
-    ids = torch.arange(16) // 5
-    assert_same([torch.compile(forward, backend="aot_eager")(ids, *inputs)], [forward(ids, *inputs)])
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"make it.* outside"):
-        torch.compile(forward, fullgraph=True, backend="aot_eager")(ids, *inputs)
-
-
 def test_a_scalar_changes_without_recompiling_and_its_backward_sees_the_value_of_the_forward(
     generator: torch.Generator,
 ) -> None:
@@ -292,12 +254,14 @@ def test_fake_tensors_pass_and_wrong_ones_are_refused_by_name(generator: torch.G
 def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     attention, _ = biased()
     q, k, v = draw(generator)
-    named = (attention._number, attention._numbers, True)
+    said = attention._spoken
     operator = torch.ops.composattn.attend.default
-    torch.library.opcheck(operator, (q, k, v, attention._inputs, *flatten(None, None), *named))
+    for plan in (attention._number, -1):
+        torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), said.form, plan, True))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    torch.library.opcheck(operator, (*packed, attention._inputs, *flatten(case.varlen, None), *named))
+    named = (said.form, attention._number, True)
+    torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
@@ -309,20 +273,6 @@ def test_copies_are_attentions_of_their_own(duplicate: Callable[[Any], Any], gen
     other = duplicate(attention)
     assert other._number != attention._number
     assert_same([torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs)], [attention(*inputs)])
-
-
-def test_export(generator: torch.Generator) -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = ca.Attention(mask_mod=causal())
-
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            return self.attention(q, k, v)
-
-    inputs = tuple(t.detach() for t in draw(generator))
-    block = Block()
-    assert_same([torch.export.export(block, inputs).module()(*inputs)], [block(*inputs)])
 
 
 # --- packed sequences and pages --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from ...autograd import Grads, Known, attend
 from ...compile import compile_plan
 from ...graph.derived import Upkeep
+from ...graph.lent import Lending
 from ...graph.program import Program
 from ...launch import ForwardLauncher
 from ...plan import ForwardPlan, plan_forward
@@ -51,8 +52,12 @@ class HopperCall:
     ) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of = kernel_of
-        self.captures = [c.tensor for c in program.captures]
         self.upkeep = Upkeep(program.captures)
+
+    @property
+    def captures(self) -> list[torch.Tensor]:
+        """The captured tensors as the mods hold them now."""
+        return [c.tensor for c in self.program.captures]
 
     @cached_property
     def with_lse(self) -> ForwardLauncher:
@@ -115,6 +120,7 @@ class HopperAttend:
     """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
 
     differentiable_twice = False
+    lending: Lending | None = None
 
     def __init__(self, call: HopperCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
         self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences

@@ -1,0 +1,92 @@
+"""Plans kept between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
+
+A plan is known by what the call asks for: the forms of its mods, its options, and the memory of the captured tensors.
+It holds none of them (see `graph.lent`); when one of them ends, so does the plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .graph.form import graphs_of
+from .graph.lent import Lending, lend
+from .graph.mod import Mod
+from .graph.program import Program
+from .planned import Options, Planned
+
+KEPT_LIMIT = 1024  # plans; the oldest go first
+_plans: dict[Hashable, tuple[Planned, tuple[Any, ...]]] = {}
+_lock = threading.Lock()
+
+
+def planned_for(score: Mod | None, mask: Mod | None, *options: Any) -> tuple[Planned, Lending | None]:
+    """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
+
+    Raises: what `Attention` raises.
+    """
+    forms = (None if score is None else score.form, None if mask is None else mask.form)
+    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    return planned_of(forms, leaves, options)
+
+
+def planned_of(
+    forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
+) -> tuple[Planned, Lending | None]:
+    """The same of forms: of the score mod and of the mask; None, of none.
+
+    user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
+    every call, in place, under the eyes of an eager backward that may still need it.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    lending = lend(tensors)
+    if lending is None:
+        return _made(forms, leaves, options), None
+    # the types too, as True is 1; and of scalars which they are: the plan keeps them alive
+    key: Hashable = (user, forms, options, *map(type, options), *lending.captures)
+    if len(tensors) < len(leaves):
+        key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an option that can't be hashed is none: refused by name
+        return _made(forms, leaves, options), None
+    if found is not None:
+        return found[0], lending if tensors else None
+    with lending:
+        planned = _made(forms, leaves, options)
+    if _may_keep():
+        _keep(key, planned, lending.captures)
+    return planned, lending if tensors else None
+
+
+def _made(forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
+    checked = Options(*options)
+    return Planned(Program(*graphs_of(forms, leaves)), checked)
+
+
+def _keep(key: Hashable, planned: Planned, captures: Sequence[Any]) -> None:
+    with _lock:
+        while len(_plans) >= KEPT_LIMIT:
+            forget(next(iter(_plans)))
+        _plans[key] = planned, tuple(captures)
+        for capture in captures:
+            capture.dependents[key] = forget
+
+
+def forget(key: Hashable) -> None:
+    """Drop a plan."""
+    found = _plans.pop(key, None)
+    for capture in () if found is None else found[1]:
+        capture.dependents.pop(key, None)
+
+
+def _may_keep() -> bool:
+    """Not what is made while a CUDA graph is recorded or warmed up: its memory belongs to the graph."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")

@@ -1,0 +1,133 @@
+"""Attention as a `torch.nn.Module` whose mods read its parameters by name, at each call.
+
+    class Biased(ca.nn.Attention):
+        def __init__(self, heads, length):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(heads, length))
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.bias[h, q_idx - kv_idx]
+
+        def mask_mod(self, b, h, q_idx, kv_idx):
+            return q_idx >= kv_idx
+
+    out = Biased(8, 4096)(q, k, v)
+
+    layer = ca.nn.Attention(score_mod=ca.mods.alibi(slopes), mask_mod=ca.mods.causal())   # or ready mods
+
+What stands in `self.bias` when the module is called is what is read and what gets a gradient: also where FSDP,
+`load_state_dict(assign=True)`, `functional_call`, `parametrize`, `to_empty` or `Module.to` put another tensor there.
+Where nothing changed, nothing is traced or planned again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .api import MaskMod, ScoreMod, attention
+from .graph.mask import Mask
+from .graph.mod import Mod
+from .graph.score import Score
+from .schedule import Schedule
+from .sequences import Paged, Varlen
+
+
+class Attention(torch.nn.Module):
+    """Attention whose mods are methods of a subclass, or given.
+
+    score_mod, mask_mod: as of `ca.attention`; left out, the methods `score_mod` and `mask_mod` of a subclass are taken,
+        if it has them. Tensors that a given `Score` or `Mask` captured become parameters (those that require a
+        gradient) and buffers of this module, `score_mod_0`, `mask_mod_0` and so on, and move, load and train with it;
+        what a plain function closes over stays where it is, as in `ca.attention`.
+    scale, backend, deterministic, schedule: as of `ca.Attention`.
+
+    Raises: what `ca.Attention` raises, here or at the call.
+    """
+
+    def __init__(
+        self,
+        *,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        scale: float | None = None,
+        backend: str | None = None,
+        deterministic: bool | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale, self.backend, self.deterministic, self.schedule = scale, backend, deterministic, schedule
+        for name, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+            if given is not None:
+                setattr(self, name, _Held(self, name, given) if isinstance(given, Mod) else given)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool = False,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """out, or (out, lse) with `return_lse`; shapes, gradients and errors as of `ca.attention`."""
+        return attention(
+            q,
+            k,
+            v,
+            score_mod=self._mod("score_mod"),
+            mask_mod=self._mod("mask_mod"),
+            scale=self.scale,
+            backend=self.backend,
+            deterministic=self.deterministic,
+            schedule=self.schedule,
+            return_lse=return_lse,
+            varlen=varlen,
+            paged=paged,
+        )
+
+    def _mod(self, name: str) -> Any:
+        found = getattr(self, name, None)
+        return found.now(self) if isinstance(found, _Held) else found
+
+    def extra_repr(self) -> str:
+        """The mods and the options that are not left at their default."""
+        options = {name: getattr(self, name) for name in ("scale", "backend", "deterministic", "schedule")}
+        mods = {name: getattr(self, name, None) for name in ("score_mod", "mask_mod")}
+        return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
+
+
+class _Held:
+    """A ready mod whose tensors a module owns: made again of what the module holds by their names."""
+
+    def __init__(self, owner: torch.nn.Module, name: str, mod: Mod) -> None:
+        self.kind = Score if isinstance(mod, Score) else Mask
+        self.form, self.name = mod.form, mod.name
+        self.leaves: list[Any] = []  # the name of a tensor, or a ca.scalar
+        known: dict[int, str] = {}
+        for leaf in mod.leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
+                known[id(leaf)] = place = f"{name}_{len(known)}"
+                _own(owner, place, leaf)
+            self.leaves.append(known.get(id(leaf), leaf))
+
+    def now(self, owner: torch.nn.Module) -> Mod:
+        """The mod of the tensors that the module holds now."""
+        leaves = tuple([getattr(owner, leaf) if isinstance(leaf, str) else leaf for leaf in self.leaves])
+        return self.kind.formed(self.form, leaves, self.name)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _own(owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, torch.nn.Parameter) or not (tensor.requires_grad and tensor.is_leaf):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        (owner.register_parameter if is_parameter else owner.register_buffer)(name, tensor)  # type: ignore[arg-type]
+    else:
+        owner.register_parameter(name, torch.nn.Parameter(tensor))
+
+
+__all__ = ["Attention"]

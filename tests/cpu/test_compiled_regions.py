@@ -1,0 +1,193 @@
+"""FlexAttention code with one import changed, inside of torch.compile(fullgraph=True): mods made there, new masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
+
+import composattn as ca
+from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+LENGTH = 64
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> None:
+    torch._dynamo.reset()
+
+
+class Model(torch.nn.Module):
+    """One layer that makes its mods as it runs."""
+
+    def __init__(self, make: Callable[..., dict[str, Any]]) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 2 * 128).view(2, 128))
+        self.cap = 3
+        self.make = make
+
+    def squashed(self, score: Any) -> Any:
+        return self.cap * torch.tanh(score / self.cap)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> Any:
+        return ca.attention(q * 1.5, k, v, return_lse=True, **self.make(self, ids))
+
+
+def _calls_a_mask(model: Model, ids: torch.Tensor) -> dict[str, Any]:
+    near = causal() & sliding_window(9)
+    return {"mask_mod": lambda b, h, q, kv: near(b, h, q, kv) | (ids[q] == ids[kv])}
+
+
+MADE_INSIDE: dict[str, Callable[[Model, torch.Tensor], dict[str, Any]]] = {
+    "a ready mask": lambda m, ids: {"mask_mod": causal()},
+    "a ready mask turned around": lambda m, ids: {"mask_mod": ~causal()},
+    "a condition turned around": lambda m, ids: {"mask_mod": lambda b, h, q, kv: ~(q < kv) & ~(ids[q] != ids[kv])},
+    "a ready mask of a tensor": lambda m, ids: {"mask_mod": causal() & document(ids)},
+    "a ready mask of a tensor made there": lambda m, ids: {"mask_mod": document(ids // 2) | ~sliding_window((3, 2))},
+    "ready score mods": lambda m, ids: {"score_mod": alibi(m.bias[:, 0].exp()) >> softcap(2.5)},
+    "a relative bias": lambda m, ids: {"score_mod": relative_bias(m.bias[:, :-1]), "mask_mod": causal()},
+    "a lambda over a parameter": lambda m, ids: {"score_mod": lambda s, b, h, q, kv: s + m.bias[h, q - kv + 63]},
+    "a lambda that reads in two steps": lambda m, ids: {"score_mod": lambda s, b, h, q, kv: s + m.bias[h][q]},
+    "a lambda over a tensor made there": lambda m, ids: {
+        "score_mod": lambda s, b, h, q, kv: torch.where(ids[q] == ids[kv], s, -float("inf"))
+    },
+    "a lambda that calls a method": lambda m, ids: {"score_mod": lambda s, b, h, q, kv: m.squashed(s) + abs(q - kv)},
+    "a lambda that calls a mask": _calls_a_mask,
+    "both as lambdas": lambda m, ids: {
+        "mask_mod": lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]),
+        "score_mod": lambda s, b, h, q, kv: s * m.bias[h, 0] + 1.0,
+    },
+    "blocks": lambda m, ids: {
+        "mask_mod": ca.BlockSparse.topk(ids.view(1, 1, 4, 16)[..., :2] % 4, 16, 64, 64) & causal()
+    },
+}
+
+
+def results(model: Callable[..., Any], bias: torch.Tensor, inputs: list[torch.Tensor], ids: torch.Tensor) -> list[Any]:
+    out, lse = model(*inputs, ids)
+    loss = out.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
+    return [out, lse, *torch.autograd.grad(loss, [*inputs, bias], allow_unused=True)]
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def draw(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randn(2, 2, LENGTH, 16, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_mods_made_inside_give_the_eager_gradients_in_one_graph(
+    name: str, compiler: str, generator: torch.Generator
+) -> None:
+    model = Model(MADE_INSIDE[name])
+    ids, inputs = torch.arange(LENGTH) // 7, draw(generator)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    assert_same(results(compiled, model.bias, inputs, ids), results(model, model.bias, inputs, ids))
+
+
+def test_new_masks_of_the_same_form_do_not_recompile(generator: torch.Generator) -> None:
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def forward(mask: ca.Mask, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=mask)
+
+    inputs = draw(generator)
+    for step in range(12):  # Dynamo gives up after 8 recompilations
+        mask = causal() & document(torch.randint(0, 4, (LENGTH,), generator=generator))
+        torch.testing.assert_close(forward(mask, *inputs), ca.attention(*inputs, mask_mod=mask), msg=f"step {step}")
+    assert counter.frame_count == 1
+
+
+def test_masks_that_differ_in_form_recompile_and_are_told_apart(generator: torch.Generator) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def forward(mask: ca.Mask, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=mask)
+
+    inputs = draw(generator)
+    for mask in (causal(), sliding_window(3), sliding_window(5), causal() & sliding_window(9), sliding_window(3)):
+        torch.testing.assert_close(forward(mask, *inputs), ca.attention(*inputs, mask_mod=mask))
+
+
+def test_a_number_that_a_mod_reads_is_guarded(generator: torch.Generator) -> None:
+    model = Model(lambda m, ids: {"mask_mod": lambda b, h, q, kv: (q >= kv) & (q - kv < m.cap)})
+    compiled, inputs = torch.compile(model, fullgraph=True, backend="aot_eager"), draw(generator)
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    for width in (3, 4, 5, 3):
+        model.cap = width
+        torch.testing.assert_close(compiled(*inputs, ids)[0], model(*inputs, ids)[0])
+
+
+def test_flex_attention_code_compiles_as_it_stands(generator: torch.Generator) -> None:
+    counter = CompileCounter()
+    bias = torch.randn(2, generator=generator, requires_grad=True)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any) -> torch.Tensor:
+        return ca.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h] * (i - j), block_mask=block_mask)
+
+    compiled, inputs = torch.compile(layer, fullgraph=True, backend=counter), draw(generator)
+    for seed in range(10):  # a new mask a step
+        ids = torch.randint(0, 3, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+
+        def visible(b: Any, h: Any, q: Any, kv: Any, ids: torch.Tensor = ids) -> Any:
+            return (q >= kv) & (ids[q] == ids[kv])
+
+        block_mask = create_block_mask(visible, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        found, wanted = compiled(*inputs, block_mask), layer(*inputs, block_mask)
+        torch.testing.assert_close(found, wanted)
+        gradients = [torch.autograd.grad(out.sin().sum(), [*inputs, bias]) for out in (found, wanted)]
+        assert_same(list(gradients[0]), list(gradients[1]))
+    assert counter.frame_count <= 2
+
+
+def test_scalars_change_without_recompiling(generator: torch.Generator) -> None:
+    counter, width = CompileCounter(), ca.scalar(4)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def forward(*x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < width))
+
+    inputs = draw(generator)
+    for value in (4, 9, 1):
+        width.value = value
+        wanted = ca.attention(*inputs, mask_mod=causal() & sliding_window(value - 1))
+        torch.testing.assert_close(forward(*inputs), wanted)
+    assert counter.frame_count == 1
+
+
+def test_what_compiled_code_writes_to_a_captured_tensor_is_seen(generator: torch.Generator) -> None:
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def forward(new: torch.Tensor, *x: torch.Tensor) -> Any:
+        ids.copy_(new)
+        return ca.attention(*x, mask_mod=document(ids))
+
+    inputs = draw(generator)
+    for size in (7, 20, 3):
+        new = torch.arange(LENGTH) // size
+        torch.testing.assert_close(forward(new, *inputs), ca.attention(*inputs, mask_mod=document(new)))
+
+
+@pytest.mark.parametrize(
+    ("mod", "says"),
+    [
+        (lambda s, b, h, q, kv: s if s > 0 else -s, "truth value"),
+        (lambda s, b, h, q, kv: s + torch.rand(()), "random"),
+    ],
+)
+def test_what_no_kernel_can_say_is_refused_by_name(mod: Any, says: str, generator: torch.Generator) -> None:
+    compiled = torch.compile(lambda *x: ca.attention(*x, score_mod=mod), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=says):
+        compiled(*draw(generator))

@@ -1,0 +1,111 @@
+"""Programs that torch.export saves carry their mods: another process computes what was exported."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+
+LENGTH = 48
+
+
+class Planned(torch.nn.Module):
+    """An Attention made once, which reads a buffer of the module and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.7]))
+        self.register_buffer("ids", torch.arange(LENGTH) // 9)
+        self.attention = ca.Attention(
+            mask_mod=causal() & document(self.ids), score_mod=alibi(self.slopes) >> softcap(3.0), scale=0.3
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return self.attention(q, k, v)
+
+
+class MadeInside(Planned):
+    """The same, with the mods made at each call."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return ca.attention(
+            q, k, v, mask_mod=causal() & document(self.ids), score_mod=alibi(self.slopes) >> softcap(3.0), scale=0.3
+        )
+
+
+class ByName(ca.nn.Attention):
+    """An `nn.Attention` with mods as methods."""
+
+    def __init__(self) -> None:
+        super().__init__(scale=0.3)
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.7]))
+        self.register_buffer("ids", torch.arange(LENGTH) // 9)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return 3.0 * torch.tanh((score + self.slopes[h] * (kv - q)) / 3.0)
+
+    def mask_mod(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (self.ids[q] == self.ids[kv])
+
+
+def draw() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(1, 2, LENGTH, 8, generator=generator) for _ in range(3))
+
+
+LOADER = """
+import sys, torch, composattn as ca
+from composattn.mods import sliding_window
+others = [ca.Attention(mask_mod=sliding_window((2, 2))) for _ in range(50)]  # whose numbers a saved one may have had
+program = torch.export.load(sys.argv[1])
+inputs = torch.load(sys.argv[2])
+torch.save(program.module()(*inputs), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("kind", [Planned, MadeInside, ByName])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_saved_program_computes_the_same_in_another_process(
+    kind: type[torch.nn.Module], strict: bool, tmp_path: Path
+) -> None:
+    module, inputs = kind(), draw()
+    wanted = module(*inputs)
+    program = torch.export.export(module, inputs, strict=strict)
+    torch.testing.assert_close(program.module()(*inputs), wanted)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    arguments = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "out.pt")]
+    subprocess.run([sys.executable, "-c", LOADER, *arguments], check=True, cwd=Path(__file__).parents[2])
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), wanted)
+
+
+def test_a_loaded_program_does_not_need_its_attention_and_ignores_others() -> None:
+    module, inputs = Planned(), draw()
+    wanted, saved = module(*inputs), io.BytesIO()
+    torch.export.save(torch.export.export(module, inputs), saved)
+    del module
+    others = [ca.Attention(mask_mod=sliding_window(n)) for n in range(1, 20)]
+    saved.seek(0)
+    torch.testing.assert_close(torch.export.load(saved).module()(*inputs), wanted)
+    assert others
+
+
+def test_a_run_time_number_of_this_process_is_refused_by_name() -> None:
+    class Capped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = ca.Attention(score_mod=softcap(ca.scalar(2.0)))
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return self.attention(q, k, v)
+
+    with pytest.raises(Exception, match="0-d tensor"):
+        torch.export.export(Capped(), draw())

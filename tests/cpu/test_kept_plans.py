@@ -1,0 +1,368 @@
+"""ca.attention traces and plans once per form: what changed is seen, and nothing is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import composattn as ca
+from composattn import kept, planned
+from composattn.graph import lent, mod
+from composattn.mods import alibi, causal, document, global_tokens, relative_bias, sliding_window, softcap
+
+LENGTH = 48
+
+
+@pytest.fixture
+def inputs(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randn(2, 2, LENGTH, 8, generator=generator) for _ in range(3)]
+
+
+class Work:
+    """How often something was traced, and how often planned."""
+
+    def __init__(self) -> None:
+        self.traced = self.planned = 0
+
+    def of(self, call: Callable[[], Any]) -> tuple[int, int]:
+        """(traces, plans) of one call."""
+        before = self.traced, self.planned
+        call()
+        return self.traced - before[0], self.planned - before[1]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    counted = Work()
+    form_of, prepare = mod.form_of, planned.Planned._prepare
+
+    def count_form(*args: Any) -> Any:
+        counted.traced += 1
+        return form_of(*args)
+
+    def count_plan(*args: Any) -> Any:
+        counted.planned += 1
+        return prepare(*args)
+
+    monkeypatch.setattr(mod, "form_of", count_form)
+    monkeypatch.setattr(planned.Planned, "_prepare", count_plan)
+    yield counted
+
+
+SLOPES, IDS = torch.tensor([0.25, 0.5]), torch.arange(LENGTH) // 7
+BIAS = torch.linspace(-1, 1, 2 * LENGTH).view(2, LENGTH)
+WIDTH = 9
+KEPT_SCORE = alibi(SLOPES)
+
+
+def _outer(scale: float) -> Callable[..., Any]:
+    def squash(x: Any) -> Any:
+        return torch.tanh(x / scale) * scale
+
+    return lambda s, b, h, q, kv: squash(s) + BIAS[h, q]
+
+
+ENTRIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "a ready mask": lambda: {"mask_mod": causal()},
+    "a ready mask of a number": lambda: {"mask_mod": sliding_window((5, 0))},
+    "a ready mask of a tensor, made at each call": lambda: {"mask_mod": causal() & document(IDS)},
+    "a ready score mod, made at each call": lambda: {"score_mod": alibi(SLOPES)},
+    "a ready score mod, kept": lambda: {"score_mod": KEPT_SCORE, "mask_mod": causal()},
+    "joined score mods": lambda: {"score_mod": alibi(SLOPES) >> softcap(5.0)},
+    "a relative bias": lambda: {"score_mod": relative_bias(BIAS[:, 1:])},
+    "a lambda": lambda: {"mask_mod": lambda b, h, q, kv: q >= kv},
+    "a lambda over a tensor": lambda: {"score_mod": lambda s, b, h, q, kv: s + BIAS[h, (q - kv) % 9]},
+    "a lambda over a global number": lambda: {"mask_mod": lambda b, h, q, kv: abs(q - kv) < WIDTH},
+    "functions that call functions": lambda: {"score_mod": _outer(3.0)},
+    "a partial": lambda: {"mask_mod": partial(lambda b, h, q, kv, n: q - kv < n, n=4)},
+    "a lambda that calls a mask": lambda: {"mask_mod": lambda b, h, q, kv: causal()(b, h, q, kv) | (IDS[kv] == 0)},
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_where_nothing_is_new_nothing_is_traced_or_planned(name: str, inputs: list[torch.Tensor], work: Work) -> None:
+    def call() -> torch.Tensor:
+        return ca.attention(*inputs, **ENTRIES[name]())
+
+    first = call()
+    if name == "a lambda that calls a mask":  # causal() is found by its global name, called and made anew
+        assert work.of(call)[1] == 0
+    else:
+        assert work.of(call) == (0, 0)
+    torch.testing.assert_close(call(), first, rtol=0, atol=0)
+    torch.testing.assert_close(first, ca.attention(*inputs, **ENTRIES[name](), backend="reference"))
+
+
+def test_flex_attention_plans_once_per_block_mask(inputs: list[torch.Tensor], work: Work) -> None:
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return IDS[q] == IDS[kv]
+
+    blocks = create_block_mask(visible, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+
+    def call() -> Any:
+        return ca.flex_attention(*inputs, score_mod=lambda s, b, h, i, j: s + SLOPES[h], block_mask=blocks)
+
+    call()
+    assert work.of(call) == (0, 0)
+
+
+def test_the_backward_plans_nothing_new(inputs: list[torch.Tensor], work: Work) -> None:
+    slopes = SLOPES.clone().requires_grad_()
+    q, k, v = (t.requires_grad_() for t in inputs)
+
+    def step() -> None:
+        ca.attention(q, k, v, score_mod=alibi(slopes), mask_mod=document(IDS)).sum().backward()
+
+    step()
+    assert work.of(step) == (0, 0)
+
+
+# --- what changed is seen ------------------------------------------------------------------------------------------
+
+
+class Config:
+    """What a mod reads by name."""
+
+    def __init__(self) -> None:
+        self.width, self.table, self.shift = 5, torch.arange(LENGTH) % 3, [1, 2]
+
+    def near(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return abs(q - kv) < self.width
+
+    def helped(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.near(b, h, q, kv) & (self.table[q] == self.table[kv])
+
+    def shifted(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q - kv < self.shift[0]
+
+
+CHANGES: dict[str, tuple[Callable[[Config], Any], Callable[[Config], Any]]] = {
+    "an attribute": (lambda c: c.near, lambda c: setattr(c, "width", 9)),
+    "an attribute behind a method": (lambda c: c.helped, lambda c: setattr(c, "width", 9)),
+    "a tensor put in the place of another": (
+        lambda c: c.helped,
+        lambda c: setattr(c, "table", torch.arange(LENGTH) % 5),
+    ),
+    "what a tensor holds": (lambda c: c.helped, lambda c: c.table.add_(torch.arange(LENGTH) // 9)),
+    "a tensor's memory": (lambda c: c.helped, lambda c: setattr(c.table, "data", torch.arange(LENGTH) % 7)),
+    "a tensor's type": (lambda c: c.helped, lambda c: setattr(c.table, "data", (torch.arange(LENGTH) % 7).int())),
+    "a swapped tensor": (
+        lambda c: c.helped,
+        lambda c: torch.utils.swap_tensors(c.table, torch.arange(LENGTH) % 7),
+    ),
+    "what a list holds": (lambda c: c.shifted, lambda c: c.shift.__setitem__(0, -4)),
+    "a list": (lambda c: c.shifted, lambda c: setattr(c, "shift", [7])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_by_the_next_call(name: str, inputs: list[torch.Tensor]) -> None:
+    made, change = CHANGES[name]
+    config = Config()
+    for _ in range(2):
+        before = ca.attention(*inputs, mask_mod=made(config))
+    change(config)
+    after = ca.attention(*inputs, mask_mod=made(config))
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, ca.Attention(mask_mod=made(config), backend="reference")(*inputs))
+
+
+def test_closure_cells_defaults_and_globals_are_seen(
+    inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = 3
+
+    def mine(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q - kv < width + WIDTH
+
+    def check(wanted: int) -> None:
+        assert torch.equal(
+            ca.attention(*inputs, mask_mod=mine), ca.attention(*inputs, mask_mod=lambda b, h, q, kv: q - kv < wanted)
+        )
+
+    check(12)
+    width = 5
+    check(14)
+    monkeypatch.setitem(globals(), "WIDTH", -10)
+    check(-5)
+    for n in (2, -3):
+        torch.testing.assert_close(
+            ca.attention(*inputs, mask_mod=lambda b, h, q, kv, n=n: q - kv < n),
+            ca.attention(*inputs, mask_mod=sliding_window((n - 1 if n > 0 else None, None)))
+            if n > 0
+            else ca.attention(*inputs, mask_mod=lambda b, h, q, kv: kv - q > 3),
+        )
+
+
+def test_numbers_that_are_equal_but_not_the_same_are_told_apart(inputs: list[torch.Tensor]) -> None:
+    outs = [ca.attention(*inputs, score_mod=lambda s, b, h, q, kv, n=n: s + q // n) for n in (2, 2.0)]
+    torch.testing.assert_close(outs[0], outs[1])
+    with pytest.raises(ca.errors.InvalidScale):
+        ca.attention(*inputs, scale=1)
+        ca.attention(*inputs, scale=True)
+
+
+def test_a_scalar_is_read_at_each_call(inputs: list[torch.Tensor], work: Work) -> None:
+    cap = ca.scalar(2.0)
+
+    def call() -> torch.Tensor:
+        return ca.attention(*inputs, score_mod=softcap(cap))
+
+    call()
+    cap.value = 0.5
+    assert work.of(call) == (0, 0)
+    torch.testing.assert_close(call(), ca.attention(*inputs, score_mod=softcap(0.5)))
+
+
+def test_a_function_that_could_do_anything_is_traced_at_each_call(inputs: list[torch.Tensor], work: Work) -> None:
+    state = {"width": 3}
+
+    def call() -> torch.Tensor:
+        return ca.attention(*inputs, mask_mod=lambda b, h, q, kv: q - kv < state["width"])
+
+    call()
+    assert work.of(call) == (1, 0)  # the plan is found again by the form
+    state["width"] = -2
+    torch.testing.assert_close(call(), ca.attention(*inputs, mask_mod=lambda b, h, q, kv: q - kv < -2))
+
+
+# --- nothing is kept alive --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ready", "lambda", "trained"])
+def test_plans_end_with_the_tensors_that_their_mods_read(kind: str, inputs: list[torch.Tensor]) -> None:
+    q, k, v = (t.requires_grad_(kind == "trained") for t in inputs)
+    gc.collect()
+    before = len(kept._plans), len(lent._known), len(lent._watched)
+
+    def step() -> weakref.ref[torch.Tensor]:
+        table = (torch.arange(LENGTH) // 5).clone()
+        mask = document(table) if kind == "ready" else (lambda b, h, q, kv: table[q] == table[kv])
+        out = ca.attention(q, k, v, mask_mod=mask)
+        if kind == "trained":
+            out.sum().backward()
+        assert len(kept._plans) == before[0] + 1
+        return weakref.ref(table)
+
+    assert step()() is None  # at once: no cycle holds it
+    assert (len(kept._plans), len(lent._known), len(lent._watched)) == before
+
+
+def test_ten_thousand_plans_leave_nothing_behind(inputs: list[torch.Tensor]) -> None:
+    q, k, v = (t[:1, :1, :4] for t in inputs)
+    slopes = torch.rand(1)  # lives through all of it
+    for step in range(10_000):
+        ids = torch.full((4,), step)
+        ca.attention(q, k, v, mask_mod=document(ids), score_mod=alibi(slopes))
+    del ids
+    gc.collect()
+    capture = lent.lent_for(slopes)
+    assert capture is not None and not capture.dependents
+    assert len(kept._plans) <= kept.KEPT_LIMIT
+    assert not [p for p, captures in kept._plans.values() if capture in captures]
+
+
+def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor]) -> None:
+    q, k, v = (t[:1, :1, :4] for t in inputs)
+    for step in range(kept.KEPT_LIMIT + 50):
+        ca.attention(q, k, v, scale=1.0 + step)
+    assert len(kept._plans) <= kept.KEPT_LIMIT
+
+
+def test_a_backward_finds_its_tensors_after_the_plan_ended(inputs: list[torch.Tensor]) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs)
+
+    def loss() -> torch.Tensor:
+        ids, bias = torch.arange(LENGTH) // 5, torch.linspace(0, 1, LENGTH)
+        return (
+            ca.attention(
+                q, k, v, mask_mod=lambda b, h, q, kv: ids[q] >= ids[kv], score_mod=lambda s, b, h, q, kv: s * bias[q]
+            )
+            .sin()
+            .sum()
+        )
+
+    found = loss()
+    gc.collect()
+    kept._plans.clear()
+    grads = torch.autograd.grad(found, [q, k, v])
+    for x, y in zip(grads, torch.autograd.grad(loss(), [q, k, v]), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_threads_share_a_plan(inputs: list[torch.Tensor]) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs)
+    slopes = SLOPES.clone().requires_grad_()
+    wanted = torch.autograd.grad(ca.attention(q, k, v, score_mod=alibi(slopes), mask_mod=document(IDS)).sum(), slopes)
+    failed: list[Any] = []
+
+    def work() -> None:
+        for _ in range(20):
+            out = ca.attention(q, k, v, score_mod=alibi(slopes), mask_mod=document(IDS))
+            (found,) = torch.autograd.grad(out.sum(), slopes)
+            if not torch.allclose(found, wanted[0]):
+                failed.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_captured_tensors_take_no_weak_references(inputs: list[torch.Tensor]) -> None:
+    """Which would stand in the way of `swap_tensors`, and so of `Module.to`."""
+    table = torch.arange(LENGTH) // 5
+    ca.attention(*inputs, mask_mod=document(table))
+    assert not weakref.getweakrefs(table)
+
+
+# --- a planned Attention -------------------------------------------------------------------------------------------
+
+
+def test_an_attention_follows_new_memory_of_the_same_form(inputs: list[torch.Tensor]) -> None:
+    ids = torch.arange(LENGTH) // 5
+    attention = ca.Attention(mask_mod=causal() & document(ids))
+    attention(*inputs)
+    for make in (lambda: torch.arange(LENGTH) // 11, lambda: torch.arange(LENGTH) % 3):
+        ids.data = make()
+        torch.testing.assert_close(attention(*inputs), ca.attention(*inputs, mask_mod=causal() & document(ids)))
+    torch.utils.swap_tensors(ids, torch.arange(LENGTH) // 2)
+    wanted = ca.attention(*inputs, mask_mod=causal() & document(torch.arange(LENGTH) // 2), backend="reference")
+    torch.testing.assert_close(attention(*inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "data", torch.arange(LENGTH + 9) // 5),
+        lambda t: setattr(t, "data", (torch.arange(LENGTH) // 5).int()),
+        lambda t: t.resize_(LENGTH + 16).zero_(),
+    ],
+    ids=["a longer one", "another type", "resized"],
+)
+def test_an_attention_refuses_a_captured_tensor_of_another_form(change: Any, inputs: list[torch.Tensor]) -> None:
+    ids = torch.arange(LENGTH) // 5
+    attention = ca.Attention(mask_mod=document(ids))
+    attention(*inputs)
+    change(ids)
+    with pytest.raises(ca.errors.CapturedTensorChanged, match=r"ca\.nn\.Attention"):
+        attention(*inputs)
+
+
+def test_global_tokens_and_other_masks_that_make_tensors_still_work_inline(inputs: list[torch.Tensor]) -> None:
+    places = torch.tensor([3, 17])
+    for _ in range(2):
+        found = ca.attention(*inputs, mask_mod=global_tokens(places) | sliding_window(4))
+    wanted = ca.Attention(mask_mod=global_tokens(places) | sliding_window(4), backend="reference")(*inputs)
+    torch.testing.assert_close(found, wanted)
