@@ -256,7 +256,8 @@ def _listed(*lists: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
     """bool (..., size): True at the places along the last dimension; places outside of it are none."""
     outside = (places < 0) | (places >= size)
-    found = torch.zeros((*places.shape[:-1], size + 1), dtype=torch.bool, device=places.device)
+    # new_zeros, so that below vmap the zeros are as many as the places
+    found = places.new_zeros((*places.shape[:-1], size + 1), dtype=torch.bool)
     return found.scatter_(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 

@@ -57,7 +57,7 @@ def register(attention: Attention) -> int:
 
 def inputs(attention: Attention) -> list[torch.Tensor]:
     """The captured tensors that an operator takes; those that are derived from them it computes itself."""
-    return [c.tensor for c in originals(attention.program.captures)]
+    return [c.tensor for c in originals(attention.program.read_by_mods[0])]
 
 
 # --- the operators -------------------------------------------------------------------------------------------
