@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import backends, errors, operators
+from . import backends, errors, operators, transforms
 from .block_sparse import Table
 from .checks import check_blocks, check_contents
 from .graph.mask import ALL, Mask
 from .graph.program import Program
 from .graph.score import IDENTITY, Score
 from .graph.short_reads import refuse_short_reads
-from .problem import Problem, softmax_scale
+from .problem import Problem, refuse_foreign, softmax_scale
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen, flatten
 
@@ -86,8 +86,9 @@ class Attention:
         self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
         # what compiled code sees of this object, see `composattn.operators`
         self._number, self._inputs = operators.register(self), operators.inputs(self)
-        self._numbers = len(self.program.scalars)
-        self._tables = [c for c in self.program.captures if isinstance(c, Table)]
+        captures, scalars = self.program.read_by_mods
+        self._numbers = len(scalars)
+        self._tables = [c for c in captures if isinstance(c, Table)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -118,9 +119,12 @@ class Attention:
             q, k, v = _autocast(q, k, v)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
             return _as_operator(self, q, k, v, return_lse, varlen, paged)
-        call = self.prepared(q, k, v, varlen, paged)
         if paged is not None:
             refuse_gradient(q, k, v, *self._inputs)
+        if transforms.active():
+            both = transforms.attend(self, q, k, v, varlen, paged)
+            return both if return_lse else both[0]
+        call = self.prepared(q, k, v, varlen, paged)
         if varlen is not None or paged is not None:
             check_contents(q, k, varlen, paged)
         if self._tables:
@@ -211,7 +215,7 @@ def _form(
     """All that planning may look at; what `Attention` remembers a prepared call by."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
         None if varlen is None else varlen.form, None if paged is None else paged.form,
     )  # fmt: skip
 
@@ -226,6 +230,7 @@ def _as_operator(
     paged: Paged | None,
 ) -> Any:
     """A call as torch.compile and fake tensors see it."""
+    transforms.break_graph()
     if paged is not None:
         refuse_gradient(q, k, v, *plan._inputs)
     lengths, hints = flatten(varlen, paged)
@@ -264,6 +269,7 @@ def check_captures(program: Program, problem: Problem) -> None:
         if isinstance(capture, Table):
             _check_blocks(capture, problem)
         tensor = capture.tensor
+        refuse_foreign("a captured tensor", tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
         if tensor.device != problem.device:
@@ -354,7 +360,7 @@ def _plan(
             schedule=schedule,
         )
         # a remembered plan would keep captured tensors alive, so only plans without any are remembered
-        if not planned.program.captures and not planned.program.scalars:
+        if not any(planned.program.read_by_mods):
             if len(_plain) >= _PLAIN_LIMIT:
                 _plain.clear()
             _plain[key] = planned
