@@ -6,11 +6,12 @@ a mod captured travel as inputs of their own, so that they get gradients like q,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from .errors import GradientUnsupported
 from .graph.lent import Lending, current
@@ -72,8 +73,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `call`, differentiable in q, k, v and every captured tensor that requires grad."""
     call.lending = current()
-    function = _AttendTransformed if torch._C._are_functorch_transforms_active() else _Attend
-    out, lse = function.apply(call, q, k, v, *call.captures)
+    out, lse = _Attend.apply(call, q, k, v, *call.captures)
     return out, lse
 
 
@@ -93,7 +93,7 @@ def lent_again(call: Differentiable) -> AbstractContextManager[Any]:
 
 
 class _Attend(torch.autograd.Function):
-    """Without transforms of torch.func: with a `setup_context` torch looks at the signature in every call, 25 µs."""
+    """Outside of transforms (see `composattn.transforms`), which ask for a `setup_context`: it costs 25 µs a call."""
 
     @staticmethod
     def forward(ctx: Any, call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
@@ -108,13 +108,18 @@ class _Attend(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (len(wanted) + 1)
-        known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
-        if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
-            grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
-        else:
-            with without_autocast(q), lent_again(ctx.call):
-                grads = ctx.call.backward(known)
-        return (None, *[g if w else None for g, w in zip(grads, wanted, strict=True)])
+
+        def gradient(dout: Any, dlse: Any) -> Grads:
+            known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
+            if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
+                grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
+            else:
+                with without_autocast(q), lent_again(ctx.call):
+                    grads = ctx.call.backward(known)
+            return tuple([g if w else None for g, w in zip(grads, wanted, strict=True)])
+
+        batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))
+        return None, *(_one_by_one(gradient, dout, dlse) if batched else gradient(dout, dlse))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -127,34 +132,29 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.first = len(lengths)
 
 
-class _AttendTransformed(torch.autograd.Function):
-    """The same below transforms of torch.func, which ask for this form."""
-
-    @staticmethod
-    def forward(call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        with without_autocast(q):
-            return call.forward(q, k, v, captured)
-
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_Attend.backward)
+def _one_by_one(gradient: Callable[..., Grads], *results: torch.Tensor | None) -> Grads:
+    """Gradients of many at once, `torch.autograd.grad(..., is_grads_batched=True)`, computed one after the other."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    given = [None if t is None else torch._remove_batch_dim(t, level, 1, 0) for t in results]
+    count = max(t.shape[0] for t in given if t is not None)
+    each = [gradient(*(None if t is None else t[i % t.shape[0]] for t in given)) for i in range(count)]
+    stacked = [None if None in of else torch.stack(of) for of in zip(*each, strict=True)]
+    return tuple([None if t is None else torch._add_batch_dim(t, 0, level) for t in stacked])
 
 
 class _Once(torch.autograd.Function):
-    """A backward that can't be differentiated again, where grad mode is on: torch.func.grad, create_graph=True.
+    """A backward that can't be differentiated again, where grad mode is on (create_graph=True).
 
-    Being a Function, it receives plain tensors where torch.func wraps them, and refuses only who asks for more.
+    It refuses only who asks for more.
     """
 
     @staticmethod
-    def forward(call: Differentiable, wanted: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
         with without_autocast(q), lent_again(call):
             grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

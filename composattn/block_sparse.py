@@ -286,7 +286,8 @@ def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
 def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
     """bool (..., size): True at the places along the last dimension; places outside of it are none."""
     outside = (places < 0) | (places >= size)
-    found = torch.zeros((*places.shape[:-1], size + 1), dtype=torch.bool, device=places.device)
+    # new_zeros, so that below vmap the zeros are as many as the places
+    found = places.new_zeros((*places.shape[:-1], size + 1), dtype=torch.bool)
     return found.scatter_(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 

@@ -221,5 +221,9 @@ class GradientUnsupported(ComposattnError, RuntimeError):
     """A gradient that the backend does not compute."""
 
 
+class UnsupportedTransform(ComposattnError, RuntimeError):
+    """A transform of torch (torch.func, torch.jit, DTensor) that a call can't be taken through."""
+
+
 class MissingDependency(ComposattnError, ImportError):
     """An optional package that this feature needs is not installed."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import transforms
 from .graph.form import graphs_of
 from .graph.lent import Lending, lend
 from .graph.mod import Mod
@@ -43,7 +44,7 @@ def planned_of(
     every call, in place, under the eyes of an eager backward that may still need it.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    lending = lend(tensors)
+    lending = None if transforms.active() else lend(tensors)  # a backward of torch.func comes when nothing is lent
     if lending is None:
         return _made(forms, leaves, options), None
     # the types too, as True is 1; and of scalars which they are: the plan keeps them alive

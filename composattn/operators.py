@@ -48,6 +48,7 @@ from .planned import Planned, autocast, refuse_gradient
 from .problem import Problem
 from .schedule import Schedule
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from .transforms import break_graph
 
 if TYPE_CHECKING:
     from .api import Attention
@@ -121,6 +122,7 @@ def call(
         raise UnsupportedOption(
             "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
         )
+    break_graph()
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     if paged is not None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from . import backends, errors
+from . import backends, errors, transforms
 from .block_sparse import Table
 from .checks import check_blocks, check_contents
 from .graph.program import Program
 from .graph.short_reads import refuse_short_reads
-from .problem import Problem, softmax_scale
+from .problem import Problem, refuse_foreign, softmax_scale
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen
 
@@ -50,7 +50,7 @@ class Planned:
         self.program, self.options = program, options
         self._prepared: dict[Any, backends.Call] = {}  # by the form of the inputs
         self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
-        self._tables = [c for c in program.captures if isinstance(c, Table)]
+        self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
     def __call__(
         self,
@@ -64,9 +64,12 @@ class Planned:
         """out, or (out, lse) with `return_lse`."""
         if torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q, k, v)
-        call = self.prepared(q, k, v, varlen, paged)
         if paged is not None:
-            refuse_gradient(q, k, v, *(c.tensor for c in self.program.captures))
+            refuse_gradient(q, k, v, *(c.tensor for c in self.program.read_by_mods[0]))
+        if transforms.active():
+            both = transforms.attend(self, q, k, v, varlen, paged)
+            return both if return_lse else both[0]
+        call = self.prepared(q, k, v, varlen, paged)
         if varlen is not None or paged is not None:
             check_contents(q, k, varlen, paged)
         if self._tables:
@@ -133,7 +136,7 @@ def _form(
     """All that planning may look at; what a prepared call is remembered by."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
         None if varlen is None else varlen.form, None if paged is None else paged.form,
     )  # fmt: skip
 
@@ -167,6 +170,7 @@ def check_captures(program: Program, problem: Problem) -> None:
         if isinstance(capture, Table):
             _check_blocks(capture, problem)
         tensor = capture.tensor
+        refuse_foreign("a captured tensor", tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
         if tensor.device != problem.device:

@@ -100,7 +100,7 @@ class Problem:
         """The problem that q, k and v pose.
 
         Raises: `NotATensor`, `WrongRank`, `ShapeMismatch`, `GroupMismatch`, `EmptyDimension`, `DTypeMismatch`,
-        `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`.
+        `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`.
         """
         layout = _layout(varlen, paged)
         _check_rank("q", q, layout.q)
@@ -162,10 +162,25 @@ _WAYS_OUT = {
 def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
     if not isinstance(t, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor of shape {_DIMENSIONS[lies]}")
+    refuse_foreign(name, t)
     if t.is_nested:
         raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
     if t.ndim != (3 if lies == "packed" else 4):
         raise errors.WrongRank(f"{name} has shape {tuple(t.shape)}; it must be {_DIMENSIONS[lies]}: {_WAYS_OUT[lies]}")
+
+
+def refuse_foreign(name: str, t: torch.Tensor) -> None:
+    """Raises `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace."""
+    if hasattr(t, "to_local"):
+        raise errors.UnsupportedTransform(
+            f"{name} is a {type(t).__name__}; attend to local tensors, .to_local(), with mods that read what "
+            "belongs to the heads or the batch of this rank; DTensor.from_local(out, ...) after"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise errors.UnsupportedTransform(
+            "torch.jit.trace records no call of composattn: which tiles it visits depends on the inputs; use "
+            "torch.export or torch.compile"
+        )
 
 
 def _sizes(t: torch.Tensor, lies: str) -> tuple[int, int, int, int]:

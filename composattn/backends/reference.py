@@ -138,10 +138,11 @@ class _Dense:
         self.precision = precision
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
-        refresh(program.captures)
+        captures, _ = program.read_by_mods
+        refresh(captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
         given = tensors or {}
-        held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in program.captures}
+        held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
         self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Pair:

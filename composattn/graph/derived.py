@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeGuard
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .expr import Capture, Expr, const, read, size
 from .linear import FAR, larger, smaller
@@ -123,12 +124,14 @@ def _version(source: Capture) -> Hashable:
 
 
 def version(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Changes when `tensor` is written to or its memory is another; None for one made in inference mode.
+    """Changes when `tensor` is written to or its memory is another; None where nobody says so.
 
-    Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors have
-    no version.
+    Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors and
+    those below a transform of torch.func have neither.
     """
-    return None if tensor.is_inference() or _distrust.get() else (tensor._version, tensor.data_ptr())
+    if tensor.is_inference() or _distrust.get() or is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor._version, tensor.data_ptr()
 
 
 _distrust: ContextVar[bool] = ContextVar("distrust", default=False)

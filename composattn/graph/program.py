@@ -54,6 +54,11 @@ class Program:
     def _inputs(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
         return inputs(*self.roots)
 
+    @cached_property
+    def read_by_mods(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
+        """Captured tensors and run-time numbers of the mods alone, known without their analysis."""
+        return inputs(*(e for e in (self.score, self.mask) if e is not None))
+
     @property
     def captures(self) -> tuple[Capture, ...]:
         return self._inputs[0]

@@ -77,3 +77,33 @@ def test_packed_sequences_and_pages_compile_whole() -> None:
     with torch.no_grad():
         tensors = (pages.q, pages.k, pages.v)
         assert torch.equal(compiled(*tensors, paged=pages.paged), forward(*tensors, paged=pages.paged))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_per_sample_gradients_by_the_kernels(batch: int, generator: torch.Generator) -> None:
+    """The N calls are one launch: the kernels see N times the batch and a bias with one more index."""
+    shape = (2, batch, 2, 70, 64)
+    inputs = [torch.randn(*shape, generator=generator).bfloat16()[:, :, :heads] for heads in (2, 1, 1)]
+    table = torch.randn(2, 141, generator=generator)
+
+    def gradients(backend: str) -> Any:
+        def objective(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            score = lambda s, b, h, q, kv: s + table[h, q - kv + 70]  # noqa: E731
+            out: Any = ca.attention(q, k, v, score_mod=score, mask_mod=causal(), backend=backend)
+            return out.float().sin().sum()
+
+        return torch.func.vmap(torch.func.grad(objective, (0, 1, 2, 3)), (0, 0, 0, None))(*inputs, table)
+
+    for got, want in zip(gradients("hopper-emulated"), gradients("reference"), strict=True):
+        assert (got.double() - want.double()).abs().max() <= 2**-6 * want.double().abs().max()
+
+
+def test_forward_mode_and_derivatives_of_gradients_are_refused(generator: torch.Generator) -> None:
+    attention, _ = biased()
+    q, k, v = (t.detach() for t in draw(generator))
+    for transform in (
+        lambda: torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,)),
+        lambda: torch.func.grad(lambda q: torch.func.grad(lambda q: loss(attention, q, k, v))(q).float().sum())(q),
+    ):
+        with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):
+            transform()
