@@ -111,10 +111,12 @@ class Planned:
         key = (planned, planned.layout.max_q_len, planned.layout.max_kv_len)
         call = self._planned.get(key)
         if call is None:
-            backend = backends.choose(self.options.backend, planned)
-            call = backend.prepare(planned, self.program, softmax_scale(self.options.scale, planned.head_dim))
-            self._planned[key] = call
+            call = self._planned[key] = self._plan(planned)
         return call
+
+    def _plan(self, problem: Problem) -> backends.Call:
+        backend = backends.choose(self.options.backend, problem)
+        return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
 
     def problem(
         self,

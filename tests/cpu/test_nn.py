@@ -1,0 +1,226 @@
+"""ca.nn.Attention reads its tensors by name at each call: what stands there then is read, and gets the gradient."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import composattn as ca
+from composattn.mods import alibi, causal, document, sliding_window
+
+LENGTH = 24
+
+
+class Biased(ca.nn.Attention):
+    """Mods as methods, over a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 2 * 2 * LENGTH).view(2, 2 * LENGTH))
+        self.register_buffer("ids", torch.arange(LENGTH) // 7)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + self.bias[h, q - kv + LENGTH]
+
+    def mask_mod(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (self.ids[q] == self.ids[kv])
+
+
+class Given(ca.nn.Attention):
+    """Ready mods, whose tensors the module owns."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            score_mod=alibi(torch.nn.Parameter(torch.tensor([0.25, 0.5]))),
+            mask_mod=causal() & document(torch.arange(LENGTH) // 5),
+        )
+
+
+def inputs(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, LENGTH, 8, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def assert_follows(module: ca.nn.Attention, gradient: bool = True) -> None:
+    """That a call reads the tensors which the module has now: as a fresh module that was given copies of them."""
+    fresh = type(module)()
+    state = {
+        name: t.detach().clone()
+        for name, t in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items()
+    }
+    fresh.load_state_dict(state)
+    x = inputs(1)
+    torch.testing.assert_close(module(*x), fresh(*x))
+    if gradient:
+        for m in (module, fresh):
+            m.zero_grad()
+            m(*x).sin().sum().backward()
+        for (name, p), q in zip(module.named_parameters(), fresh.parameters(), strict=True):
+            assert p.grad is not None, name
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.fixture(params=[Biased, Given])
+def module(request: pytest.FixtureRequest) -> ca.nn.Attention:
+    made: ca.nn.Attention = request.param()
+    made(*inputs())  # planned, with the tensors of now
+    return made
+
+
+def test_a_module_trains_what_its_mods_read(module: ca.nn.Attention) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        assert_follows(module)
+        optimizer.step()
+
+
+def test_ready_mods_give_their_tensors_to_the_module() -> None:
+    names = dict(Given().named_parameters()).keys() | dict(Given().named_buffers()).keys()
+    assert names == {"score_mod_0", "mask_mod_0"}
+
+
+def test_load_state_dict_by_assignment_is_followed(module: ca.nn.Attention) -> None:
+    state = {
+        name: torch.nn.Parameter(t + 1.0) if t.is_floating_point() else t // 2
+        for name, t in module.state_dict().items()
+    }
+    module.load_state_dict(state, assign=True)
+    assert_follows(module)
+
+
+def test_functional_call_reads_the_given_parameters(module: ca.nn.Attention) -> None:
+    x = inputs(2)
+    given = {name: (p * 3.0).detach().requires_grad_() for name, p in module.named_parameters()}
+    out = torch.func.functional_call(module, given, tuple(x))
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3.0)
+    torch.testing.assert_close(out, other(*x))
+    out.sum().backward()
+    assert all(t.grad is not None for t in given.values())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_parametrizations_are_followed() -> None:
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2.0 * x
+
+    module, plain, x = Biased(), Biased(), inputs(3)
+    module(*x)
+    parametrize.register_parametrization(module, "bias", Double())
+    with torch.no_grad():
+        plain.bias.mul_(2.0)
+    torch.testing.assert_close(module(*x), plain(*x))
+    module(*x).sum().backward()
+    assert module.parametrizations.bias.original.grad is not None
+
+
+def test_meta_modules_are_followed_once_they_have_memory() -> None:
+    with torch.device("meta"):
+        module = Biased()
+    module.to_empty(device="cpu")
+    module.load_state_dict(Biased().state_dict())
+    assert_follows(module)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_moves_are_followed(module: ca.nn.Attention, swap: bool) -> None:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        module.to(torch.float64)
+        x = inputs(4, torch.float64)
+        assert module(*x).dtype is torch.float64
+        module(*x).sum().backward()
+        assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in module.parameters())
+        module.zero_grad()
+        module.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert_follows(module)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: _loaded(m)], ids=["copied", "saved and loaded"])
+def test_copies_have_tensors_of_their_own(module: ca.nn.Attention, duplicate: Callable[[Any], Any]) -> None:
+    other = duplicate(module)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    x = inputs(5)
+    assert not torch.equal(module(*x), other(*x))
+    assert_follows(other)
+
+
+def _loaded(module: torch.nn.Module) -> Any:
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    return torch.load(saved, weights_only=False)
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.fail("torch is built without torch.distributed")
+    with tempfile.NamedTemporaryFile() as file:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_fully_sharded_modules_are_trained(one_process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Biased()
+
+        def forward(self, *x: torch.Tensor) -> Any:
+            return self.attention(*x)
+
+    sharded, plain = Block(), Block()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard(sharded, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (sharded, plain)]
+    for seed in range(3):
+        losses = []
+        for m, optimizer in zip((sharded, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = m(*inputs(seed)).sin().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1])
+    (bias,) = sharded.parameters()
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.full_tensor(), plain.attention.bias.data)
+
+
+def test_a_module_compiles_into_one_graph(module: ca.nn.Attention) -> None:
+    torch._dynamo.reset()
+    compiled, x = torch.compile(module, fullgraph=True, backend="aot_eager"), inputs(6)
+    torch.testing.assert_close(compiled(*x), module(*x))
+    (wanted,) = torch.autograd.grad(module(*x).sin().sum(), list(module.parameters()))
+    (found,) = torch.autograd.grad(compiled(*x).sin().sum(), list(module.parameters()))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_options_and_functions_are_taken_as_attention_takes_them() -> None:
+    module = ca.nn.Attention(mask_mod=lambda b, h, q, kv: q - kv < 3, scale=0.5, backend="reference")
+    x = inputs(7)
+    torch.testing.assert_close(module(*x), ca.attention(*x, mask_mod=sliding_window((2, None)), scale=0.5))
+    assert "scale=0.5" in repr(module)
+    out, lse = module(*x, return_lse=True)
+    assert lse.shape == out.shape[:3]
