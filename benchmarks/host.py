@@ -1,0 +1,239 @@
+"""What a call costs the host, entry by entry, with nothing new; and steps of compiled code with new masks.
+
+    python benchmarks/host.py --out benchmarks/results/h200-host.json
+
+A row is an entry (ready mods made at each call, lambdas, flex_attention with and without a BlockMask, the module, a
+planned Attention); peers do the same call in their own way in the same run, in turns. Times are until the host has
+issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no kernel is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+if __package__ in (None, ""):
+    sys.path[0] = str(ROOT)
+
+import composattn as ca  # noqa: E402
+from benchmarks.provenance import provenance  # noqa: E402
+from benchmarks.run import save, show  # noqa: E402
+from benchmarks.timing import host_stopwatch, interleaved  # noqa: E402
+from composattn.mods import alibi, causal, document, softcap  # noqa: E402
+
+OURS = "composattn"
+Call = Callable[[], torch.Tensor]
+
+
+class Inputs:
+    """Tensors of one layer, with or without gradients."""
+
+    def __init__(self, device: torch.device, grad: bool, length: int = 128) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        made = [torch.randn(1, 2, length, 64, device=device).to(dtype) for _ in range(4)]
+        self.q, self.k, self.v = (t.requires_grad_(grad) for t in made[:3])
+        self.dout, self.length, self.device = made[3], length, device
+        self.slopes = torch.tensor([0.25, 0.5], device=device)
+        self.ids = torch.arange(length, device=device) // 50
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+
+def entries(x: Inputs) -> dict[str, dict[str, Call]]:
+    """For each entry the calls of all who have it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (x.ids[q] == x.ids[kv])
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + x.slopes[h] * (kv - q)
+
+    class Layer(ca.nn.Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("slopes", x.slopes)
+
+        def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + self.slopes[h] * (kv - q)
+
+    blocks = create_block_mask(documents, None, None, x.length, x.length, device=x.device)
+    flex = torch.compile(flex_attention, dynamic=False) if x.device.type == "cuda" else flex_attention
+    planned = ca.Attention(mask_mod=causal())
+    with_bias = ca.Attention(score_mod=alibi(x.slopes))
+    kept, layer = alibi(x.slopes), Layer()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    found: dict[str, dict[str, Call]] = {
+        "ca.Attention, causal": {
+            OURS: lambda: planned(*x.qkv),
+            "torch SDPA": lambda: sdpa(*x.qkv, is_causal=True),
+        },
+        "ca.attention, causal()": {
+            OURS: lambda: ca.attention(*x.qkv, mask_mod=causal()),
+            "torch SDPA": lambda: sdpa(*x.qkv, is_causal=True),
+        },
+        "ca.attention, lambda": {OURS: lambda: ca.attention(*x.qkv, mask_mod=lambda b, h, q, kv: q >= kv)},
+        "ca.Attention, alibi(slopes)": {
+            OURS: lambda: with_bias(*x.qkv),
+            "FlexAttention": lambda: flex(*x.qkv, score_mod=biased),
+        },
+        "ca.attention, a kept alibi(slopes)": {OURS: lambda: ca.attention(*x.qkv, score_mod=kept)},
+        "ca.attention, alibi(slopes)": {OURS: lambda: ca.attention(*x.qkv, score_mod=alibi(x.slopes))},
+        "ca.attention, alibi(slopes) >> softcap(30.0), causal() & document(ids)": {
+            OURS: lambda: ca.attention(
+                *x.qkv, score_mod=alibi(x.slopes) >> softcap(30.0), mask_mod=causal() & document(x.ids)
+            )
+        },
+        "ca.attention, lambda over a tensor": {
+            OURS: lambda: ca.attention(*x.qkv, score_mod=lambda s, b, h, q, kv: s + x.slopes[h] * (kv - q))
+        },
+        "flex_attention, score_mod": {
+            OURS: lambda: ca.flex_attention(*x.qkv, score_mod=biased),
+            "FlexAttention": lambda: flex(*x.qkv, score_mod=biased),
+        },
+        "flex_attention, block_mask": {
+            OURS: lambda: ca.flex_attention(*x.qkv, block_mask=blocks),
+            "FlexAttention": lambda: flex(*x.qkv, block_mask=blocks),
+        },
+        "ca.nn.Attention, score_mod as a method": {OURS: lambda: layer(*x.qkv)},
+    }
+    if x.device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn.cute import flash_attn_func
+
+        q, k, v = (t.transpose(1, 2) for t in x.qkv)
+        for name in ("ca.Attention, causal", "ca.attention, causal()"):
+            found[name]["flash-attn-4"] = lambda: flash_attn_func(q, k, v, causal=True)[0].transpose(1, 2)
+    return found
+
+
+def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of all entries, forward and with the backward."""
+    rows: list[dict[str, Any]] = []
+    for grad in (False, True):
+        x = Inputs(device, grad)
+        for name, calls in entries(x).items():
+            done: dict[str, Callable[[], object]] = {}
+            for who, call in calls.items():
+                try:
+                    run = _with_backward(call, x) if grad else call
+                    run()
+                except Exception as error:  # a peer's compiler raises what it likes
+                    rows.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
+                    continue
+                done[who] = run
+            with torch.set_grad_enabled(grad):
+                timings = interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
+            found = [
+                {"row": _name(name, grad), "impl": who, "ms": t.ms, "spread": t.spread} for who, t in timings.items()
+            ]
+            print(_name(name, grad))
+            show(found)
+            rows += found
+    return rows
+
+
+def _name(entry: str, grad: bool) -> str:
+    return f"host {'forward and backward' if grad else 'forward'}: {entry}"
+
+
+def _with_backward(call: Call, x: Inputs) -> Callable[[], object]:
+    def step() -> object:
+        return torch.autograd.grad(call(), x.qkv, x.dout)
+
+    return step
+
+
+# --- compiled code with a new mask each step ---------------------------------------------------------------------
+
+
+def compiled_steps(steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """Seconds of the first step, and the median of the others, of compiled layers that get a new mask each."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    x = Inputs(device, True, 1024)
+
+    def masks(seed: int) -> Any:
+        drawn = torch.Generator().manual_seed(seed)
+        ids = (torch.rand(x.length, generator=drawn) < 0.02).cumsum(0).to(device)
+        return ids, lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+    def lambda_layer(ids: torch.Tensor) -> Any:
+        return ca.attention(*x.qkv, mask_mod=lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]))
+
+    def ready_layer(ids: torch.Tensor) -> Any:
+        return ca.attention(*x.qkv, mask_mod=causal() & document(ids))
+
+    def block_layer(block_mask: Any) -> Any:
+        return ca.flex_attention(*x.qkv, block_mask=block_mask)
+
+    def torch_layer(block_mask: Any) -> Any:
+        return flex_attention(*x.qkv, block_mask=block_mask)
+
+    def by_ids(layer: Callable[..., Any]) -> Callable[[int], Any]:
+        compiled = torch.compile(layer, fullgraph=True)
+        return lambda step: compiled(masks(step)[0])
+
+    def by_blocks(layer: Callable[..., Any]) -> Callable[[int], Any]:
+        compiled = torch.compile(layer, fullgraph=True)
+        made = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+        return lambda step: compiled(made(masks(step)[1], None, None, x.length, x.length, device=device))
+
+    layers = {
+        ("compiled step: documents as a lambda", OURS): lambda: by_ids(lambda_layer),
+        ("compiled step: causal() & document(ids)", OURS): lambda: by_ids(ready_layer),
+        ("compiled step: a new BlockMask", OURS): lambda: by_blocks(block_layer),
+        ("compiled step: a new BlockMask", "FlexAttention"): lambda: by_blocks(torch_layer),
+    }
+    rows = []
+    for (name, who), make in layers.items():
+        torch._dynamo.reset()
+        try:
+            taken = _steps(make(), steps, x)
+        except Exception as error:
+            rows.append({"row": name, "impl": who, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            print(rows[-1])
+            continue
+        rows.append({"row": name, "impl": who, "ms": 1e3 * statistics.median(taken[1:]), "spread": 0.0})
+        rows.append({"row": f"{name}, the first", "impl": who, "ms": 1e3 * taken[0], "spread": 0.0})
+        show(rows[-2:])
+    return rows
+
+
+def _steps(step: Callable[[int], Any], count: int, x: Inputs) -> list[float]:
+    taken = []
+    for n in range(count):
+        start = time.perf_counter()
+        torch.autograd.grad(step(n), x.qkv, x.dout)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20, help="of compiled code, each with a new mask")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {**provenance(device), "rows": timed(options.rounds, device)}
+    save(result, options.out)
+    result["rows"] += compiled_steps(options.steps, device)
+    save(result, options.out)
+
+
+if __name__ == "__main__":
+    main()
