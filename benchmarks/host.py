@@ -31,7 +31,7 @@ from benchmarks.timing import host_stopwatch, interleaved  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
 
 OURS = "composattn"
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]
 
 
 class Inputs:
@@ -195,7 +195,7 @@ def compiled_steps(steps: int, device: torch.device) -> list[dict[str, Any]]:
         ("compiled step: a new BlockMask", OURS): lambda: by_blocks(block_layer),
         ("compiled step: a new BlockMask", "FlexAttention"): lambda: by_blocks(torch_layer),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (name, who), make in layers.items():
         torch._dynamo.reset()
         try:

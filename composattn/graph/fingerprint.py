@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,78 +129,78 @@ class Fingerprint:
     The key speaks of functions by the identity of their `codes`: it holds for as long as those are kept.
     """
 
-    __slots__ = ("_seen", "codes", "key", "leaves")
+    __slots__ = ("codes", "key", "leaves", "parts")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.leaves: list[Any] = []
         self.codes: list[types.CodeType] = []
-        self._seen: dict[int, int] = {}
-        self.key: Hashable = tuple(self._function(fn, 0))
+        self.parts: list[Hashable] = []
+        self._function(fn, 0)
+        self.key: Hashable = tuple(self.parts)
 
-    def _function(self, fn: Any, depth: int) -> Iterator[Hashable]:
+    def _function(self, fn: Any, depth: int) -> None:
         if depth > DEEPEST:
             raise Unfit
-        kind = type(fn)
-        owner = None
+        kind, owner = type(fn), None
         if kind is functools.partial:
-            yield "partial"
-            yield from self._function(fn.func, depth + 1)
-            for value in (*fn.args, *fn.keywords.values()):
-                yield from self._end(value, depth)
-            yield tuple(fn.keywords)
+            self.parts += ("partial", *fn.keywords)
+            self._function(fn.func, depth + 1)
+            self._ends((*fn.args, *fn.keywords.values()), depth)
             return
         if kind is types.MethodType:
             owner, fn = fn.__self__, fn.__func__
-        if type(fn) is not types.FunctionType:
+            kind = type(fn)
+        if kind is not types.FunctionType:
             raise Unfit
         code = fn.__code__
         found = chains(code, owner is not None)
         if found is None:
             raise Unfit
         self.codes.append(code)
-        yield id(code)
-        for value in fn.__defaults__ or ():
-            yield from self._end(value, depth)
-        for name, value in (fn.__kwdefaults__ or {}).items():
-            yield name
-            yield from self._end(value, depth)
+        self.parts.append(id(code))
+        if fn.__defaults__:
+            self._ends(fn.__defaults__, depth)
+        if fn.__kwdefaults__:
+            self.parts += fn.__kwdefaults__
+            self._ends(fn.__kwdefaults__.values(), depth)
         for chain in found:
-            yield from self._end(_reached(chain, fn, owner), depth)
+            self._end(_reached(chain, fn, owner), depth)
 
-    def _end(self, value: Any, depth: int) -> Iterator[Hashable]:
+    def _ends(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            self._end(value, depth)
+
+    def _end(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if kind is int or kind is bool:
-            yield kind.__name__
-            yield value
+        if kind in _TENSORS:
+            self._leaf(value)
+            self.parts.append(_tensor_form(value))
+        elif kind is int or kind is bool or isinstance(value, _ENDS):
+            self.parts += (kind.__name__, value)
         elif kind is float:
-            yield value.hex()
-        elif kind in _TENSORS:
-            yield from self._leaf(value, _tensor_form(value))
-        elif isinstance(value, _ENDS):
-            yield kind.__name__
-            yield value
+            self.parts.append(value.hex())
         elif kind is tuple:
-            yield len(value)
-            for part in value:
-                yield from self._end(part, depth)
+            self.parts.append(len(value))
+            self._ends(value, depth)
+        elif _is_pure(value, kind):
+            self.parts.append(value)
         elif hasattr(kind, "composattn_fingerprint"):
             key, leaves = value.composattn_fingerprint()
-            yield key
+            self.parts.append(key)
             for leaf in leaves:
-                yield from self._leaf(leaf, ())
-        elif _is_pure(value, kind):
-            yield value
+                self._leaf(leaf)
         elif kind in (types.FunctionType, types.MethodType, functools.partial):
-            yield from self._function(value, depth + 1)
+            self._function(value, depth + 1)
         else:
             raise Unfit
 
-    def _leaf(self, value: Any, form: tuple[Any, ...]) -> Iterator[Hashable]:
-        place = self._seen.setdefault(id(value), len(self.leaves))
-        if place == len(self.leaves):
-            self.leaves.append(value)
-        yield place
-        yield form
+    def _leaf(self, value: Any) -> None:
+        for place, known in enumerate(self.leaves):
+            if known is value:
+                self.parts.append(place)
+                return
+        self.parts.append(len(self.leaves))
+        self.leaves.append(value)
 
 
 def _tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,20 @@ def tensor(value: Any, name: str, kind: str, *shapes: tuple[str, ...]) -> torch.
 
     `shapes` names the dimensions of every rank that is taken, e.g. `("H",), ("B", "H")`.
     """
-    wanted = " or ".join(f"({', '.join(s)}{',' if len(s) == 1 else ''})" if s else "()" for s in shapes)
     plural, accepts = _KINDS[kind]
     if not isinstance(value, torch.Tensor):
-        raise InvalidModArgument(f"{name} must be a tensor of {plural}, shape {wanted}, got {_what(value)}")
+        raise InvalidModArgument(f"{name} must be a tensor of {plural}, shape {_named(shapes)}, got {_what(value)}")
     if not accepts(DType.of(value.dtype)):
         raise InvalidModArgument(f"{name} must hold {plural}, got {value.dtype}")
-    if value.ndim not in map(len, shapes):
-        raise InvalidModArgument(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    if value.ndim not in [len(shape) for shape in shapes]:
+        raise InvalidModArgument(f"{name} must have shape {_named(shapes)}, got {tuple(value.shape)}")
     if 0 in value.shape:
         raise InvalidModArgument(f"{name} must not be empty, got shape {tuple(value.shape)}")
     return value
+
+
+def _named(shapes: Sequence[tuple[str, ...]]) -> str:
+    return " or ".join(f"({', '.join(s)}{',' if len(s) == 1 else ''})" if s else "()" for s in shapes)
 
 
 def choice(value: Any, name: str, *options: str) -> str:

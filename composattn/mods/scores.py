@@ -31,16 +31,13 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:
     if isinstance(slopes, torch.Tensor):
         table = tensor(slopes, "slopes", "float", ("H",))
 
-        def slope(h: Any) -> Any:
-            return table[h]
+        def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + table[h] * (-abs(kv - q) if symmetric else kv - q)
     else:
         heads = integer(slopes, "slopes", 1)
 
-        def slope(h: Any) -> Any:
-            return _paper_slope(h, heads)
-
-    def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + slope(h) * (-abs(kv - q) if symmetric else kv - q)
+        def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + _paper_slope(h, heads) * (-abs(kv - q) if symmetric else kv - q)
 
     return Score.of(alibi, name="alibi")
 
