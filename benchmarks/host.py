@@ -61,6 +61,8 @@ def entries(x: Inputs) -> dict[str, dict[str, Call]]:
         return score + x.slopes[h] * (kv - q)
 
     class Layer(ca.nn.Attention):
+        slopes: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("slopes", x.slopes)
