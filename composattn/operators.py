@@ -11,7 +11,7 @@ program that was exported and saved carries its mods, and another mask of the sa
 `captured` are the tensors that the mods read: inputs, so their gradients flow. `plan` is the number of an `Attention`
 of this process, or -1; where one of that number and that form lives, its plan serves and nothing is planned anew.
 `lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.sequences.flatten`): other
-lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (one fp64 each, on the
+lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (64 bits each, on the
 CPU).
 
 Run-time numbers (`ca.scalar`), named behind the hints by their numbers in this process, are read when the operator
@@ -24,6 +24,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -200,10 +201,10 @@ def attend(
         call = _differentiable(planned, None, q, k, v, varlen, paged)
         with keeping_nothing():
             out, lse = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
-    numbers = [float(s.value) for s in planned.program.scalars]
+    numbers = [_bits(s.value) for s in planned.program.scalars]
     kept = _kept(q, len(hints) - HINTS)
     if numbers:
-        kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
     return _in_form(out.to(q.dtype), _out_like(q, v)), lse, kept
 
@@ -301,7 +302,7 @@ def _differentiable(
     program = planned.program
     numbers = [s.value for s in program.scalars]
     if kept is not None and numbers:
-        numbers = [type(now)(then) for now, then in zip(numbers, kept.tolist(), strict=False)]
+        numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
     begin = getattr(call, "begin", None)
     if begin is None:
         return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
@@ -334,8 +335,17 @@ class ForwardOnly:
 
 
 def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
-    """Memory for run-time numbers; where there are none, on q's device: a CPU tensor would rule out CUDA graphs."""
-    return torch.empty(numbers, dtype=torch.float64, device="cpu" if numbers else q.device)
+    """Memory for the bits of run-time numbers; where there are none, on q's device: a CPU tensor rules out CUDA graphs."""
+    return torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
+
+
+def _bits(number: float | int) -> int:
+    """`number` in 64 bits, all of them."""
+    return number if isinstance(number, int) else int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _from_bits(kind: type, bits: int) -> float | int:
+    return bits if kind is int else float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 
 from .graph.bands import TileInterval
 from .graph.block_map import Extent, KeyLists, made_lists
-from .graph.expr import index
+from .graph.expr import DType, index
 from .graph.program import Program
 from .primitives.interval_shape import IntervalShape
 from .problem import Layout, Problem
@@ -94,7 +94,7 @@ class ForwardPlan:
     positive_scale: bool
     intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
-    scalars: tuple[type, ...]  # int or float
+    scalars: tuple[DType, ...]  # what run-time numbers are
     program_key: Hashable
     program: Program = dataclasses.field(compare=False, repr=False)
     lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
@@ -213,7 +213,7 @@ def plan_forward(
         positive_scale=positive_scale,
         intervals=tuple(interval_shape(i) for i in program.intervals) if lists is None else (),
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in read),
-        scalars=tuple(type(s.value) for s in program.scalars),
+        scalars=tuple(s.expr.dtype for s in program.scalars),
         program_key=program.key,
         program=program,
         lists=lists,

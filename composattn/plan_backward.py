@@ -12,7 +12,7 @@ import torch
 
 from .graph.bands import EVERYTHING, TileInterval, ends_of
 from .graph.block_map import QueryLists, made_lists
-from .graph.expr import Capture, Expr, content_key, index
+from .graph.expr import Capture, DType, Expr, content_key, index
 from .graph.expr import captures as captures_of
 from .graph.program import PLAIN, Program
 from .graph.row_limits import RowLimits
@@ -88,7 +88,7 @@ class BackwardPlan:
     has_dlse: bool
     deterministic: bool  # dQ's parts are added in a fixed order
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
-    scalars: tuple[type, ...]  # int or float
+    scalars: tuple[DType, ...]  # what run-time numbers are
     layout: Layout
     listed: bool  # tiles come in the order of a table
     program_key: Hashable
@@ -194,7 +194,7 @@ def plan_backward(
         has_dlse=False,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
-        scalars=tuple(type(s.value) for s in program.scalars),
+        scalars=tuple(s.expr.dtype for s in program.scalars),
         program_key=content_key(program.score, program.mask, *program.roots, *ends),
         program=program,
         intervals=intervals,

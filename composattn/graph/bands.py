@@ -25,6 +25,7 @@ from .expr import Dep, DType, Expr, const, index, substitute
 from .linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
 from .ops import apply
 from .row_limits import ALL_KEYS, RowLimits, limits_of
+from .saturated import saturated
 from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
 
 
@@ -92,7 +93,7 @@ class _Solved:
         steps = [c.step for c in left if isinstance(c, Residue)]
         self.untold = Untold(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
         self.exact = None if left else solved
-        self.intervals = _union([_lifted(p) for p in solved])
+        self.intervals = tuple(map(_saturated, _union([_lifted(p) for p in solved])))
 
     @cached_property
     def limits(self) -> RowLimits | None:
@@ -343,6 +344,11 @@ def _finished(i: TileInterval) -> TileInterval:
     if at_most(full_end, full_begin):
         full_begin = full_end = _ZERO
     return TileInterval(begin, end, full_begin, full_end)
+
+
+def _saturated(i: TileInterval) -> TileInterval:
+    ends = tuple(map(saturated, i.ends))
+    return i if ends == i.ends else TileInterval(*ends)
 
 
 def _is_empty(i: TileInterval) -> bool:

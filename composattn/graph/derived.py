@@ -243,8 +243,8 @@ class _Table:
 
     def __init__(self, recipe: _WindowsOf, x: torch.Tensor) -> None:
         self.recipe = recipe
-        x, dim = recipe.part(x), recipe.dim - sum(i is not None for i in recipe.fixed[: recipe.dim])
-        self.tensor = x.new_empty((LEVELS + 1, *x.shape), dtype=torch.int32 if x.dtype is torch.bool else x.dtype)
+        x, dim = countable(recipe.part(x)), recipe.dim - sum(i is not None for i in recipe.fixed[: recipe.dim])
+        self.tensor = x.new_empty((LEVELS + 1, *x.shape))
         levels = self.tensor.unbind()
         self.rows, self.wider, self.dim = levels[0], self.tensor[1:], dim
         self.pairs = []  # neighbouring windows, and those of twice their width
@@ -301,8 +301,8 @@ def matches(
         if same and op == "eq":
             return _equal_to_itself(c.contiguous()).to(torch.int32)
         r, c = _arranged(r, rows_order), c.to(torch.int64)
-        lead = torch.broadcast_shapes(r.shape[:2], c.shape[:2])
-        r, c = r.to(torch.int64).expand(*lead, -1).contiguous(), c.expand(*lead, -1).contiguous()
+        lead = [max(sizes) for sizes in zip(r.shape[:2], c.shape[:2], strict=True)]
+        r, c = _reaching(r.to(torch.int64), lead), _reaching(c, lead)
         if op == "eq":
             return _equal(r, c)
         if op in ("gt", "ge"):
@@ -400,10 +400,25 @@ def _ranges(
 
 
 def _arranged(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """`x` as (b, h, position), a number even where it is a bool, which torch searches none of."""
-    x = x.to(torch.int32) if x.dtype is torch.bool else x.detach()
+    """`x` as (b, h, position), of a type that torch searches."""
+    x = countable(x.detach())
     x = x.permute([d for d in order if d >= 0])
     for position, d in enumerate(order):
         if d < 0:
             x = x.unsqueeze(position)
     return x
+
+
+def countable(x: torch.Tensor) -> torch.Tensor:
+    """`x` of a type that torch orders: a number where it is a bool, wider where it has no sign."""
+    if x.dtype is torch.bool or x.dtype is torch.uint16:
+        return x.to(torch.int32)
+    return x.to(torch.int64) if x.dtype is torch.uint32 else x
+
+
+def _reaching(x: torch.Tensor, lead: list[int]) -> torch.Tensor:
+    """`x` for `lead` batches and heads: beyond its end its last one stands, as in reads."""
+    for d, size in enumerate(lead):
+        if 1 < x.shape[d] < size:
+            x = x.index_select(d, torch.arange(size, device=x.device).clamp(max=x.shape[d] - 1))
+    return x.expand(*lead, -1).contiguous()

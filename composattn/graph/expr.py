@@ -44,7 +44,12 @@ class DType(enum.Enum):
             return DType.FLOAT
         if dtype.is_complex:
             raise TypeMismatch(f"complex values ({dtype}) have no order and no softmax; pass real tensors")
-        return DType.INT64 if dtype is torch.int64 else DType.INT32
+        if dtype is torch.uint64:
+            raise TypeMismatch(
+                "uint64 values do not all fit into the 64 bits that mods compute with; pass tensor.to(torch.int64) where "
+                "they are below 2^63, or tensor.view(torch.int64) where they are only asked to be equal"
+            )
+        return DType.INT64 if dtype in (torch.int64, torch.uint32) else DType.INT32
 
 
 _RANK = {DType.BOOL: 0, DType.INT32: 1, DType.INT64: 2, DType.FLOAT: 3}

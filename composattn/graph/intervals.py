@@ -4,7 +4,8 @@ Every node gets bounds (integers and floats) or the two answers it may give (boo
 (B, H, query tile, kv tile); a row-only value has one kv tile. Bounds are never too tight:
 
 - int32 arithmetic that leaves 32 bits somewhere in a tile may be anything there (a kernel wraps, the reference does
-  not; both are inside);
+  not; both are inside), and so may arithmetic that leaves 64 bits. Values that are only read and compared are exact, to
+  the ends of int64;
 - floats are bounded in fp64 and widened outward after each operation by more than fp32 rounding, and by more than the
   error of fast instructions after a transcendental one; a value that may be NaN says so, and fails every comparison
   but `!=`;
@@ -29,8 +30,9 @@ from typing import Any
 
 import torch
 
+from .derived import countable
 from .expr import DType, Expr, walk
-from .linear import bounds, forget
+from .linear import INT64, bounds, forget
 from .ops import CASTS
 
 T = torch.Tensor
@@ -70,7 +72,7 @@ class Floats:
 Value = Bools | Ints | Floats
 
 _INT32 = (-(2**31), 2**31 - 1)
-_WIDE = 2**60  # beyond every integer that the analysis follows; sums of a few stay inside int64
+_EDGE = 2.0**63 - 2.0**13  # of int64; what lies below it in fp64 is inside
 _ROUNDING = 2.0**-21  # of one operation in fp32, with room
 _MOST = 3e38  # beyond it fp32 is infinite
 _FAST = 2.0**-9  # of a transcendental in the fastest form that a kernel may use
@@ -199,7 +201,7 @@ class Tiles:
 
     def range(self, node: Expr) -> tuple[int, int]:
         """Bounds of the integer `node` that hold in all tiles, known on the host."""
-        v = self._everywhere.value(node)
+        v = self._everywhere.known(node)
         assert isinstance(v, Ints)
         return int(v.low.min()), int(v.high.max())
 
@@ -226,30 +228,54 @@ class Tiles:
             return self.read(node, args)
         if node.op.startswith("cast_"):
             return self._fitted(node, _cast(node.op.removeprefix("cast_"), args[0]))
-        if node.op == "mul" and node.args[0] is node.args[1]:
-            node, args = node, [_RULES["abs", _kind(node, args)](*_as_kind(node, args)[:1])] * 2
-        rule = _RULES.get((node.op, _kind(node, args)))
-        result = None if rule is None else rule(*_as_kind(node, args))
-        return _anything(node.dtype, self) if result is None else self._fitted(node, result)
+        kind, values = _kind(node, args), _as_kind(node, args)
+        is_square = node.op == "mul" and node.args[0] is node.args[1]
+        rule = _RULES.get(("square" if is_square else node.op, kind))
+        result = None if rule is None else rule(*values)
+        if result is None:
+            return _anything(node.dtype, self)
+        if kind is Ints and node.op in _MAY_WRAP and self._leaves(node, INT64):
+            result = _unless_wrapped(rule, values, result)
+        return self._fitted(node, result)
+
+    def _leaves(self, node: Expr, ends: tuple[int, int]) -> bool:
+        """Whether the integer `node` may lie at an end of its type or beyond it: to be looked for in each tile."""
+        low, high = ends
+        least, most = bounds(node)
+        if low <= least and most <= high:  # for every position: no need to look at the tiles
+            return False
+        least, most = self.range(node)
+        return least <= low or high <= most  # what is clamped below has its end there
 
     def _fitted(self, node: Expr, v: Value) -> Value:
         """An int32 that may have wrapped may be anything."""
-        if not isinstance(v, Ints):
+        if not isinstance(v, Ints) or node.dtype is not DType.INT32 or not self._leaves(node, _INT32):
             return v
-        low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
-        least, most = bounds(node)
-        if low <= least and most <= high:  # for every position: no need to look at the tiles
-            return v
-        least, most = self.range(node)
-        if low < least and most < high:  # what is clamped below has its end there
-            return v
+        low, high = _INT32
         lost = (v.low < low) | (v.high > high)
-        v = Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
-        return Ints(v.low.clamp(min=-_WIDE), v.high.clamp(max=_WIDE))
+        return Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
 
 
 class _OneTile(Tiles):
     """All positions, batches and heads as one tile, on the host, of tensors whose contents are not looked at."""
+
+    def known(self, root: Expr) -> Value:
+        """Bounds of `root`; those of its parts are kept, as whoever asks goes on to what they are parts of."""
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if node in self._known:
+                continue
+            missing = [a for a in node.args if a not in self._known]
+            if missing:
+                waiting += [node, *missing]
+            else:
+                self._known[node] = self._node(node, [self._known[a] for a in node.args])
+        return self._known[root]
+
+    @cached_property
+    def _known(self) -> dict[Expr, Value]:
+        return {}
 
     def leaf(self, name: str) -> Ints:
         most = {"q": self.q_len - 1, "kv": self.kv_len - 1, "b": self.batch - 1, "h": self.heads - 1}
@@ -264,10 +290,13 @@ class _OneTile(Tiles):
         info = torch.iinfo(dtype)
         return Ints(self.exactly(info.min).low, self.exactly(info.max).high)
 
+    def _leaves(self, node: Expr, ends: tuple[int, int]) -> bool:
+        return True
+
     def _fitted(self, node: Expr, v: Value) -> Value:
-        if not isinstance(v, Ints):
+        if not isinstance(v, Ints) or node.dtype is not DType.INT32:
             return v
-        low, high = _INT32 if node.dtype is DType.INT32 else (-_WIDE, _WIDE)
+        low, high = _INT32
         lost = (v.low < low) | (v.high > high)
         return Ints(torch.where(lost, low, v.low), torch.where(lost, high, v.high))
 
@@ -296,8 +325,8 @@ def _anything(dtype: DType, tiles: Tiles) -> Value:
     if dtype is DType.FLOAT:
         v = torch.full(shape, math.inf, dtype=torch.float64, device=tiles.device)
         return Floats(-v, v, true)
-    wide = torch.full(shape, _WIDE, dtype=torch.int64, device=tiles.device)
-    return Ints(-wide, wide)
+    least, most = (torch.full(shape, end, dtype=torch.int64, device=tiles.device) for end in INT64)
+    return Ints(least, most)
 
 
 # --- conversions -----------------------------------------------------------------------------------------------
@@ -338,7 +367,7 @@ def _cast(name: str, v: Value) -> Value:
         low = torch.where(lost, -limit, v.low).trunc().to(torch.int64)
         high = torch.where(lost, limit, v.high).trunc().to(torch.int64)
         # what a float out of range becomes differs between machines
-        return Ints(torch.where(lost, -_WIDE, low), torch.where(lost, _WIDE, high))
+        return Ints(torch.where(lost, INT64[0], low), torch.where(lost, INT64[1], high))
     f = _to_floats(v)
     if dtype is torch.float32:
         return f
@@ -385,22 +414,33 @@ def _i_mul(x: Ints, y: Ints) -> Ints:
     for a, b in ((x, y), (y, x)):
         if a.step == 0:
             return _scaled(b, a.residue)
-    corners = [_times(x.low, y.low), _times(x.low, y.high), _times(x.high, y.low), _times(x.high, y.high)]
-    return Ints(*_span(corners))
+    return Ints(*_span([a * b for a in (x.low, x.high) for b in (y.low, y.high)]))
+
+
+def _i_square(x: Ints, _: Ints) -> Ints:
+    size = _i_abs(x)
+    return _i_mul(size, size)
 
 
 def _scaled(x: Ints, by: int) -> Ints:
-    """x · by; int64 must not wrap, and beyond _WIDE nothing is asked but that it is beyond."""
-    most = _WIDE // max(1, abs(by)) + 1
-    ends = _ends(lambda end: end.clamp(-most, most) * by, x)
+    ends = _ends(lambda end: end * by, x)
     width = None if x.width is None else x.width * abs(by)
     return Ints(*(ends if by >= 0 else ends[::-1]), x.step * abs(by), x.residue * by, width)
 
 
-def _times(a: T, b: T) -> T:
-    """The product, at most ±_WIDE: int64 must not wrap."""
-    far = (a.to(torch.float64) * b).abs() >= _WIDE
-    return torch.where(far, (a.sign() * b.sign()) * _WIDE, a * b)
+_MAY_WRAP = {"add", "sub", "neg", "mul", "abs", "lshift"}
+
+
+def _unless_wrapped(rule: Callable[..., Ints], of: list[Ints], found: Ints) -> Ints:
+    """What `rule` found of integers, or anything where it left 64 bits: the same in floating point, which can't, says so.
+
+    Of a congruence that holds which wrapping keeps.
+    """
+    nearly = rule(*(Ints(x.low.double(), x.high.double(), x.step, x.residue) for x in of))
+    lost = (nearly.low < -_EDGE) | (nearly.high > _EDGE)
+    step = math.gcd(found.step or 2**64, 2**64)
+    low, high = torch.where(lost, INT64[0], found.low), torch.where(lost, INT64[1], found.high)
+    return Ints(low, high, step, found.residue)
 
 
 def _span(corners: list[T]) -> tuple[T, T]:
@@ -418,10 +458,10 @@ def _i_divide(mode: str) -> Callable[[Ints, Ints], Ints | None]:
             if n == 1:
                 return Ints(x.low, x.high, width=width)
             return Ints(*_ends(lambda end: torch.div(end, n, rounding_mode=mode), x), width=width)
-        by_zero = (y.low <= 0) & (y.high >= 0)
-        ends = [torch.where(by_zero, 1, end) for end in (y.low, y.high)]
+        unknown = (y.low <= 0) & (y.high >= 0) | (x.low == INT64[0])  # which has no opposite
+        ends = [torch.where(unknown, 1, end) for end in (y.low, y.high)]
         low, high = _span([torch.div(a, b, rounding_mode=mode) for a in (x.low, x.high) for b in ends])
-        return Ints(torch.where(by_zero, -_WIDE, low), torch.where(by_zero, _WIDE, high))
+        return Ints(torch.where(unknown, INT64[0], low), torch.where(unknown, INT64[1], high))
 
     return rule
 
@@ -437,8 +477,8 @@ def _i_mod(x: Ints, y: Ints) -> Ints | None:
     low = x.low.remainder(n)
     if x.low is x.high:
         return Ints(low, low, step, x.residue, 0)
-    high = low + (x.high - x.low)
-    return Ints(low.masked_fill(high >= n, 0), high.clamp(max=n - 1), step, x.residue)  # all of a lap, beyond its end
+    one_lap = torch.div(x.low, n, rounding_mode="floor") == torch.div(x.high, n, rounding_mode="floor")
+    return Ints(torch.where(one_lap, low, 0), torch.where(one_lap, x.high.remainder(n), n - 1), step, x.residue)
 
 
 def _i_fmod(x: Ints, y: Ints) -> Ints | None:
@@ -470,7 +510,7 @@ def _i_shift(left: bool) -> Callable[[Ints, Ints], Ints | None]:
 def _i_and(x: Ints, y: Ints) -> Ints | None:
     """With a mask of low bits it is a remainder."""
     for a, bits in ((x, y), (y, x)):
-        if bits.step == 0 and bits.residue >= 0 and (bits.residue & (bits.residue + 1)) == 0:
+        if bits.step == 0 and 0 <= bits.residue < INT64[1] and (bits.residue & (bits.residue + 1)) == 0:
             n = torch.full_like(a.low, bits.residue + 1)
             return _i_mod(a, Ints(n, n, 0, bits.residue + 1))
     return None
@@ -492,6 +532,11 @@ def _f_mul(x: Floats, y: Floats) -> Floats:
     corners = [(a * b).nan_to_num(0.0, math.inf, -math.inf) for a in (x.low, x.high) for b in (y.low, y.high)]
     nan = x.nan | y.nan | (_holds_zero(x) & _infinite(y)) | (_holds_zero(y) & _infinite(x))
     return _widened(*_span(corners), nan)
+
+
+def _f_square(x: Floats, _: Floats) -> Floats:
+    size = _f_abs(x)
+    return _f_mul(size, size)
 
 
 def _holds_zero(x: Floats) -> T:
@@ -646,6 +691,7 @@ _RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
     ("fmod", Ints): _i_fmod, ("abs", Ints): _i_abs, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
     ("and", Ints): _i_and, ("sign", Ints): lambda x: Ints(x.low.sign(), x.high.sign()),
+    ("square", Ints): _i_square, ("square", Floats): _f_square,
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
     ("fmod", Floats): _f_fmod, ("abs", Floats): _f_abs, ("sign", Floats): _f_sign, ("rsqrt", Floats): _f_rsqrt,
@@ -681,11 +727,11 @@ def _read(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
     if x.numel() == 0:
         return _anything(node.dtype, tiles)
     if node.dtype is not DType.FLOAT:
+        x = x if node.dtype is DType.BOOL else countable(x)
         low, high = _extremes([(x, False), (x, True)], node, at, tiles)
         if node.dtype is DType.BOOL:
             return Bools(high, ~low)
-        low, high = low.to(torch.int64), high.to(torch.int64)
-        return Ints(low.clamp(min=-_WIDE), high.clamp(max=_WIDE))
+        return Ints(low.to(torch.int64), high.to(torch.int64))
     floor, ceiling = x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf)
     low, high, nan = _extremes([(floor, False), (ceiling, True), (x.isnan(), True)], node, at, tiles)
     return _widened(low.to(torch.float64), high.to(torch.float64), nan)

@@ -1,14 +1,17 @@
 """Integer expressions as sums `c + Σ cᵢ·tᵢ`, and what can be proven of their size; the ground of the band analysis.
 
 A mask's own integer arithmetic is taken not to overflow (a kernel's int32 and the reference's int64 would disagree on
-such a mask whatever the analysis does). What the analysis derives must not overflow where the mask does not: sums that
-could leave 32 bits are built in int64, and `finish` brings the end of an interval back to int32 by clamping it to
-±2^30, beyond every position.
+such a mask whatever the analysis does). What the analysis derives must not overflow where the mask does not: its numbers
+have no end, sums that could leave 32 bits are built in int64, and `finish` brings the end of an interval back to int32
+by clamping it to ±2^30, beyond every position. Sums that could leave 64 bits too are made to saturate, once all is
+derived (`saturated`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from .expr import DType, Expr, const, index
 from .ops import apply
@@ -16,12 +19,13 @@ from .ops import apply
 POSITIONS = 2**29  # lengths are below this
 FAR = 2**30  # beyond every position, and far from where int32 ends
 _INT32 = 2**31 - 1
+INT64 = (-(2**63), 2**63 - 1)
 
 _FIRST, _LAST, _LENGTH = index("first"), index("last"), index("q_len")
 
 # lower and upper bound of the index leaves
 _LEAF = {
-    "b": (0, 2**20), "h": (0, 2**20), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
+    "b": (0, _INT32), "h": (0, 2**20), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
     "kv_len": (0, POSITIONS), "first": (0, POSITIONS), "last": (0, POSITIONS),
 }  # fmt: skip
 
@@ -180,9 +184,14 @@ def _range(expr: Expr) -> tuple[float, float]:
     if op == "index":
         return _LEAF[expr.attr]
     if op == "size":
-        return 1, POSITIONS  # a tensor without elements is no capture
+        return 1, _INT32  # a tensor without elements is no capture
     if expr.dtype is DType.BOOL:
         return 0, 1
+    if op == "read" and expr.dtype.is_integer:
+        held = torch.iinfo(expr.attr.tensor.dtype)
+        return held.min, held.max
+    if op == "scalar" and expr.dtype.is_integer:
+        return INT64 if expr.dtype is DType.INT64 else (-_INT32 - 1, _INT32)
     if op in ("cast_int32", "cast_int64") and args[0].dtype is not DType.FLOAT:
         return bounds(args[0])
     if op in ("floordiv", "mod") and args[1].is_const and args[1].attr > 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -273,6 +274,8 @@ def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
 
 
 def _folded(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
+    if dtype is not DType.FLOAT and any(a.dtype is DType.INT64 and not -(2**63) <= a.attr < 2**63 for a in args):
+        return const(_EXACTLY[row.name](*(a.attr for a in args)))
     values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
     if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
         values = [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]
@@ -285,6 +288,15 @@ def _folded(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
     if dtype is DType.INT32 and not -(2**31) <= value < 2**31:
         dtype = DType.INT64
     return const(value, dtype)
+
+
+# of constants beyond 64 bits, which only the analysis of a mask makes: it has no other operations
+_EXACTLY: dict[str, Callable[..., Any]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+    "neg": operator.neg, "abs": abs, "maximum": max, "clamp_min": max, "minimum": min, "clamp_max": min,
+    "cast_int64": int, "cast_bool": bool, "where": lambda condition, yes, no: yes if condition else no,
+}  # fmt: skip
 
 
 def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:

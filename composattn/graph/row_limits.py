@@ -16,6 +16,7 @@ from .derived import END, FULL_END, FULL_START, START, is_matches, without_gaps
 from .expr import Expr, const, index, read, substitute, walk
 from .linear import finish, larger, smaller
 from .ops import apply
+from .saturated import saturated
 from .solve import Piece, Row
 
 _ZERO, _KV_LEN = const(0), index("kv_len")
@@ -54,7 +55,7 @@ def limits_of(found: list[Piece]) -> RowLimits | None:
     holds = const(True)
     for table in tables:
         holds = apply("and", holds, apply("ne", table, _ZERO))
-    return RowLimits(finish(begin), finish(end), holds)
+    return RowLimits(saturated(finish(begin)), saturated(finish(end)), holds)
 
 
 def _run(piece: Piece, tables: dict[Expr, None]) -> tuple[Expr, Expr] | None:

@@ -10,6 +10,7 @@ from .derived import Derived
 from .expr import Capture, DType, Expr, captures, scalars, walk
 from .linear import FAR
 from .ops import OPS
+from .saturated import is_guarded
 
 _LENGTHS = {"q_len": "Sq", "kv_len": "Skv"}
 
@@ -193,16 +194,19 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
         return args[0]
     if op == "clamp_max" and _is_clamp(node):
         return args[0]
-    if op == "clamp_min" and node.args[1].is_const and node.args[1].attr == -FAR:  # the inner half of it
+    if op == "clamp_min" and node.args[1].is_const and node.args[1].attr <= -FAR:  # the inner half of it
         return args[0]
+    if is_guarded(node):
+        return args[2]
     return f"{_CALLED.get(op, op)}({', '.join(text for text, _ in args)})", _ATOM
 
 
 def _is_clamp(node: Expr) -> bool:
-    """Whether `node` brings an end of an interval back to 32 bits."""
+    """Whether `node` keeps a number inside of 32 or 64 bits, which no position is beyond."""
     if node.op != "clamp_max" or node.args[0].op != "clamp_min":
         return False
-    return all(n.args[1].is_const and n.args[1].attr == end for n, end in ((node, FAR), (node.args[0], -FAR)))
+    most, least = node.args[1], node.args[0].args[1]
+    return most.is_const and least.is_const and most.attr >= FAR and least.attr == -most.attr
 
 
 def _inside(part: tuple[str, int], binding: int) -> str:

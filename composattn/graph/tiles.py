@@ -76,7 +76,8 @@ def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> t
     counts = [-(-length // size) for length, size in zip((q_len, kv_len), tile, strict=True)]
     limit = max(_FEW_CELLS, _MORE_CELLS * counts[0] * counts[1])
     for which, (dep, other, length) in enumerate(((Dep.Q, Dep.KV, q_len), (Dep.KV, Dep.Q, kv_len))):
-        divided = (n for n in walk(mask) if n.op in ("floordiv", "mod") and n.deps & dep and not n.deps & other)
+        quotients = (n for n in walk(mask) if n.op in ("floordiv", "mod") and n.dtype.is_integer)
+        divided = (n for n in quotients if n.deps & dep and not n.deps & other)
         # quotients by negative numbers change one position further on
         found = {int(n.args[1].attr) for n in divided if n.args[1].is_const and n.args[1].attr > 0}
         cut = None

@@ -192,7 +192,10 @@ class Proxy(Symbolic):
 
 
 class Scalar(Symbolic):
-    """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it."""
+    """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it.
+
+    An int has 32 bits, 64 where it begins beyond 32. Raises: `UnsupportedCapture` for what its type can't hold.
+    """
 
     __slots__ = ("_expr", "_number", "number")
 
@@ -206,11 +209,13 @@ class Scalar(Symbolic):
                 f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
                 "a 0-d tensor can be captured as it is"
             )
-        self._number = value
-        kind = DType.INT32 if isinstance(value, numbers.Integral) else DType.FLOAT
+        kind = DType.FLOAT
+        if isinstance(value, numbers.Integral):
+            kind = DType.INT32 if -(2**31) <= value < 2**31 else DType.INT64
         self._expr = make("scalar", (), kind, self, _Dep.RUNTIME)
         self.number = next(_scalar_numbers)
         _scalars[self.number] = self
+        self.value = value
 
     @property
     def value(self) -> float | int:
@@ -228,7 +233,13 @@ class Scalar(Symbolic):
                 f"a scalar of type {self._expr.dtype.value} got {value!r}; its kernels are made for that type: "
                 "make a new ca.scalar, or begin with a float"
             )
-        self._number = value
+        bits = {DType.INT32: 32, DType.INT64: 64}.get(self._expr.dtype)
+        if bits is not None and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise errors.UnsupportedCapture(
+                f"{value} does not fit into the {bits} bits that this scalar's kernels are made for; "
+                + ("begin with a number beyond 32 bits for one of 64" if bits == 32 else "make it a float")
+            )
+        self._number = _finite(value) if bits is None else int(value)
 
     @property
     def expr(self) -> Expr:
@@ -257,6 +268,15 @@ def scalar_of(number: int) -> Scalar:
             "compiled code reads a ca.scalar that is gone; keep a reference to it, or capture a 0-d tensor"
         )
     return found
+
+
+def _finite(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise errors.UnsupportedCapture(
+            f"a scalar of {value.__class__.__name__} beyond every float; give a float"
+        ) from None
 
 
 class _Row:

@@ -162,7 +162,8 @@ def _round_to(narrow: Any) -> Callable[[Any], Any]:
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(x, (bool, int, float)) and isinstance(y, (bool, int, float)):
-        kind = Float32 if _is_float(x, y) else Boolean if isinstance(x, bool) else Int32
+        narrow = Boolean if isinstance(x, bool) else Int32 if all(-(2**31) <= v < 2**31 for v in (x, y)) else Int64
+        kind = Float32 if _is_float(x, y) else narrow
         return choose(condition, kind(x), kind(y))
     return choose(condition, x, y)
 

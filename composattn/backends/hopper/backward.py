@@ -15,6 +15,7 @@ from ...plan_backward import BackwardPlan, BackwardTiling
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
+from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import query_tiles_of
 from ...primitives.padded_tiles import PaddedTiles
 from ...primitives.pipelines import Edge, Slot
@@ -636,7 +637,7 @@ def fake_arguments(plan: BackwardPlan) -> tuple:
         fake_sequences(plan.layout),
         fake_work(plan),
         tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
-        tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
+        tuple(KIND[kind](0) for kind in plan.scalars) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 

@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...plan import ForwardPlan
 from ...primitives.emit import Leaves, Mods
+from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import kv_tiles_of
 from ...primitives.gqa_packing import HeadRows
 from ...primitives.kv_source import copied_rows, kv_source
@@ -657,7 +658,7 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
         fake_sequences(layout),
         make_fake_tensor(Int32, (size(), 2), (2, 1), assumed_align=8) if plan.listed else None,
         tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
-        tuple(Int32(0) if kind is int else Float32(0.0) for kind in plan.scalars) or None,
+        tuple(KIND[kind](0) for kind in plan.scalars) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
