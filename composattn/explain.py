@@ -162,21 +162,20 @@ def _call(problem: Problem, lengths: Lengths, scale: float | None) -> str:
 def _classes(program: Program, names: Names) -> str:
     """The largest parts of the mods that need not be computed for every element, by how often they are."""
     parts: dict[Rate, list[str]] = {}
-
-    def visit(node: Expr) -> None:
-        if node.is_const:
-            return
-        if node.rate is not Rate.ELEMENT:
-            shown = formula(node, names)
-            if node.args and shown not in parts.setdefault(node.rate, []):
-                parts[node.rate].append(shown)
-            return
-        for argument in node.args:
-            visit(argument)
-
     roots = [e for e in (program.score, program.mask) if e is not None]
-    for root in roots:
-        visit(root)
+    seen: set[Expr] = set()
+    waiting = roots[::-1]
+    while waiting:
+        node = waiting.pop()
+        if node.is_const or node in seen:
+            continue
+        seen.add(node)
+        if node.rate is Rate.ELEMENT:
+            waiting += node.args[::-1]
+            continue
+        shown = formula(node, names)
+        if node.args and shown not in parts.setdefault(node.rate, []):
+            parts[node.rate].append(shown)
     lines = [f"{rate.value}: {', '.join(shown)}" for rate, shown in parts.items() if shown]
     count = sum(n.rate is Rate.ELEMENT and bool(n.args) for n in walk(*roots)) if roots else 0
     return "\n".join([*lines, f"per element: {count} operations"]) if roots else ""

@@ -335,7 +335,7 @@ class ForwardOnly:
 
 
 def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
-    """Memory for the bits of run-time numbers; where there are none, on q's device: a CPU tensor rules out CUDA graphs."""
+    """Memory for the bits of run-time numbers; without any, on q's device: a CPU tensor would rule out CUDA graphs."""
     return torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from . import errors
+from .graph.linear import MOST
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Varlen
 
@@ -100,7 +101,8 @@ class Problem:
         """The problem that q, k and v pose.
 
         Raises: `NotATensor`, `WrongRank`, `ShapeMismatch`, `GroupMismatch`, `EmptyDimension`, `DTypeMismatch`,
-        `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`.
+        `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`,
+        `InvalidLength`.
         """
         layout = _layout(varlen, paged)
         _check_rank("q", q, layout.q)
@@ -118,6 +120,8 @@ class Problem:
         if paged is not None:
             _check_paged(paged, batch, q.device)
             kv_len = paged.page_table.shape[1] * paged.page_size
+        longest = min(q_len, layout.max_q_len or q_len), min(kv_len, layout.max_kv_len or kv_len)
+        _check_sizes(batch, q_heads, *longest)
         return Problem(batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, q.dtype, q.device, layout=layout)
 
 
@@ -234,6 +238,15 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Lay
             f"{q_heads} query heads can't share {k_heads} key/value heads evenly; "
             "the number of query heads must be a multiple (GQA), or both the same (MHA)"
         )
+
+
+def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int) -> None:
+    for name, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
+        if size > MOST[name]:
+            raise errors.InvalidLength(
+                f"{name} is {size}; positions are 32-bit numbers and masks are followed up to {MOST[name]}: "
+                "split the call, and join the parts by their lse"
+            )
 
 
 def _check_varlen(varlen: Varlen, q: torch.Tensor, k: torch.Tensor, layout: Layout) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from .expr import Capture, Dep, DType, Expr, captures, const
+from .expr import DEEP, Capture, Dep, DType, Expr, captures, const
 from .gradient import derivative, partials
 from .program import Program
 
@@ -92,6 +92,8 @@ def follows_distance(node: Expr) -> bool:
     """Whether an integer stays the same along q - kv."""
     if not node.deps & (Dep.Q | Dep.KV):
         return True
+    if node.depth > DEEP:
+        return False
     form = coefficients(node)
     if form is not None:
         return form[0] == -form[1]
@@ -104,7 +106,7 @@ def coefficients(node: Expr) -> tuple[int, int] | None:
         return 0, 0
     if node.op == "index":
         return int(node.attr == "q"), int(node.attr == "kv")
-    if not node.dtype.is_integer or node.op not in ("add", "sub", "neg", "mul"):
+    if not node.dtype.is_integer or node.op not in ("add", "sub", "neg", "mul") or node.depth > DEEP:
         return None
     parts = [coefficients(a) for a in node.args]
     if None in parts:
@@ -132,6 +134,8 @@ def bound(node: Expr, q_len: int, kv_len: int) -> float | None:
         return float(q_len if node.attr == "q" else kv_len)
     if node.op in _AT_MOST_ONE or node.dtype is DType.BOOL:
         return 1.0
+    if node.depth > DEEP:
+        return None
     if node.op not in ("add", "sub", "mul", "neg", "abs", "cast_float", "where", "maximum", "minimum"):
         return None
     parts = [bound(a, q_len, kv_len) for a in node.args[int(node.op == "where") :]]

@@ -418,7 +418,7 @@ def countable(x: torch.Tensor) -> torch.Tensor:
 
 def _reaching(x: torch.Tensor, lead: list[int]) -> torch.Tensor:
     """`x` for `lead` batches and heads: beyond its end its last one stands, as in reads."""
-    for d, size in enumerate(lead):
-        if 1 < x.shape[d] < size:
-            x = x.index_select(d, torch.arange(size, device=x.device).clamp(max=x.shape[d] - 1))
+    for d, count in enumerate(lead):
+        if 1 < x.shape[d] < count:
+            x = x.index_select(d, torch.arange(count, device=x.device).clamp(max=x.shape[d] - 1))
     return x.expand(*lead, -1).contiguous()

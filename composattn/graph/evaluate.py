@@ -5,6 +5,7 @@ Used by the reference (fp64) and streaming backends and by every check of the an
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -125,6 +126,8 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
 
 def _number(value: float, dtype: torch.dtype, env: Env) -> torch.Tensor:
     # filled on the device: a copy from the host would wait for it
+    if dtype.is_floating_point and math.isfinite(value) and abs(value) > torch.finfo(dtype).max:
+        value = math.copysign(math.inf, value)  # as the conversion of a tensor gives
     return torch.full((), value, dtype=dtype, device=env.device)
 
 

@@ -46,7 +46,7 @@ class DType(enum.Enum):
             raise TypeMismatch(f"complex values ({dtype}) have no order and no softmax; pass real tensors")
         if dtype is torch.uint64:
             raise TypeMismatch(
-                "uint64 values do not all fit into the 64 bits that mods compute with; pass tensor.to(torch.int64) where "
+                "uint64 values do not all fit into the int64 that mods compute with; pass tensor.to(torch.int64) where "
                 "they are below 2^63, or tensor.view(torch.int64) where they are only asked to be equal"
             )
         return DType.INT64 if dtype in (torch.int64, torch.uint32) else DType.INT32
@@ -132,13 +132,14 @@ class Rate(enum.Enum):
 class Expr:
     """One node. Build it with `ops.apply`, `const`, `index`, `score`, `scalar` or `read`, never directly."""
 
-    __slots__ = ("__weakref__", "args", "attr", "deps", "dtype", "op")
+    __slots__ = ("__weakref__", "args", "attr", "deps", "depth", "dtype", "op")
 
     op: str
     args: tuple[Expr, ...]
     dtype: DType
     attr: Any
     deps: int  # what this value changes with, of `Dep`
+    depth: int  # operations on the longest way to a leaf
 
     def __repr__(self) -> str:
         return "".join(_words(self, [_REPR_WORDS]))
@@ -155,6 +156,9 @@ class Expr:
     def is_const(self) -> bool:
         return self.op == "const"
 
+
+DEEP = 100
+"""Nested deeper than this, graphs are not followed by functions that call themselves: Python's stack would end."""
 
 # Nodes by what they are. Keys hold no object alive: attributes are keyed by content or by identity, and an identity
 # can be taken over by another object only after the node itself is gone, when its entry is dead.
@@ -205,10 +209,12 @@ def make(op: str, args: tuple[Expr, ...], dtype: DType, attr: Hashable = None, d
             return found
         node = Expr.__new__(Expr)
         node.op, node.args, node.dtype, node.attr = op, args, dtype, attr
-        bits = int(deps)
+        bits, depth = int(deps), 0
         for a in args:
             bits |= a.deps
-        node.deps = bits
+            if a.depth >= depth:
+                depth = a.depth + 1
+        node.deps, node.depth = bits, depth
         _interned[key] = weakref.ref(node)
         if len(_interned) > _sweep_at:
             _sweep()

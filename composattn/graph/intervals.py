@@ -432,9 +432,9 @@ _MAY_WRAP = {"add", "sub", "neg", "mul", "abs", "lshift"}
 
 
 def _unless_wrapped(rule: Callable[..., Ints], of: list[Ints], found: Ints) -> Ints:
-    """What `rule` found of integers, or anything where it left 64 bits: the same in floating point, which can't, says so.
+    """What `rule` found of integers, or anything where it left 64 bits.
 
-    Of a congruence that holds which wrapping keeps.
+    The same in floating point, which can't wrap, says where. Of a congruence that stays which wrapping keeps.
     """
     nearly = rule(*(Ints(x.low.double(), x.high.double(), x.step, x.residue) for x in of))
     lost = (nearly.low < -_EDGE) | (nearly.high > _EDGE)

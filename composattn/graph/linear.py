@@ -1,31 +1,40 @@
 """Integer expressions as sums `c + Σ cᵢ·tᵢ`, and what can be proven of their size; the ground of the band analysis.
 
 A mask's own integer arithmetic is taken not to overflow (a kernel's int32 and the reference's int64 would disagree on
-such a mask whatever the analysis does). What the analysis derives must not overflow where the mask does not: its numbers
-have no end, sums that could leave 32 bits are built in int64, and `finish` brings the end of an interval back to int32
-by clamping it to ±2^30, beyond every position. Sums that could leave 64 bits too are made to saturate, once all is
-derived (`saturated`).
+such a mask whatever the analysis does). What the analysis derives must not overflow where the mask does not: its
+numbers have no end, sums that could leave 32 bits are built in int64, and `finish` brings the end of an interval back
+to int32 by clamping it to ±2^30, beyond every position. Sums that could leave 64 bits too are made to saturate, once
+all is derived (`saturated`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from .expr import DType, Expr, const, index
+from .expr import DEEP, DType, Expr, const, index
 from .ops import apply
 
-POSITIONS = 2**29  # lengths are below this
+POSITIONS = 2**29  # lengths are at most this
+HEADS = 2**20  # and heads this many
 FAR = 2**30  # beyond every position, and far from where int32 ends
 _INT32 = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
+MOST = {"q_len": POSITIONS, "kv_len": POSITIONS, "heads": HEADS, "batch": _INT32}
+"""What sizes of a call may be: what is proven of a mask is proven up to there."""
+
+_MOST_TERMS = 64  # of a sum that is followed
 
 _FIRST, _LAST, _LENGTH = index("first"), index("last"), index("q_len")
 
+Found = TypeVar("Found")
+
 # lower and upper bound of the index leaves
 _LEAF = {
-    "b": (0, _INT32), "h": (0, 2**20), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
+    "b": (0, _INT32), "h": (0, HEADS), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
     "kv_len": (0, POSITIONS), "first": (0, POSITIONS), "last": (0, POSITIONS),
 }  # fmt: skip
 
@@ -80,8 +89,24 @@ def linear(expr: Expr) -> Linear:
     """`expr`, an int (or bool as 0 and 1), as a sum."""
     found = _linear.get(expr)
     if found is None:
+        if expr.depth > DEEP:
+            _from_below(expr, _linear, _sum)
         found = _linear[expr] = _sum(expr)
     return found
+
+
+def _from_below(expr: Expr, known: dict[Expr, Found], of: Callable[[Expr], Found]) -> None:
+    """`of` all integers below a deep one, into `known`: then what asks for those calls itself no more."""
+    waiting = [a for a in expr.args if a.dtype.is_integer]
+    while waiting:
+        node = waiting[-1]
+        missing = [a for a in node.args if a.dtype.is_integer and a not in known]
+        if node not in known and missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        if node not in known:
+            known[node] = of(node)
 
 
 def _sum(expr: Expr) -> Linear:
@@ -89,7 +114,8 @@ def _sum(expr: Expr) -> Linear:
     if op == "const":
         return Linear(int(expr.attr), {})
     if op in ("add", "sub") and expr.dtype.is_integer:
-        return linear(args[0]).plus(linear(args[1]), 1 if op == "add" else -1)
+        total = linear(args[0]).plus(linear(args[1]), 1 if op == "add" else -1)
+        return total if len(total.terms) <= _MOST_TERMS else Linear(0, {expr: 1})
     if op == "neg":
         return linear(args[0]).times(-1)
     if op == "mul" and expr.dtype.is_integer:
@@ -173,6 +199,8 @@ def bounds(expr: Expr) -> tuple[float, float]:
     """Numbers that `expr` (int or bool) never leaves; infinite where nothing is known."""
     found = _bounds.get(expr)
     if found is None:
+        if expr.depth > DEEP:
+            _from_below(expr, _bounds, _range)
         found = _bounds[expr] = _range(expr)
     return found
 

@@ -11,13 +11,16 @@ from .. import errors
 from .derived import refresh
 from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures
+from .linear import MOST
 
 
 def check_sizes(least: int, **sizes: Any) -> None:
-    """Raises `InvalidArgument` unless all are ints of at least `least`."""
+    """Raises `InvalidArgument` unless all are ints of at least `least`, and none is more than the analysis follows."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise errors.InvalidArgument(f"{name} must be an int of at least {least}, got {value!r}")
+        if value > MOST.get(name, value):
+            raise errors.InvalidArgument(f"{name} is {value}; masks are followed up to {MOST[name]}")
 
 
 def dense(

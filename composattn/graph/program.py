@@ -9,6 +9,7 @@ from typing import Any
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .expr import Capture, Expr, const, content_key, inputs, score
 from .row_limits import RowLimits
+from .simplify import balanced
 
 
 class Program:
@@ -20,7 +21,7 @@ class Program:
 
     def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None) -> None:
         self.score = None if score_mod is score() else score_mod
-        self.mask = None if mask is const(True) else mask
+        self.mask = None if mask is None or mask is const(True) else balanced(mask)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""

@@ -1,10 +1,10 @@
 """What the analysis derived, as a machine computes it: sums that may leave 64 bits saturate.
 
-The analysis adds and multiplies numbers that have no end: `kv <= limit[b]` becomes `kv < limit[b] + 1`, which wraps where
-the limit is the largest int64 ("no limit"), though the mask computes nothing. Here every sum that may leave 64 bits, by
-the types of what it reads, is made to stop at their ends instead: of one wide value by clamping it before, of several
-(`a[q] - t`) by asking the same sum in floating point, which can't wrap, on which side it left. Sums of 32-bit values fit
-and stay as they are.
+The analysis adds and multiplies numbers that have no end: `kv <= limit[b]` becomes `kv < limit[b] + 1`, which wraps
+where the limit is the largest int64 ("no limit"), though the mask computes nothing. Here every sum that may leave 64
+bits, by the types of what it reads, is made to stop at their ends instead: of one wide value by clamping it before, of
+several (`a[q] - t`) by asking the same sum in floating point, which can't wrap, on which side it left. Sums of 32-bit
+values fit and stay as they are.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from itertools import product
 import torch
 
 from .derived import END, FULL_END, FULL_START, START, Derived, derive, matches
-from .expr import Capture, Dep, DType, Expr, const, index, read
+from .expr import DEEP, Capture, Dep, DType, Expr, const, index, read
 from .linear import Linear, bounds, build, difference, linear
 from .ops import apply
+from .simplify import balanced
 
 MOST_PIECES = 8  # a mask that needs more is analysed by intervals over tiles instead
 
@@ -357,7 +358,10 @@ def _constant(like: Capture, value: int) -> Derived:
 
 
 def pieces(mask: Expr) -> Pieces:
-    """The mask as a union of pieces, bounds on kv."""
+    """The mask as a union of pieces, bounds on kv; of a mask too deep to be followed nothing is known."""
+    mask = balanced(mask)
+    if mask.depth > DEEP:
+        return [Piece((Opaque(mask, True),))]
     return _Solver("kv", index("kv"), Dep.KV).formula(mask, True)
 
 

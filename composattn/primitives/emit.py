@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.expr import Dep, DType, Expr, Rate, promote, score, walk
+from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.program import Program
 from ..graph.row_limits import RowLimits
 from .emit_ops import CUTE, Neighbours, convert, read_element
@@ -30,6 +30,7 @@ LOG2_E = math.log2(math.e)
 
 WORD = 24  # positions that a word of `run_of` speaks of
 
+_AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
 _LIMIT = 1 << 24  # integers below it are exact in fp32
 
 
@@ -50,7 +51,7 @@ class Linear:
 
 def linear(node: Expr) -> Linear | None:
     """`node` as a linear form with small coefficients, or None."""
-    if node.dtype is not DType.INT32:
+    if node.dtype is not DType.INT32 or node.depth > DEEP:
         return None
     if node.is_const:
         return Linear(0, 0, node.attr) if abs(node.attr) < _LIMIT else None
@@ -87,6 +88,8 @@ def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr
     if not node.deps & dep:
         return True
     found = known.get((node, dep))
+    if found is None and node.depth > DEEP:
+        return False
     if found is None:
         x, *more = node.args or (node,)
         quotient = node.op == "floordiv" and x.op == "index" and more[0].is_const and more[0].attr % block == 0
@@ -137,6 +140,13 @@ class Evaluator:
 
     def value(self, node: Expr, r: int = 0, c: int = 0) -> Any:
         """The value of `node` at row `r` and column `c` of the thread's fragment."""
+        if node.depth > DEEP:
+            for part in walk(node):  # from below, so that few calls lie in each other
+                if part.depth % _AT_A_TIME == 0 and part.args:
+                    self._value(part, r, c)
+        return self._value(node, r, c)
+
+    def _value(self, node: Expr, r: int, c: int) -> Any:
         if node.is_const:
             return node.attr
         often = self.rate(node)
@@ -174,10 +184,11 @@ class Evaluator:
     def prepare(self, *roots: Expr | None) -> None:
         """Computes, now, everything under `roots` that does not change along kv."""
         seen: set[Expr] = set()
-
-        def visit(node: Expr) -> None:
+        waiting = [root for root in roots[::-1] if root is not None]
+        while waiting:
+            node = waiting.pop()
             if node in seen or node.is_const:
-                return
+                continue
             seen.add(node)
             often = self.rate(node)
             if often in (Rate.CONSTANT, Rate.HEAD):
@@ -186,12 +197,7 @@ class Evaluator:
                 for r in range(self.tile.rows):
                     self.value(node, r)
             else:
-                for a in node.args:
-                    visit(a)
-
-        for root in roots:
-            if root is not None:
-                visit(root)
+                waiting += node.args[::-1]
 
     def position(self, form: Linear, r: int, c: int) -> Any:
         """The integer value of a linear form: one register for the tile, an immediate for the element."""
@@ -260,7 +266,7 @@ class Evaluator:
                 form, numbers = self.ahead[node]
                 return numbers[self.offset(form, r, c)]
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
-            return read_element(tensor, [self.value(a, r, c) for a in node.args], node.dtype)
+            return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
         form = linear(node)
         if form is not None:
             return self.position(form, r, c)
@@ -269,19 +275,19 @@ class Evaluator:
         if node.op.startswith("cast_"):
             if node.op == "cast_float":
                 return self.as_float(node.args[0], r, c)
-            return CUTE[node.op](self.value(node.args[0], r, c))
+            return CUTE[node.op](self._value(node.args[0], r, c))
         wanted = node.dtype
         if node.op == "where":
             condition, *branches = node.args
-            return CUTE["where"](self.value(condition, r, c), *(self._as(a, wanted, r, c) for a in branches))
+            return CUTE["where"](self._value(condition, r, c), *(self._as(a, wanted, r, c) for a in branches))
         if node.op in ("isnan", "isinf"):
-            return CUTE[node.op](self.value(node.args[0], r, c))
+            return CUTE[node.op](self._value(node.args[0], r, c))
         return CUTE[node.op](*(self._as(a, wanted, r, c) for a in node.args))
 
     def _as(self, node: Expr, wanted: DType, r: int, c: int) -> Any:
         if wanted is DType.FLOAT and node.dtype.is_integer and not node.is_const:
             return self.as_float(node, r, c)
-        return convert(self.value(node, r, c), wanted)
+        return convert(self._value(node, r, c), wanted)
 
     def _comparison(self, node: Expr, r: int, c: int) -> Any:
         x, y = node.args
@@ -343,6 +349,8 @@ def additive(expr: Expr, of_one_head: bool = True) -> AdditiveScore | None:
 
     `of_one_head`: whether a thread's rows are, so that what depends on the head alone is one value.
     """
+    if expr.depth > DEEP:
+        return None
     terms = list(_terms(expr, 1.0))
     scored = [(sign, t) for sign, t in terms if _depends_on_score(t)]
     if len(scored) != 1 or scored[0][0] != 1.0:

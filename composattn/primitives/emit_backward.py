@@ -240,10 +240,11 @@ def _sum(parts: list[Any]) -> Any:
 def _prepare_columns(at: Evaluator, roots: list[Expr]) -> None:
     """Computes, now, everything under `roots` that does not change along q."""
     seen: set[Expr] = set()
-
-    def visit(node: Expr) -> None:
+    waiting = roots[::-1]
+    while waiting:
+        node = waiting.pop()
         if node in seen or node.is_const:
-            return
+            continue
         seen.add(node)
         if node.rate in (Rate.CONSTANT, Rate.HEAD):
             at.value(node)
@@ -251,11 +252,7 @@ def _prepare_columns(at: Evaluator, roots: list[Expr]) -> None:
             for c in range(at.tile.columns):
                 at.value(node, 0, c)
         else:
-            for a in node.args:
-                visit(a)
-
-    for root in roots:
-        visit(root)
+            waiting += node.args[::-1]
 
 
 __all__ = ["BackwardMods", "BoundBackwardMods"]

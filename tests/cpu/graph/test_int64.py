@@ -1,7 +1,7 @@
 """64-bit integers of masks, to their ends: what is derived of a mask that overflows nowhere is what the mask says.
 
-Random masks of values near the ends of int64, beyond 2^60 (hashes) and near positions are held to the mask itself, run by
-torch on tensors of positions, where nothing of the graph takes part: tiles, bands and rows' limits, both ways.
+Random masks of values near the ends of int64, beyond 2^60 (hashes) and near positions are held to the mask itself, run
+by torch on tensors of positions, where nothing of the graph takes part: tiles, bands and rows' limits, both ways.
 """
 
 from __future__ import annotations
