@@ -134,7 +134,7 @@ class UnsupportedIndexDType(InvalidArgument, TypeError):
 
 
 class InvalidLength(InvalidArgument):
-    """A maximum of sequence lengths that is no number from 0, or a length beyond the 2^29 that masks are followed to."""
+    """A maximum of sequence lengths that is no number from 0, or a size beyond what masks are followed to."""
 
 
 class SequencesMismatch(InvalidArgument):

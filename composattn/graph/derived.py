@@ -38,6 +38,12 @@ class Derived(Capture):
         self._seen = self._stamp()
         super().__init__(self._compute())
 
+    @property
+    def range(self) -> tuple[int, int]:
+        if isinstance(self, Windows):
+            return self.sources[0].range
+        return (0, FAR) if is_matches(self) else super().range
+
     def _stamp(self) -> tuple[Hashable, ...]:
         return tuple(_version(s) for s in self.sources)
 

@@ -73,6 +73,14 @@ class Capture:
         """The same for captures that are equal, as long as one of them lives."""
         return id(self.tensor)
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Numbers that no element is beyond, of integers and bools; by the type, not by what it holds."""
+        if self.tensor.dtype is torch.bool:
+            return 0, 1
+        held = torch.iinfo(self.tensor.dtype)
+        return held.min, held.max
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Capture) and other.identity == self.identity)
 

@@ -232,7 +232,7 @@ class Tiles:
         is_square = node.op == "mul" and node.args[0] is node.args[1]
         rule = _RULES.get(("square" if is_square else node.op, kind))
         result = None if rule is None else rule(*values)
-        if result is None:
+        if rule is None or result is None:
             return _anything(node.dtype, self)
         if kind is Ints and node.op in _MAY_WRAP and self._leaves(node, INT64):
             result = _unless_wrapped(rule, values, result)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from .expr import DEEP, DType, Expr, const, index
 from .ops import apply
 
@@ -183,13 +181,17 @@ def _needs_int64(lin: Linear) -> bool:
 
 
 def finish(expr: Expr) -> Expr:
-    """`expr` as the end of an interval: tidied, int32; positions keep their side of it."""
+    """`expr` as the end of an interval: tidied, int32, within ±`FAR`; positions keep their side of it."""
     expr = build(linear(expr))
-    if expr.dtype is DType.INT64:
-        if expr.is_const:
-            return const(max(-FAR, min(FAR, expr.attr)))
-        expr = apply("cast_int32", apply("clamp_max", apply("clamp_min", expr, const(-FAR)), const(FAR)))
-    return expr
+    if expr.is_const:
+        return const(max(-FAR, min(FAR, expr.attr)))
+    low, high = bounds(expr)
+    wide = expr.dtype is DType.INT64
+    if wide or low < -FAR:
+        expr = apply("clamp_min", expr, const(-FAR))
+    if wide or high > FAR:
+        expr = apply("clamp_max", expr, const(FAR))
+    return apply("cast_int32", expr)
 
 
 _UNKNOWN = (-float("inf"), float("inf"))
@@ -216,8 +218,7 @@ def _range(expr: Expr) -> tuple[float, float]:
     if expr.dtype is DType.BOOL:
         return 0, 1
     if op == "read" and expr.dtype.is_integer:
-        held = torch.iinfo(expr.attr.tensor.dtype)
-        return held.min, held.max
+        return expr.attr.range  # type: ignore[no-any-return]
     if op == "scalar" and expr.dtype.is_integer:
         return INT64 if expr.dtype is DType.INT64 else (-_INT32 - 1, _INT32)
     if op in ("cast_int32", "cast_int64") and args[0].dtype is not DType.FLOAT:

@@ -90,6 +90,7 @@ _EXACT = {
     "add": _offsets, "sub": _offsets,
 }  # fmt: skip
 
+
 def balanced(expr: Expr) -> Expr:
     """Long chains of one logical operation (documents joined in a loop) as trees, of a graph that is deep; else itself.
 

@@ -190,11 +190,9 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
         return f"|{args[0][0]}|", _ATOM
     if op == "cast_float" or (op == "cast_int64" and node.args[0].dtype.is_integer):
         return args[0]
-    if op == "cast_int32" and _is_clamp(node.args[0]):  # `linear.finish`: of a position it changes nothing
+    if op == "cast_int32" and _is_clamp(node.args[0]):  # `linear.finish`
         return args[0]
-    if op == "clamp_max" and _is_clamp(node):
-        return args[0]
-    if op == "clamp_min" and node.args[1].is_const and node.args[1].attr <= -FAR:  # the inner half of it
+    if op in ("clamp_min", "clamp_max") and _is_clamp(node):
         return args[0]
     if is_guarded(node):
         return args[2]
@@ -202,11 +200,10 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
 
 
 def _is_clamp(node: Expr) -> bool:
-    """Whether `node` keeps a number inside of 32 or 64 bits, which no position is beyond."""
-    if node.op != "clamp_max" or node.args[0].op != "clamp_min":
+    """Whether `node` keeps a number inside of 32 or 64 bits, which of a position changes nothing."""
+    if node.op not in ("clamp_min", "clamp_max") or not node.args[1].is_const or not node.dtype.is_integer:
         return False
-    most, least = node.args[1], node.args[0].args[1]
-    return most.is_const and least.is_const and most.attr >= FAR and least.attr == -most.attr
+    return bool(node.args[1].attr <= -FAR if node.op == "clamp_min" else node.args[1].attr >= FAR)
 
 
 def _inside(part: tuple[str, int], binding: int) -> str:

@@ -314,7 +314,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (bool, int, float)):
         return _python_number(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy scalars
-        return const(value.item())
+        return _python_number(value.item())
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return read(capture_of(value), ())

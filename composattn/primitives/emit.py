@@ -73,6 +73,11 @@ def linear(node: Expr) -> Linear | None:
     return result if max(abs(result.q), abs(result.kv)) <= 64 and abs(result.constant) < _LIMIT else None
 
 
+def _may_wrap(x: Linear, y: Linear, difference: Linear) -> bool:
+    """Whether x - y may leave 32 bits where neither does: positions are below 2^29, rising forms differ by less."""
+    return abs(difference.q) + abs(difference.kv) > 3 and min(x.q, x.kv, y.q, y.kv) < 0
+
+
 def rate(node: Expr, of_one_head: bool) -> Rate:
     """The rate of `node` where a thread's rows are of one head, or of several."""
     several = not of_one_head and node.deps & Dep.H
@@ -294,7 +299,8 @@ class Evaluator:
         fx, fy = linear(x), linear(y)
         if fx is not None and fy is not None:
             difference = fx.plus(fy, -1)
-            if max(abs(difference.q), abs(difference.kv)) <= 64 and abs(difference.constant) < _LIMIT:
+            small = max(abs(difference.q), abs(difference.kv)) <= 64 and abs(difference.constant) < _LIMIT
+            if small and not _may_wrap(fx, fy, difference):
                 # start + offset ? 0 as start ? -offset: the element's part is an immediate
                 self.position(difference, 0, 0)
                 return CUTE[node.op](self.start[difference], -self.offset(difference, r, c))

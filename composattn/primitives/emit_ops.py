@@ -93,8 +93,8 @@ def _mod(x: Any, y: Any) -> Any:
 def _truncdiv(x: Any, y: Any) -> Any:
     if _is_float(x, y):
         return cm.trunc(_division(x, y))
-    magnitude = _abs(x) // _abs(y)
-    return choose((x < 0) ^ (y < 0), -magnitude, magnitude)
+    down = x // y  # not by magnitudes: the least number has none
+    return choose((down * y != x) & ((x < 0) ^ (y < 0)), down + 1, down)
 
 
 def _fmod(x: Any, y: Any) -> Any:
@@ -126,12 +126,13 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _integer_power(x: Any, y: Any) -> Any:
-    """Square and multiply over the five bits that a 32-bit result leaves to an exponent; negative ones give 0."""
+    """Square and multiply over the bits that the result leaves to an exponent: five of 32; negative ones give 0."""
     kind = _kind_of(x, y)
+    bits = 6 if kind is Int64 else 5
     base, exponent, result = kind(x), kind(y), kind(1)
-    for bit in range(5):
+    for bit in range(bits):
         result = choose(((exponent >> bit) & 1) == 1, result * base, result)
-        if bit < 4:
+        if bit < bits - 1:
             base = base * base
     return choose(exponent < 0, kind(0), result)
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import composattn as ca
+from composattn import errors
 from composattn.graph.bands import row_limits, tile_intervals, transposed
 from composattn.graph.mask import Mask
 from composattn.graph.picture import tiles_of
@@ -218,6 +220,87 @@ def hold_all(seeds: range) -> None:
 def test_random_masks_at_the_ends_of_int64(part: int) -> None:
     start = int(os.environ["COMPOSATTN_TEST_SEED"]) * 100_000 + part * 200
     hold_all(range(start, start + 200))
+
+
+LIMITS = torch.tensor([MOST, 50])
+HASHES = torch.tensor([2**62 + 5, MOST, LEAST + 3])[torch.arange(90) // 15 % 3]
+SPREAD = (torch.arange(90) * 0x5851F42D4C957F2D) ^ (torch.arange(90) << 52)
+TIMES, NOW = torch.arange(90).expand(8, 90).contiguous(), torch.tensor([50, 100, 5])
+UINT32 = torch.tensor([2**32 - 1, 5]).to(torch.uint32)
+MASKS: dict[str, Mod] = {
+    "no limit": lambda b, h, q, kv: kv <= LIMITS[b],
+    "no limit by blocks": lambda b, h, q, kv: (kv // 16 <= LIMITS[b]) & (abs(q - kv) <= LIMITS[b]),
+    "the largest constant": lambda b, h, q, kv: (kv <= MOST) & (q >= LEAST),
+    "documents by their hashes": lambda b, h, q, kv: HASHES[q] == HASHES[kv],
+    "rows sampled by a hash": lambda b, h, q, kv: (SPREAD[q] > -(2**61)) & (q >= kv),
+    "tables for other numbers of sequences": lambda b, h, q, kv: TIMES[b, kv] <= NOW[b],
+    "quotients of floats": lambda b, h, q, kv: (kv.float() % 0.5 <= 0.1) & (q // 0.5 > 7.0),
+    "32 bits with no sign": lambda b, h, q, kv: UINT32[kv % 2] > 2**31,
+}  # fmt: skip
+
+
+TRUTHS: dict[str, Mod] = {"32 bits with no sign": lambda b, h, q, kv: kv % 2 == 0}  # torch compares no such tensors
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_known_masks_are_what_they_say_in_every_backend(name: str) -> None:
+    mod, q = MASKS[name], torch.randn(2, 1, 90, 8, generator=torch.Generator().manual_seed(0))
+    at = torch.meshgrid(*map(torch.arange, (2, 1, 90, 90)), indexing="ij")
+    visible = TRUTHS.get(name, mod)(*at)
+    tiles = Mask.of(mod).tiles(90, 90, (16, 16), 2).expand(2, 1, 6, 6)
+    exact = tiles_of(visible, (16, 16))
+    assert ((tiles == 1) | (tiles == exact)).all()
+    score = (q @ q.mT / 8**0.5).masked_fill(~visible, -torch.inf)
+    expected = score.softmax(-1).nan_to_num(0.0) @ q
+    for backend in ("reference", "streaming"):
+        assert torch.allclose(ca.attention(q, q, q, mask_mod=mod, backend=backend), expected, atol=1e-4), backend
+
+
+def test_a_constant_beyond_fp32_is_infinite_there() -> None:
+    q = torch.randn(1, 1, 30, 8, generator=torch.Generator().manual_seed(0))
+    hidden = ca.attention(q, q, q, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -1e300))
+    assert torch.allclose(hidden, ca.attention(q, q, q, mask_mod=ca.mods.causal()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_what_mods_can_not_compute_with_is_refused(dtype: torch.dtype) -> None:
+    table = torch.tensor([5, 6], dtype=dtype)
+    mod = lambda b, h, q, kv: table[kv % 2] > 5  # noqa: E731
+    if dtype is torch.int64:
+        assert Mask.of(mod).dense(1, 2).tolist() == [[[[False, True]]]]
+        return
+    with pytest.raises(errors.TypeMismatch, match=r"view\(torch.int64\)"):
+        Mask.of(mod)
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 2**40), (4, -(2**31) - 1), (2**40, 2**70)])
+def test_a_run_time_number_refuses_what_its_type_does_not_hold(first: int, then: int) -> None:
+    number = ca.scalar(first)
+    number.value = min(then, 2**31 - 1) if then > 0 else -(2**31)
+    with pytest.raises(errors.UnsupportedCapture, match="bits"):
+        number.value = then
+    with pytest.raises(errors.UnsupportedCapture, match="64 bits"):
+        ca.scalar(2**70)
+
+
+def test_a_run_time_number_of_64_bits_is_kept_to_the_last_for_the_backward_of_compiled_code() -> None:
+    reach = ca.scalar(2**62 + 1)
+    attend = ca.Attention(mask_mod=lambda b, h, q, kv: (reach + kv) % 2 == 0)
+    q = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (expected,) = torch.autograd.grad(attend(q, q, q).sum(), q)
+    (found,) = torch.autograd.grad(torch.compile(attend, backend="aot_eager")(q, q, q).sum(), q)
+    assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 2**31}, {"kv_len": 2**29 + 1}, {"heads": 2**21}])
+def test_sizes_that_masks_are_not_followed_to_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(errors.InvalidArgument, match=next(iter(sizes))):
+        Mask.of(lambda b, h, q, kv: q >= kv).tiles(**{"q_len": 4, "kv_len": 4, **sizes})
+    if "heads" not in sizes:
+        q = torch.zeros(1, 1, 1, 8).expand(1, 1, sizes.get("q_len", 1), 8)
+        k = torch.zeros(1, 1, 1, 8).expand(1, 1, sizes.get("kv_len", 1), 8)
+        with pytest.raises(errors.InvalidLength, match="followed up to"):
+            ca.attention(q, k, k)
 
 
 @pytest.mark.nightly
