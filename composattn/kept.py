@@ -44,11 +44,11 @@ def planned_of(
     every call, in place, under the eyes of an eager backward that may still need it.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    lending = None if transforms.active() else lend(tensors)  # a backward of torch.func comes when nothing is lent
+    lending = None if transforms.active() else lend(tensors, user)  # a backward of torch.func comes when nothing is lent
     if lending is None:
         return _made(forms, leaves, options), None
     # the types too, as True is 1; and of scalars which they are: the plan keeps them alive
-    key: Hashable = (user, forms, options, *map(type, options), *lending.captures)
+    key: Hashable = (forms, options, *map(type, options), *lending.captures)
     if len(tensors) < len(leaves):
         key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
     try:

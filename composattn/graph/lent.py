@@ -108,16 +108,17 @@ _watched: dict[int, weakref.ref[Any]] = {}
 _of_storage: dict[int, list[Hashable]] = {}
 
 
-def lent_for(tensor: torch.Tensor) -> Lent | None:
+def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
     """The capture that stands for `tensor`, and for other tensors of the same memory and form.
 
+    user: who reads it. What is derived from it is made again in place, which one user may do under another's eyes.
     None where no one can say when the memory ends: a wrapper without storage, a tensor of a torch.func transform.
     """
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    key = (id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    key = (user, id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
     found = _known.get(key)
     return found if found is not None else _begin(key, storage)
 
@@ -142,12 +143,12 @@ def _begin(key: Hashable, storage: torch.UntypedStorage) -> Lent:
         return found
 
 
-def lend(tensors: Iterable[torch.Tensor]) -> Lending | None:
+def lend(tensors: Iterable[torch.Tensor], user: str = "eager") -> Lending | None:
     """A lending of all `tensors`; None where one of them can't be lent."""
     tensors = tuple(tensors)
     captures = []
     for tensor in tensors:
-        capture = lent_for(tensor)
+        capture = lent_for(tensor, user)
         if capture is None:
             return None
         captures.append(capture)
