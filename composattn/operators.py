@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from .autograd import Differentiable, Grads, Known
 from .captured import values
-from .checks import check_blocks, check_contents
+from .checks import check_blocks, check_contents, check_reads
 from .errors import GradientUnsupported, UnsupportedOption
 from .graph.derived import distrusting
 from .graph.expr import Capture
@@ -197,6 +197,7 @@ def attend(
     check_contents(q, k, varlen, paged)
     with bound.around, torch.autocast(q.device.type, enabled=False):
         check_blocks(planned._tables)
+        check_reads(planned.program, q, k, varlen, paged)
         call = _differentiable(planned, None, q, k, v, varlen, paged)
         with keeping_nothing():
             out, lse = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
