@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import errors, operators
+from .checks import check_flag, refuse_keywords
 from .graph.mask import Mask
 from .graph.program import Program
 from .graph.score import Score
@@ -56,7 +57,9 @@ class Attention(Planned):
         backend: str | None = None,
         deterministic: bool | None = None,
         schedule: Schedule | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_keywords(unknown)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         self._begin(score, mask, (scale, backend, deterministic, schedule))
@@ -91,6 +94,7 @@ class Attention(Planned):
         return_lse: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
+        **unknown: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
 
@@ -101,6 +105,9 @@ class Attention(Planned):
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
         """
+        refuse_keywords(unknown)
+        if return_lse is not False:
+            check_flag("return_lse", return_lse)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
             return operators.call(q, k, v, self._spoken, self._number, return_lse, varlen, paged)  # type: ignore[no-any-return]
         if self._seen:
@@ -159,6 +166,7 @@ def attention(
     varlen: Varlen | None = None,
     paged: Paged | None = None,
     schedule: Schedule | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
@@ -170,6 +178,9 @@ def attention(
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
+    refuse_keywords(unknown)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
     options = (scale, backend, deterministic, schedule)

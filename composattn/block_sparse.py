@@ -43,13 +43,16 @@ class BlockSparse(Mask):
     else it raises `BlockMaskMismatch`. Numbers out of range name none; with `composattn.debug_checks(True)` a call
     raises `BlocksOutOfRange` for them.
 
-    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`.
+    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`; of tiles on a
+    CPU `BlocksOutOfRange` for other kinds than 0, 1 and 2.
     """
 
     __slots__ = ("block", "count", "source")
 
     def __init__(self, tiles: torch.Tensor, block: Blocks = 128, *, partial: Any = None) -> None:
         _check("tiles", tiles, (torch.bool, torch.int8, torch.uint8), "(B|1, H|1, Tq, Tkv)", 4)
+        if type(tiles) is torch.Tensor and tiles.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_range("tiles", tiles, HIDDEN, VISIBLE)  # looking waits for nobody
         self._set(("map", _block(block), (int(partial is not None),)), (tiles,), partial)
 
     def _set(self, source: Source, tensors: tuple[torch.Tensor, ...], partial: Any = None) -> None:
@@ -202,11 +205,7 @@ class Table(Derived, Formed):
     def check_contents(self) -> None:
         """Looks whether all numbers are in range, which waits for the device. Raises `BlocksOutOfRange`."""
         for (name, (least, most)), tensor in zip(self.limits.items(), self.leaves, strict=True):
-            if tensor.numel() and not least <= int(tensor.min()) <= int(tensor.max()) <= most:
-                raise errors.BlocksOutOfRange(
-                    f"{name} has numbers from {int(tensor.min())} to {int(tensor.max())}; "
-                    f"they must be from {least} to {most}"
-                )
+            _check_range(name, tensor, least, most)
             if name == "indptr" and bool((tensor.diff(dim=-1) < 0).any()):
                 raise errors.BlocksOutOfRange("indptr falls; it must be the running sums of how many blocks a row has")
 
@@ -364,11 +363,19 @@ def _block(block: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def _check_range(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
+    """Raises `BlocksOutOfRange`; waits for the device."""
+    if tensor.numel() and not least <= int(tensor.min()) <= int(tensor.max()) <= most:
+        raise errors.BlocksOutOfRange(
+            f"{name} has numbers from {int(tensor.min())} to {int(tensor.max())}; they must be from {least} to {most}"
+        )
+
+
 def _grid(block: Any, q_len: int, kv_len: int) -> tuple[int, int]:
     rows, columns = _block(block)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise errors.InvalidLength(f"{name} is {length!r}; it is a number of positions from 1")
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length < 2**31:
+            raise errors.InvalidLength(f"{name} is {length!r}; it is a number of positions from 1 to below 2^31")
     return -(-q_len // rows), -(-kv_len // columns)
 
 

@@ -209,6 +209,10 @@ class UnsupportedOption(InvalidArgument):
     """A value of an option, or an option of torch's flex_attention, that has no meaning here."""
 
 
+class UnknownKeyword(InvalidArgument, TypeError):
+    """A keyword argument of another attention function."""
+
+
 class UnknownBackend(InvalidArgument):
     """A backend name that does not exist."""
 

@@ -44,7 +44,8 @@ def planned_of(
     every call, in place, under the eyes of an eager backward that may still need it.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    lending = None if transforms.active() else lend(tensors, user)  # a backward of torch.func comes when nothing is lent
+    # not below torch.func, whose backward comes when nothing is lent any more
+    lending = None if transforms.active() else lend(tensors, user)
     if lending is None:
         return _made(forms, leaves, options), None
     # the types too, as True is 1; and of scalars which they are: the plan keeps them alive

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from .autograd import Differentiable, Grads, Known
 from .captured import values
-from .checks import check_blocks, check_contents
+from .checks import check_blocks, check_contents, check_reads
 from .errors import GradientUnsupported, UnsupportedOption
 from .graph.derived import distrusting
 from .graph.expr import Capture
@@ -194,10 +194,11 @@ def attend(
     """(out, lse, kept); see the file's head."""
     bound = _bound(form, plan, captured, hints)
     planned = bound.planned
-    varlen, paged = unflatten(lengths, hints)
+    varlen, paged = unflatten(lengths, hints[:HINTS])
     check_contents(q, k, varlen, paged)
     with bound.around, torch.autocast(q.device.type, enabled=False):
         check_blocks(planned._tables)
+        check_reads(planned.program, q, k, varlen, paged)
         call = _differentiable(planned, None, q, k, v, varlen, paged)
         with keeping_nothing():
             out, lse = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
@@ -212,7 +213,7 @@ def attend(
 @attend.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, _, lengths, hints, *_ = arguments
-    Problem.of(q, k, v, *unflatten(lengths, hints))
+    Problem.of(q, k, v, *unflatten(lengths, hints[:HINTS]))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, len(hints) - HINTS)
 
@@ -241,7 +242,7 @@ def attend_backward(
     for capture, want in zip(bound.leaves, wanted[3:], strict=True):
         asked[capture] = asked.get(capture, False) or want
     with bound.around, torch.autocast(q.device.type, enabled=False):
-        call = _differentiable(bound.planned, kept, q, k, v, *unflatten(lengths, hints))
+        call = _differentiable(bound.planned, kept, q, k, v, *unflatten(lengths, hints[:HINTS]))
         read = values(captures, bound.replaced(captured))
         of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
         with keeping_nothing():

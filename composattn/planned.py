@@ -13,7 +13,7 @@ import torch
 
 from . import backends, errors, transforms
 from .block_sparse import Table
-from .checks import check_blocks, check_contents
+from .checks import check_blocks, check_contents, check_reads
 from .graph.program import Program
 from .graph.short_reads import refuse_short_reads
 from .problem import Problem, refuse_foreign, softmax_scale
@@ -74,6 +74,7 @@ class Planned:
             check_contents(q, k, varlen, paged)
         if self._tables:
             check_blocks(self._tables)
+        check_reads(self.program, q, k, varlen, paged)
         out, lse = call(q, k, v, return_lse, Sequences.of(varlen, paged))
         return (out, lse) if return_lse else out
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Literal
 
 import torch
 
 from . import errors
+from .graph.expr import has_no_shape
 from .graph.linear import MOST
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Varlen
@@ -167,6 +169,8 @@ def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
     if not isinstance(t, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor of shape {_DIMENSIONS[lies]}")
     refuse_foreign(name, t)
+    if has_no_shape(t):
+        raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
     if t.is_nested:
         raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
     if t.ndim != (3 if lies == "packed" else 4):
@@ -281,6 +285,8 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, by default 1/sqrt(head_dim). Raises `InvalidScale` unless it is a finite Python number."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, int) and not isinstance(scale, bool) and abs(scale) > sys.float_info.max:
+        raise errors.InvalidScale(f"scale is an integer of {scale.bit_length()} bits, beyond all floats")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise errors.InvalidScale(
             f"scale is a {type(scale).__name__}; pass a Python number, or a learned scale as mods.scores.temperature"

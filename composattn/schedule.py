@@ -39,7 +39,7 @@ class Schedule:
     pack_gqa: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
+        if not isinstance(self.order, str) or self.order not in ORDERS:
             raise errors.InvalidSchedule(f"order is {self.order!r}; it is one of {', '.join(map(repr, ORDERS))}")
         for name in ("persistent", "pack_gqa"):
             value = getattr(self, name)

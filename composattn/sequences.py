@@ -141,7 +141,15 @@ HINTS = 3  # numbers that `flatten` gives; others may follow them
 
 
 def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:
-    """What `flatten` undoes."""
+    """What `flatten` undoes.
+
+    Raises: `SequencesMismatch` for lists of other lengths, as who calls the operator itself may pass.
+    """
+    if len(tensors) != 6 or len(numbers) != 3:
+        raise errors.SequencesMismatch(
+            f"the operator takes 6 tensors of lengths and 3 numbers, got {len(tensors)} and {len(numbers)}; call an "
+            "Attention, which calls it"
+        )
     cu_q, cu_k, used_q, used_k, table, used = tensors
     max_q, max_k = (None if m < 0 else m for m in numbers[:2])
     varlen, paged = None, None

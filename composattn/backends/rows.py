@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_pages
 from ..sequences import Sequences
 
 
@@ -135,6 +136,8 @@ def arrange(sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Dense:
     """How to see the tensors of a call; waits for the device unless it is dense."""
     if sequences.page_table is None:
         return Dense(q, k) if sequences.cu_q is None else Packed(sequences)
+    assert sequences.used_k is not None
+    check_pages(sequences.page_table, sequences.used_k, k.shape[2], k.shape[0])  # what follows reads them on the host
     if sequences.cu_q is None:
         return PagedKeysDenseQueries(sequences, k.shape[2], q)
     return PagedKeys(sequences, k.shape[2])

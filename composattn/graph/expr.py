@@ -60,6 +60,11 @@ def promote(*types: DType) -> DType:
     return max(types, key=_RANK.__getitem__)
 
 
+def has_no_shape(value: object) -> bool:
+    """Whether `value` is a parameter or buffer of a lazy module that did not run yet."""
+    return isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
 class Capture:
     """A tensor that a mod reads; two captures are equal when they hold the same tensor object."""
 

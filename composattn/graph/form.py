@@ -25,7 +25,7 @@ import torch
 from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
 from .lent import capture_of
 from .ops import apply
-from .trace import Proxy, as_expr, call_by_name
+from .trace import Proxy, as_expr, call_by_name, passing_gradients
 
 INDICES = ("b", "h", "q", "kv", "q_len", "kv_len")
 
@@ -169,7 +169,8 @@ def _run(form: Any, leaves: Sequence[Any]) -> Expr:
             maker, constants, *own = arguments
             done.append(MAKERS[maker](decode(constants), [_leaf(t, leaves) for t in own]))
         else:
-            done.append(_call(name, arguments, leaves, done))
+            with passing_gradients():  # of masks too: a form does not say which it is
+                done.append(_call(name, arguments, leaves, done))
     return as_graph(_argument(result, leaves, done))
 
 

@@ -118,7 +118,8 @@ def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    key = (user, id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    place = (id(storage), tensor.storage_offset(), tensor.shape, tensor.stride())
+    key = (user, *place, tensor.dtype, tensor.requires_grad)
     found = _known.get(key)
     return found if found is not None else _begin(key, storage)
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import errors
 from . import picture
-from .expr import const
+from .expr import Expr, const
 from .mod import Mod, asked_by_dynamo, formed, name_of
 from .trace import arity, trace_mask, user_line
 
@@ -28,6 +28,14 @@ class Mask(Mod):
 
     __slots__ = ()
 
+    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
+        """`mod` is a mask_mod, which is traced, or a graph. Raises: what `Mask.of` raises."""
+        if isinstance(mod, Expr):
+            super().__init__(mod, name or "mask")
+        else:
+            made = Mask.of(mod)
+            self.__setstate__((made.form, made.leaves, name or made.name))
+
     @staticmethod
     def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
         """`fn` as a Mask: itself, or traced.
@@ -42,6 +50,11 @@ class Mask(Mod):
             raise errors.WrongComposition(
                 f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, "
                 "or join score mods with >> and +"
+            )
+        if hasattr(fn, "kv_num_blocks"):
+            raise errors.WrongComposition(
+                "a BlockMask is not a mask_mod; pass it as block_mask to ca.flex_attention, or as "
+                "mask_mod=ca.BlockSparse.from_block_mask(block_mask)"
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition(

@@ -6,6 +6,7 @@ its function. So `alibi(slopes)` written inside of a training step costs a few m
 
 from __future__ import annotations
 
+import numbers
 import sys
 import threading
 from collections import OrderedDict
@@ -16,11 +17,11 @@ import torch
 
 from .. import errors
 from .evaluate import Env, evaluate
-from .expr import Expr, index, score, substitute, walk
+from .expr import Expr, has_no_shape, index, score, substitute, walk
 from .fingerprint import fingerprint, places_of
 from .form import form_of, graph_of, joined
 from .recorded import Recorded, record
-from .trace import Proxy, Symbolic, as_expr
+from .trace import Symbolic, as_expr, traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -91,7 +92,7 @@ class Mod:
                 inner = tuple([leaves[name] for name in leaves])
                 return value.tape.add("composattn", (self.form, tuple(leaves), inner, self.leaves), {})
         if any(isinstance(v, Symbolic) for v in leaves.values()):
-            return Proxy(call_graph(self.expr, leaves))
+            return traced(call_graph(self.expr, leaves))
         return _evaluated(self.expr, leaves, {name: v for name, v in lengths.items() if v is not None})
 
 
@@ -114,6 +115,7 @@ def _evaluated(expr: Expr, leaves: dict[str, Any], known: dict[str, Any]) -> tor
                 "knows; called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
             )
     leaves = {**leaves, **known}
+    _check_positions(leaves)
     tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
     device = tensors[0].device if tensors else "cpu"
     given = {k: torch.as_tensor(v, device=device) for k, v in leaves.items()}
@@ -123,6 +125,37 @@ def _evaluated(expr: Expr, leaves: dict[str, Any], known: dict[str, Any]) -> tor
         env.score = score_value
         env.float_dtype = score_value.dtype if score_value.is_floating_point() else torch.float32
     return evaluate(expr, env)
+
+
+def _check_positions(leaves: dict[str, Any]) -> None:
+    """Raises `InvalidArgument` unless positions are integers, a score is a number, and all broadcast."""
+    for name, value in leaves.items():
+        if not _is_place(value, name == "score"):
+            what = f"{value.dtype} {value.layout}" if _is_plain_tensor(value) else repr(value)
+            raise errors.InvalidArgument(
+                f"{name} is {what}; a mod is called at tensors that broadcast, or numbers of 64 "
+                "bits: integers for positions"
+            )
+    shapes = {name: tuple(v.shape) for name, v in leaves.items() if isinstance(v, torch.Tensor)}
+    try:
+        torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        raise errors.ShapeMismatch(f"the tensors that a mod is called at don't broadcast: {shapes}") from None
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not has_no_shape(value)
+
+
+def _is_place(value: Any, is_score: bool) -> bool:
+    if _is_plain_tensor(value):
+        taken = is_score or not value.dtype.is_floating_point
+        return taken and value.layout is torch.strided and not value.is_meta and not value.is_complex()
+    if isinstance(value, numbers.Integral):
+        return -(2**63) <= int(value) < 2**63
+    return is_score and (
+        isinstance(value, float) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
+    )  # numpy's
 
 
 # --- functions ---------------------------------------------------------------------------------------------------

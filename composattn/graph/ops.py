@@ -208,6 +208,7 @@ def _rows() -> list[Op]:
 
 OPS: dict[str, Op] = {row.name: row for row in _rows()}
 
+_OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0, "xor": 0}
 _INTEGER_IDENTITY = {"floor", "ceil", "round", "trunc"}  # of an integer: itself
 _LOGIC_OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # as torch does with bools
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -313,6 +314,8 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
         inner = args[0]
         return inner.args[0] if name in ("neg", "not") and inner.op == name and dtype is inner.args[0].dtype else None
     x, y = args[-2], args[-1]
+    if x is y and x.dtype is not DType.FLOAT and name in _OF_ITSELF:  # a float may be NaN
+        return const(_OF_ITSELF[name], dtype)
     if name == "where":
         if args[0].is_const:
             return _retype(x if args[0].attr else y, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .. import errors
 from .derived import refresh
 from .evaluate import Env, evaluate
-from .expr import Dep, Expr, captures
+from .expr import Capture, Dep, Expr, captures
 from .linear import MOST
 
 
@@ -21,6 +22,21 @@ def check_sizes(least: int, **sizes: Any) -> None:
             raise errors.InvalidArgument(f"{name} must be an int of at least {least}, got {value!r}")
         if value > MOST.get(name, value):
             raise errors.InvalidArgument(f"{name} is {value}; masks are followed up to {MOST[name]}")
+
+
+def device_of(device: torch.device | str | None, held: Sequence[Capture]) -> torch.device:
+    """`device`, by default that of the captured tensors. Raises `InvalidArgument` for one that is not there."""
+    if device is None:
+        return held[0].tensor.device if held else torch.device("cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AssertionError,
+    ) as error:  # unknown, of another backend, or torch built without it
+        raise errors.InvalidArgument(f"device is {device!r}: {str(error).partition(chr(10))[0]}") from None
 
 
 def dense(
@@ -39,8 +55,7 @@ def dense(
     check_sizes(1, batch=batch, heads=heads)
     held = captures(expr)
     refresh(held)
-    if device is None:
-        device = held[0].tensor.device if held else "cpu"
+    device = device_of(device, held)
     b = batch if expr.deps & Dep.B else 1
     h = heads if expr.deps & Dep.H else 1
 
@@ -56,7 +71,16 @@ def dense(
         "kv_len": torch.tensor(kv_len, device=device),
     }
     env = Env(index, device=device, float_dtype=torch.float32)
-    return evaluate(expr, env).expand(b, h, q_len, kv_len)
+    try:
+        return evaluate(expr, env).expand(b, h, q_len, kv_len)
+    except (MemoryError, RuntimeError) as error:  # CPU and CUDA allocators say it in words of their own
+        if "memory" not in str(error).lower():
+            raise
+        gigabytes = b * h * q_len * kv_len / 2**30
+        raise errors.InvalidArgument(
+            f"a dense mask of {b} x {h} x {q_len} x {kv_len} takes {gigabytes:.3g} GiB and as much again while it is "
+            "made, which is not there; look at .tiles(...), which needs memory by tiles"
+        ) from None
 
 
 def tiles_of(visible: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:

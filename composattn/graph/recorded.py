@@ -24,6 +24,7 @@ class Tape:
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.leaves: list[Any] = []
+        self.records = torch.is_grad_enabled()
 
     def add(self, name: str, arguments: Sequence[Any], named: dict[str, Any]) -> Recorded:
         """One more step."""
@@ -33,6 +34,8 @@ class Tape:
         for key, a in named.items():
             words.append(f"('=', {key!r}, {self.word(a)})")
         self.steps.append("(" + ", ".join(words) + ",)")
+        if self.records and not torch.is_grad_enabled():  # below no_grad in the mod: refused where it cuts a gradient
+            self.steps.append(f"('detach', 'x{len(self.steps) - 1}')")
         return Recorded(self, f"'x{len(self.steps) - 1}'")
 
     def word(self, value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from .expr import score
+from .expr import Expr, score
 from .mask import Mask
 from .mod import Mod, asked_by_dynamo, formed, name_of
 from .trace import arity, trace_score, user_line
@@ -24,6 +24,14 @@ class Score(Mod):
     """
 
     __slots__ = ()
+
+    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
+        """`mod` is a score_mod, which is traced, or a graph. Raises: what `Score.of` raises."""
+        if isinstance(mod, Expr):
+            super().__init__(mod, name or "score")
+        else:
+            made = Score.of(mod)
+            self.__setstate__((made.form, made.leaves, name or made.name))
 
     @staticmethod
     def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:

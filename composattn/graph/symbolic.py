@@ -103,7 +103,7 @@ def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
         return None
     try:
         return row(*args)
-    except (TypeError, ValueError, AttributeError):  # sympy finds the arguments to be of the wrong kind
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError):  # arguments of the wrong kind, or x % 0
         return None
 
 

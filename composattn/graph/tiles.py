@@ -9,7 +9,7 @@ from .derived import refresh
 from .evaluate import Env, evaluate
 from .expr import Dep, Expr, captures, walk
 from .intervals import Bools, Tiles
-from .picture import check_sizes
+from .picture import check_sizes, device_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -37,11 +37,12 @@ def tiles(
     """
     if not isinstance(tile, tuple | list) or len(tile) != 2:
         raise InvalidArgument(f"tile must be (queries, keys), got {tile!r}")
+    if not isinstance(refine, bool):
+        raise InvalidArgument(f"refine is {refine!r}; it is True or False")
     check_sizes(1, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, **{"tile[0]": tile[0], "tile[1]": tile[1]})
     held = captures(mask)
     refresh(held)
-    if device is None:
-        device = held[0].tensor.device if held else "cpu"
+    device = device_of(device, held)
     b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
     found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device, cuts=useful_cuts(mask, q_len, kv_len, tile)))
     if refine:

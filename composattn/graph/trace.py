@@ -6,61 +6,32 @@ Works because an object with `__torch_function__` receives Python operators, `to
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import linecache
 import math
 import numbers
-import os
-import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
-from .expr import Capture, DType, Expr, captures, const, index, make, read, score
+from .expr import Capture, DType, Expr, captures, const, has_no_shape, index, make, read, score
 from .expr import Dep as _Dep
 from .lent import capture_of
 from .ops import CASTS, OPS, apply
-
-_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+from .own_gradient import is_that_of
+from .refusals import pending, quote, refuse, user_line
+from .vectors import LONGEST, REDUCTIONS, Several, Vector, lift, reduce, refuse_length
 
 _CPU: torch.device = torch.device("cpu")
 TORCH_DTYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int32, DType.INT64: torch.int64, DType.FLOAT: torch.float32}
-
-
-def user_line() -> str | None:
-    """`file:line: source` of the innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        quoted = _quote(frame.f_code.co_filename, frame.f_lineno)
-        if quoted is not None:
-            return quoted
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _quote(name: str, line: int) -> str | None:
-    """The line, unless it is ours or torch's."""
-    if name.startswith((_HERE, _TORCH, "<frozen")):
-        return None
-    return f"{name}:{line}: {linecache.getline(name, line).strip()}"
-
-
-_refusals = threading.local()
-
-
-def refuse(kind: type[errors.TraceError], message: str) -> Any:
-    """Raise `kind` with the user's line. A refusal stands, whoever swallows it on the way out of the mod."""
-    error = kind(message, user_line())
-    _refusals.last = error
-    raise error
 
 
 # --- values that stand for numbers while a mod is traced ---------------------------------------------------
@@ -117,6 +88,8 @@ class Symbolic:
     def __getitem__(self, item: Any) -> Any:
         if item is Ellipsis or (isinstance(item, tuple) and not item):
             return self
+        if item is None or item == (Ellipsis, None):
+            return Vector([self])
         return refuse(errors.InvalidRead, "score and indices are single numbers and can't be indexed")
 
     def __invert__(self) -> Any:
@@ -131,7 +104,7 @@ class Symbolic:
     ndim = property(lambda self: 0)
     requires_grad = is_cuda = is_sparse = property(lambda self: False)
     device = property(lambda self: _CPU)  # constants are made there; a kernel has them on no device at all
-    data = property(lambda self: self)
+    data = property(lambda self: _detach(self))
 
     def dim(self) -> int:
         return 0
@@ -156,7 +129,10 @@ class Symbolic:
                 return _cast(self, a.dtype)
         return self
 
-    type = to
+    def type(self, dtype: Any = None, **kwargs: Any) -> Any:
+        if isinstance(dtype, torch.dtype):
+            return _cast(self, dtype)
+        return refuse(errors.UnsupportedOperation, f"type({dtype!r}); cast by a dtype: .to(torch.float32)")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -191,6 +167,11 @@ class Proxy(Symbolic):
         return f"Proxy({self._expr!r})"
 
 
+def _is_number(value: Any) -> bool:
+    """A Python int or float, or a number of numpy's; other kinds (Fraction) are no numbers of a kernel."""
+    return isinstance(value, (int, float)) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
+
+
 class Scalar(Symbolic):
     """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it.
 
@@ -204,7 +185,7 @@ class Scalar(Symbolic):
     number: int  # by which compiled code knows it, in this process
 
     def __init__(self, value: float | int) -> None:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not _is_number(value):
             raise errors.UnsupportedCapture(
                 f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
                 "a 0-d tensor can be captured as it is"
@@ -224,11 +205,7 @@ class Scalar(Symbolic):
     @value.setter
     def value(self, value: float | int) -> None:
         whole = isinstance(value, numbers.Integral)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, numbers.Real)
-            or (self._expr.dtype.is_integer and not whole)
-        ):
+        if isinstance(value, bool) or not _is_number(value) or (self._expr.dtype.is_integer and not whole):
             raise errors.UnsupportedCapture(
                 f"a scalar of type {self._expr.dtype.value} got {value!r}; its kernels are made for that type: "
                 "make a new ca.scalar, or begin with a float"
@@ -270,7 +247,7 @@ def scalar_of(number: int) -> Scalar:
     return found
 
 
-def _finite(value: numbers.Real) -> float:
+def _finite(value: float | int) -> float:
     try:
         return float(value)
     except OverflowError:
@@ -279,8 +256,8 @@ def _finite(value: numbers.Real) -> float:
         ) from None
 
 
-class _Row:
-    """A captured tensor read at its first indices only, as in `table[h][q]`: waits for the rest."""
+class _Row(Several):
+    """A captured tensor read at its first indices only, as in `table[h][q]`: waits for the rest, or for a reduction."""
 
     def __init__(self, capture: Capture, indices: tuple[Expr, ...]) -> None:
         self.capture, self.indices = capture, indices
@@ -288,20 +265,34 @@ class _Row:
     def __getitem__(self, item: Any) -> Any:
         return _read(self.capture, self.indices, item)
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.capture.tensor.shape[len(self.indices) :]
+
     def __len__(self) -> int:
-        return self.capture.tensor.shape[len(self.indices)]
+        return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
-    @classmethod
-    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return refuse(errors.UnindexedTensor, f"{func.__name__} of a tensor that is not yet read at all its dimensions")
+    def vector(self, part: slice = slice(None)) -> Vector:
+        if len(self.shape) != 1:
+            refuse(
+                errors.UnindexedTensor,
+                f"a captured tensor is used whole in its last dimensions, {tuple(self.shape)}; a mod computes one "
+                "score at a time: read an element, e.g. tensor[h] or tensor[q_idx, kv_idx]",
+            )
+        positions = range(len(self))[part]
+        if len(positions) > LONGEST:
+            refuse_length(len(positions))
+        return Vector([self[i] for i in positions])
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return refuse(errors.UnindexedTensor, f".{name} of a tensor that is not yet read at all its dimensions")
+
+def _as_vector(value: Any) -> Any:
+    """`value`, its elements if it has more than one."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        value = _Row(capture_of(value), ())
+    return value.vector() if isinstance(value, Several) else value
 
 
 # --- operations ---------------------------------------------------------------------------------------------
@@ -323,8 +314,8 @@ def as_expr(value: Any) -> Expr:
             f"a captured tensor of shape {tuple(value.shape)} is used whole; a mod computes one score at a time: "
             "read an element, e.g. tensor[h] or tensor[q_idx, kv_idx]",
         ).expr
-    if isinstance(value, _Row):
-        return refuse(errors.UnindexedTensor, "a tensor that is not yet read at all its dimensions").expr
+    if isinstance(value, Several):
+        return refuse(errors.UnindexedTensor, "a vector where one number is needed; reduce it: .sum(-1), .any(-1)").expr
     return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod").expr
 
 
@@ -344,11 +335,42 @@ def _value(x: Any) -> Any:
 
 def _of(name: str, *args: Expr) -> Proxy:
     try:
-        return Proxy(apply(name, *args))
+        return traced(apply(name, *args))
     except errors.TypeMismatch as error:
         if error.line is not None:
             raise
         raise errors.TypeMismatch(str(error), user_line()) from None
+
+
+def traced(expr: Expr) -> Proxy:
+    """`expr` as a traced value. Refused where torch would not record how it was computed, and so cut its gradient."""
+    if not torch.is_grad_enabled() and _has_gradient(expr) and _nodes_made() == pending.nodes:
+        refuse(
+            errors.UnsupportedOperation,
+            "a value with a gradient is computed where torch records none, under torch.no_grad(); a mod's gradient is "
+            "that of its formula. For a value without one capture tensor.detach(), made outside",
+        )
+    return Proxy(expr)
+
+
+@contextmanager
+def passing_gradients() -> Iterator[None]:
+    """Inside, values have gradients, and what cuts one is refused, as where a score mod is traced."""
+    outer = getattr(pending, "nodes", None)
+    pending.nodes = _nodes_made()
+    try:
+        with torch.enable_grad():  # it may run inside of an operator, where torch records nothing
+            yield
+    finally:
+        pending.nodes = outer
+
+
+def _has_gradient(expr: Expr) -> bool:
+    """Whether a score mod at hand would pass a gradient on to `expr`; masks pass none."""
+    if getattr(pending, "nodes", None) is None:
+        return False
+    learned = any(c.tensor.requires_grad for c in captures(expr))
+    return expr.dtype is DType.FLOAT and (learned or bool(expr.deps & _Dep.SCORE))
 
 
 def _unary(name: str, x: Symbolic) -> Any:
@@ -361,9 +383,24 @@ def _binary(name: str, x: Symbolic, y: Any) -> Any:
         return _of(name, x.expr, y._expr)
     if kind is int or kind is float:
         return _of(name, x.expr, _python_number(y))
-    if not isinstance(y, (Symbolic, numbers.Number, torch.Tensor, _Row)):
+    if not isinstance(y, _OPERANDS):
         return NotImplemented
+    if isinstance(y, Several) or (isinstance(y, torch.Tensor) and y.ndim):
+        return _elementwise(name, x, y)
     return _apply(name, x, y)
+
+
+def _elementwise(name: str, *args: Any) -> Vector:
+    """The operation `name`, where at least one argument is a vector."""
+    return lift(functools.partial(_apply, name), *map(_as_vector, args))
+
+
+_BINARY = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
+    "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
+}  # fmt: skip
+_OPERANDS = (Symbolic, Several, numbers.Number, torch.Tensor)
+_IN_PLACE = {f"__i{name}__" for name in _BINARY}
 
 
 def _install_operators() -> None:
@@ -372,26 +409,65 @@ def _install_operators() -> None:
 
     def backward(name: str) -> Callable[[Any, Any], Any]:
         def operator(self: Any, other: Any) -> Any:
-            if not isinstance(other, (Symbolic, numbers.Number, torch.Tensor, _Row)):
+            if not isinstance(other, _OPERANDS):
                 return NotImplemented
+            if isinstance(other, torch.Tensor) and other.ndim:
+                return _elementwise(name, other, self)
             return _apply(name, other, self)
 
         return operator
 
-    for python, name in {
-        "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
-        "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
-    }.items():  # fmt: skip
+    for python, name in _BINARY.items():
         setattr(Symbolic, f"__{python}__", forward(name))
         setattr(Symbolic, f"__r{python}__", backward(name))
     for python in ("lt", "le", "gt", "ge"):
         setattr(Symbolic, f"__{python}__", forward(python))
+    _install_operators_of_vectors()
     Symbolic.__neg__ = lambda self: _unary("neg", self)  # type: ignore[attr-defined, operator]
     Symbolic.__abs__ = lambda self: _unary("abs", self)  # type: ignore[attr-defined]
     Symbolic.__floor__ = lambda self: _unary("floor", self)  # type: ignore[attr-defined]
     Symbolic.__ceil__ = lambda self: _unary("ceil", self)  # type: ignore[attr-defined]
     Symbolic.__trunc__ = lambda self: _unary("trunc", self)  # type: ignore[attr-defined]
     Symbolic.__round__ = lambda self, n=None: _round(self, decimals=n or 0)  # type: ignore[attr-defined]
+
+
+def _install_operators_of_vectors() -> None:
+    def forward(name: str) -> Callable[[Any, Any], Any]:
+        return lambda self, other: _elementwise(name, self, other) if isinstance(other, _OPERANDS) else NotImplemented
+
+    def backward(name: str) -> Callable[[Any, Any], Any]:
+        return lambda self, other: _elementwise(name, other, self) if isinstance(other, _OPERANDS) else NotImplemented
+
+    for python, name in _BINARY.items():
+        setattr(Several, f"__{python}__", forward(name))
+        setattr(Several, f"__r{python}__", backward(name))
+    for python in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Several, f"__{python}__", forward(python))
+    for python, name in {"neg": "neg", "abs": "abs", "invert": "not"}.items():
+        setattr(Several, f"__{python}__", lambda self, _name=name: _elementwise(_name, self))
+    Several.__pos__ = lambda self: self  # type: ignore[attr-defined, operator]
+    Several.__matmul__ = lambda self, other: _of_vectors("matmul", (self, other), {})  # type: ignore[attr-defined, operator]
+    Several.__rmatmul__ = lambda self, other: _of_vectors("matmul", (other, self), {})  # type: ignore[attr-defined]
+    Several.__hash__ = object.__hash__  # type: ignore[method-assign]
+    for python in ("__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__", "__setitem__"):
+        setattr(Several, python, lambda self, *_, _name=python: _refuse_function(_name))
+    for python in _IN_PLACE:
+        setattr(Several, python, lambda self, *_, _name=python: _refuse_function(_name))
+    Several.__torch_function__ = classmethod(  # type: ignore[attr-defined]
+        lambda cls, func, kinds, args=(), kwargs=None: _torch_call(func, args, kwargs or {})
+    )
+    Several.__getattr__ = _method_of_vectors  # type: ignore[attr-defined]
+    Several.__array_ufunc__ = None  # type: ignore[attr-defined]  # numpy numbers on the left leave the operator to us
+
+
+def _method_of_vectors(self: Several, name: str) -> Any:
+    if name.startswith("__") or not hasattr(torch.Tensor, name):
+        raise AttributeError(f"a vector has no attribute {name!r}")
+    if not isinstance(self, Vector) and hasattr(Vector, name):
+        return getattr(self.vector(), name)
+    if name in REDUCTIONS or name in _HANDLERS:
+        return lambda *args, **kwargs: _of_vectors(name, (self, *args), kwargs)
+    return _refuse_function(name)
 
 
 _install_operators()
@@ -436,7 +512,10 @@ def _rsub(x: Any, y: Any, *, alpha: Any = 1) -> Proxy:
 
 
 def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Proxy:
-    return _apply({None: "div", "floor": "floordiv", "trunc": "truncdiv"}[rounding_mode], x, y)
+    name = {None: "div", "floor": "floordiv", "trunc": "truncdiv"}.get(rounding_mode)
+    if name is None:
+        return refuse(errors.UnsupportedOperation, f"rounding_mode={rounding_mode!r}; it is None, 'floor' or 'trunc'")
+    return _apply(name, x, y)
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -493,13 +572,22 @@ def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(x: Any) -> Any:
-    expr = as_expr(x)
-    learned = any(c.tensor.requires_grad for c in captures(expr))
-    if expr.dtype is DType.FLOAT and (learned or expr.deps & _Dep.SCORE):
-        return refuse(
-            errors.UnsupportedOperation, "detach cuts a gradient inside a mod; capture tensor.detach() instead"
-        )
+    if _has_gradient(as_expr(x)):
+        return _refuse_cut("detach")
     return x
+
+
+def _refuse_cut(how: str) -> Any:
+    return refuse(
+        errors.UnsupportedOperation,
+        f"{how} cuts a gradient inside a mod; capture tensor.detach() instead, made outside",
+    )
+
+
+def _unsqueeze(x: Any, dim: int) -> Any:
+    if dim not in (-1, 0):
+        return refuse(errors.UnsupportedOperation, f"unsqueeze({dim}) of one number; it has room at -1 and 0")
+    return Vector([_value(x)])
 
 
 def _constant_like(value: float) -> Callable[..., Any]:
@@ -516,7 +604,7 @@ def _full_like(x: Any, value: Any = None, *, size: Any = (), dtype: torch.dtype 
         return refuse(
             errors.UnsupportedOperation, f"a new tensor of size {size} in a mod; values are single numbers, size ()"
         )
-    return _cast(Proxy(as_expr(value)), dtype or TORCH_DTYPE[as_expr(x).dtype])
+    return _cast(Proxy(as_expr(_detach(value))), dtype or TORCH_DTYPE[as_expr(x).dtype])
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
@@ -597,6 +685,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "clone": _same, "contiguous": _same, "detach": _detach, "alias": _same, "view_as": _same,
     "zeros_like": lambda x, **kw: _full_like(x, 0, **kw), "ones_like": lambda x, **kw: _full_like(x, 1, **kw),
     "full_like": _full_like, "new_full": lambda x, size, value=None, **kw: _full_like(x, value, size=size, **kw),
+    "unsqueeze": _unsqueeze, "isin": lambda x, y: refuse(errors.UnsupportedOperation, "isin of one number; use =="),
     "new_zeros": _constant_like(0), "new_ones": _constant_like(1),
     "new_tensor": lambda x, value, **kw: _full_like(x, value, **kw),
 }  # fmt: skip
@@ -604,7 +693,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 _RANDOM = {
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal",
     "multinomial", "poisson", "uniform", "exponential", "cauchy", "log_normal", "geometric", "random",
-    "dropout", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu",
+    "dropout", "alpha_dropout", "feature_dropout", "native_dropout", "rrelu", "empty", "empty_like",
 }  # fmt: skip
 _REDUCTIONS = {
     "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "cumsum", "cumprod", "softmax",
@@ -614,8 +703,7 @@ _REDUCTIONS = {
 
 
 _TO_PYTHON = {"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"}
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE = {f"__i{n}__" for n in _OPERATORS}
+_OPERATORS = (*_BINARY, "div")
 
 
 def _refuse_function(name: str) -> Any:
@@ -634,7 +722,9 @@ def _refuse_function(name: str) -> Any:
     if name in _IN_PLACE:
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor; write `x = x + y` instead of `x += y`")
     if name in _RANDOM or name.rstrip("_") in _RANDOM:
-        return refuse(errors.RandomNumber, f"{name} draws random numbers; draw them outside and capture the tensor")
+        return refuse(
+            errors.RandomNumber, f"{name} gives random numbers, or any; draw them outside and capture the tensor"
+        )
     if name.endswith("_") and not name.endswith("__"):
         return refuse(errors.InPlaceWrite, f"{name} writes in place; use {name.rstrip('_')}")
     if name in _REDUCTIONS:
@@ -657,9 +747,7 @@ def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     name = func.__name__.partition(".")[0].removeprefix("special_")  # aten overloads: "tanh.default"
     if name == "__getitem__":
         tensor, item = args
-        if isinstance(tensor, torch.Tensor):
-            return _read(capture_of(tensor), (), item)
-        return tensor[item]
+        return _read(capture_of(tensor), (), item) if isinstance(tensor, torch.Tensor) else tensor[item]
     if name == "__setitem__":
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
     if name == "__get__":  # a property such as .dtype asked through the class
@@ -672,15 +760,55 @@ def _torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         name, args = _REFLECTED[name], (args[1], args[0])
     plain = name[2:-2] if name.startswith("__") and name.endswith("__") else name
     plain = _PLAIN_NAME.get(plain, plain)
+    kwargs = {_ARGUMENT.get(k, k): v for k, v in kwargs.items() if k != "out"}
+    if plain in _JOINS or (plain not in _LIKE_ANOTHER and any(map(_is_vector, (*args, *kwargs.values())))):
+        return _of_vectors(plain, args, kwargs)
     handler = _HANDLERS.get(plain)
     if handler is None:
         return _refuse_function(plain)
+    return _handled(plain, handler, args, kwargs)
+
+
+def _handled(name: str, handler: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
-        return handler(*args, **{_ARGUMENT.get(k, k): v for k, v in kwargs.items() if k != "out"})
-    except TypeError as error:
+        return handler(*args, **kwargs)
+    except (TypeError, KeyError) as error:
         if isinstance(error, errors.ComposattnError):
             raise
-        return refuse(errors.UnsupportedOperation, f"torch.{plain} with these arguments: {error}")
+        return refuse(errors.UnsupportedOperation, f"torch.{name} with these arguments: {error}")
+
+
+_LIKE_ANOTHER = {"type_as", "view_as", "new_tensor", "new_full", "new_zeros", "new_ones"}  # look at a form alone
+_JOINS = {"stack", "cat", "concat", "concatenate", "hstack"}
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, Several) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def _of_vectors(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The function `name`, where at least one argument is a vector: a reduction, a join, or element by element."""
+    if name in _JOINS:
+        return _joined(*args, **kwargs)
+    args, kwargs = [_as_vector(a) for a in args], {k: _as_vector(a) for k, a in kwargs.items()}
+    pairwise = name in ("max", "min") and any(isinstance(a, (Symbolic, Vector)) for a in (*args[1:], kwargs.get("y")))
+    if name in REDUCTIONS and not pairwise:
+        args = [kwargs.pop("x"), *args] if "x" in kwargs else args
+        return _handled(name, lambda *a, **k: reduce(name, a, k), args, kwargs)
+    handler = _HANDLERS.get(name)
+    if handler is None or name == "unsqueeze":
+        return _refuse_function(name)
+    return _handled(name, lambda *a, **k: lift(handler, *a, **k), args, kwargs)
+
+
+def _joined(tensors: Any, dim: int = 0) -> Vector:
+    """torch.stack of single numbers, torch.cat of vectors."""
+    if dim not in (0, -1):
+        refuse(
+            errors.UnsupportedOperation, f"numbers joined along dimension {dim}; a vector has the dimension -1 alone"
+        )
+    values = [_as_vector(part) for part in tensors]
+    return Vector([e for v in values for e in (v.elements if isinstance(v, Vector) else [_value(v)])])
 
 
 _OPERATOR_NAMES = {"getitem": "__getitem__", "and_": "and", "or_": "or"}  # as Python's module operator calls them
@@ -690,16 +818,25 @@ def call_by_name(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a torch function or operator of this name makes of traced values, tensors and numbers."""
     name = _OPERATOR_NAMES.get(name, name)
     func = types.SimpleNamespace(__name__=name)
-    if name in _CONSTANT_MAKERS:
+    if name in _CONSTANT_MAKERS:  # recorded where a compiled region runs the mod
         return _constant(getattr(torch, name), args, kwargs)
+    if name == "detach" and args and isinstance(args[0], torch.Tensor):
+        return _detached(args[0])
     return _torch_call(func, tuple(args), kwargs)  # type: ignore[arg-type]
 
 
 def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
     """`tensor[item]` with the indices `before` already given."""
     tensor = capture.tensor
+    if has_no_shape(tensor):
+        raise errors.UnsupportedCapture(
+            "a captured parameter has no shape yet; run its lazy module once before a mod reads it"
+        )
     items: Sequence[Any] = item if isinstance(item, tuple) else (item,)
     indices = list(before)
+    if len(before) + len(items) == tensor.ndim and isinstance(items[-1], slice):
+        row = _read(capture, before, tuple(items[:-1])) if len(items) > 1 else _Row(capture, before)
+        return row.vector(items[-1])
     for i in items:
         position = len(indices)
         if i is Ellipsis and len(items) - 1 + len(before) >= tensor.ndim:
@@ -729,20 +866,26 @@ def _read(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
         indices.append(expr)
     if len(indices) < tensor.ndim:
         return _Row(capture, tuple(indices))
-    return Proxy(read(capture, indices))
+    return traced(read(capture, indices))
 
 
 # --- tracing ------------------------------------------------------------------------------------------------
 
 
 _SHAPE_QUESTIONS = {
-    "size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "__get__", "is_floating_point", "is_complex",
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "is_floating_point", "is_complex",
     "element_size", "is_contiguous", "__repr__", "__format__", "__hash__", "data_ptr", "get_device",
 }  # fmt: skip
-_CONSTANT_MAKERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "full", "zeros", "ones"}
+_FORM = {
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "is_leaf", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "names", "_version",
+}  # fmt: skip
+_ALIASES = {"as_tensor", "asarray"}  # keep a tensor's gradient
+_COPIES = {"tensor", "scalar_tensor", "full", "zeros", "ones"}
+_CONSTANT_MAKERS = _ALIASES | _COPIES
 
 
-POINTWISE = frozenset(_HANDLERS) | _CONSTANT_MAKERS
+POINTWISE = frozenset(_HANDLERS) | _CONSTANT_MAKERS | REDUCTIONS | _JOINS
 """Names of torch functions that a mod may call, none of which looks at anything but its arguments."""
 
 
@@ -750,7 +893,8 @@ class _Guard(TorchFunctionMode):
     """While a mod runs, no torch function may do at tracing time what the mod should do at every score.
 
     0-d tensors made on the spot become constants, elements of captured tensors become reads even at constant
-    positions, random numbers, writes and work on whole tensors are refused.
+    positions, random numbers, writes and work on whole tensors (beyond short vectors) are refused, wherever among the
+    arguments the tensors stand.
     """
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -758,48 +902,96 @@ class _Guard(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _RANDOM or (name.endswith("_") and name.rstrip("_") in _RANDOM):
             return _refuse_function(name)
-        if name in _CONSTANT_MAKERS and not kwargs.get("requires_grad"):
+        if name in _CONSTANT_MAKERS:
             return _constant(func, args, kwargs)
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        symbols = any(isinstance(a, (Symbolic, _Row)) for a in (*args, *kwargs.values()))
-        if (
-            name in ("__getitem__", "__setitem__")
-            or symbols
-            or (tensors and name.endswith("_") and not name.endswith("__"))
-        ):
+        tensors, symbols = _tensors_in(args, kwargs)
+        if name == "__get__" and tensors:
+            return _property(func, tensors[0])
+        if name in ("__set__", "__delete__") and tensors:
+            return refuse(errors.InPlaceWrite, "a mod can't write to a tensor")
+        writes = tensors and name.endswith("_") and not name.endswith("__")
+        if name in ("__getitem__", "__setitem__") or symbols or writes:
             return _torch_call(func, args, kwargs)
         if name == "unbind" and args[1:] in ((), (0,)) and tensors and tensors[0].ndim:  # `low, high = bounds`
             return tuple(_read(capture_of(tensors[0]), (), i) for i in range(len(tensors[0])))
         if not tensors or name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
-        if name in _TO_PYTHON or name == "__bool__":
-            return _refuse_function(name)
-        if all(t.ndim == 0 for t in tensors):
-            return _torch_call(func, args, kwargs)
-        if name.strip("_") in _REDUCTIONS:
-            return _refuse_function(name)
-        return refuse(
-            errors.UnindexedTensor,
-            f"{name} of a whole captured tensor; compute it outside the mod and capture the result, "
-            "or read an element first",
-        )
+        if name == "detach":
+            return _detached(tensors[0])
+        return _torch_call(func, args, kwargs)
 
 
 _GUARD = _Guard()
 
 
+def _tensors_in(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors among the arguments, in lists and dicts too, and whether there is a traced value."""
+    tensors: list[torch.Tensor] = []
+    symbols = False
+    left = [*reversed(kwargs.values()), *reversed(args)]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (Symbolic, Several)):
+            symbols = True
+        elif isinstance(value, (list, tuple)):
+            left += reversed(value)
+        elif isinstance(value, dict):
+            left += value.values()
+    return tensors, symbols
+
+
+def _property(func: Any, tensor: torch.Tensor) -> Any:
+    """A property of a tensor: what it is may be asked, what it holds may not be taken from it."""
+    name = getattr(func.__self__, "__name__", "a property")
+    if name in _FORM:
+        return func(tensor)
+    if name == "data":
+        return _detached(tensor)
+    return refuse(
+        errors.UnindexedTensor,
+        f".{name} of a captured tensor would be taken once, when the mod is traced; take it outside and capture it",
+    )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, of which torch counts the writes, where there is no gradient to cut."""
+    cuts = tensor.requires_grad and getattr(pending, "nodes", None) is not None
+    return _refuse_cut("detach, or .data,") if cuts else tensor  # type: ignore[no-any-return]
+
+
 def _constant(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """torch.tensor(...) and its like inside a mod: a constant, or the value or captured tensor that it wraps."""
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, (Symbolic, _Row, torch.Tensor))]
-    if given:
-        value = given[-1]
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return refuse(errors.UnindexedTensor, f"{func.__name__} of a whole captured tensor; read an element first")
-        return _cast(value, kwargs["dtype"]) if kwargs.get("dtype") else Proxy(as_expr(value))
+    tensors, symbols = _tensors_in(args, kwargs)
+    if tensors or symbols:
+        return _wrapped(func, args, kwargs)
+    if kwargs.get("requires_grad"):
+        return refuse(errors.UnsupportedOperation, "a tensor made inside a mod learns nothing; make it outside")
     made = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
     if made.ndim == 0:
         return Proxy(const(made.item(), DType.of(made.dtype)))
     return made if kwargs.get("device") is None else func(*args, **kwargs)
+
+
+def _wrapped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """torch.tensor(x) of a value that the mod computes or captures: that value, without a gradient unless it is x."""
+    name = func.__name__
+    given = [*args, *(v for k, v in kwargs.items() if k not in ("dtype", "device", "requires_grad", "pin_memory"))]
+    value = given[-1]
+    if isinstance(value, (list, tuple)) and name in ("tensor", "as_tensor", "asarray"):
+        value = _joined(value)
+        for element in value:
+            _detach(element)
+    elif name == "full" and tuple(given[0] if isinstance(given[0], (list, tuple)) else [given[0]]) != ():
+        return refuse(errors.UnsupportedOperation, f"a new tensor of size {given[0]}; values are single numbers")
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return refuse(errors.UnindexedTensor, f"{name} of a whole captured tensor; read an element first")
+    if name not in _ALIASES and not isinstance(value, Vector):
+        _detach(value)
+    if isinstance(value, Several):
+        return value.vector().to(kwargs["dtype"]) if kwargs.get("dtype") else value
+    return _cast(value, kwargs["dtype"]) if kwargs.get("dtype") else Proxy(as_expr(value))
 
 
 MASK_SIGNATURE = "mask_mod(b, h, q_idx, kv_idx)"
@@ -834,6 +1026,19 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
+_nodes_made = torch._C._autograd._get_sequence_nr  # by this thread: grows with each node of autograd's graph
+_CUSTOM_FUNCTION = (
+    "a torch.autograd.Function is applied in a mod, and its backward is not the gradient of what its forward computes; "
+    "a mod's gradient is that of its formula. Write the formula itself, or apply the function outside and capture what "
+    "it gives"
+)
+
+
+def _check_own_gradient(fn: Callable[..., Any], result: Any) -> None:
+    if isinstance(result, Symbolic) and not is_that_of(result.expr, fn):
+        raise errors.UnsupportedOperation(_CUSTOM_FUNCTION, _definition(fn))
+
+
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
     if not callable(fn):
         raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
@@ -845,20 +1050,29 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
         raise errors.WrongSignature(f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}")
-    outer = getattr(_refusals, "last", None)
-    _refusals.last = None
+    outer = getattr(pending, "last", None), getattr(pending, "nodes", None)
+    recording, nodes = torch.is_grad_enabled(), _nodes_made()
+    pending.last, pending.nodes = None, nodes if signature is SCORE_SIGNATURE else None
     try:
+        if not recording:
+            torch._C._set_grad_enabled(True)
         with _GUARD:
             result = fn(*arguments)
+        if _nodes_made() != nodes and signature is SCORE_SIGNATURE and pending.last is None:
+            _check_own_gradient(fn, result)
     except Exception as error:
+        if _nodes_made() != nodes and pending.last is None and not isinstance(error, errors.ComposattnError):
+            raise errors.UnsupportedOperation(_CUSTOM_FUNCTION, _line_of(error)) from error
         _explain(error)
         raise
     else:
-        if _refusals.last is not None:
-            raise _refusals.last  # torch swallowed it: `captured += 1` fell back to `captured + 1`
+        if pending.last is not None:
+            raise pending.last  # torch swallowed it: `captured += 1` fell back to `captured + 1`
         return result
     finally:
-        _refusals.last = outer
+        pending.last, pending.nodes = outer
+        if not recording:
+            torch._C._set_grad_enabled(False)
 
 
 def _explain(error: Exception) -> None:
@@ -869,10 +1083,22 @@ def _explain(error: Exception) -> None:
     if isinstance(error, errors.TraceError):
         if error.line is None:
             raise type(error)(str(error), _line_of(error)) from None
-    elif _refusals.last is not None:
-        raise _refusals.last from None
-    elif isinstance(error, TypeError) and not isinstance(error, errors.ComposattnError):
+    elif pending.last is not None:
+        raise pending.last from None
+    elif isinstance(error, errors.ComposattnError):
+        return
+    elif isinstance(error, TypeError) or (isinstance(error, (RuntimeError, ValueError)) and _is_torchs(error)):
         raise errors.UnsupportedOperation(str(error).partition("\n")[0], _line_of(error)) from error
+
+
+def _is_torchs(error: BaseException) -> bool:
+    """Whether the error was raised in torch: in its Python, or by C++ that says what it was given."""
+    if "Proxy" in str(error):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and quote(trace.tb_frame.f_code.co_filename, trace.tb_lineno) is None
 
 
 def _line_of(error: BaseException) -> str | None:
@@ -880,7 +1106,7 @@ def _line_of(error: BaseException) -> str | None:
     found = None
     trace = error.__traceback__
     while trace is not None:
-        found = _quote(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
+        found = quote(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
         trace = trace.tb_next
     return found
 
@@ -916,8 +1142,11 @@ def trace_score(fn: Callable[..., Any]) -> Expr:
 
 
 def _returned(fn: Callable[..., Any], result: Any, wanted: str) -> Expr:
-    if isinstance(result, _Row) or (isinstance(result, torch.Tensor) and result.ndim):
-        raise errors.UnindexedTensor(f"{wanted}; this is a tensor not read at all its dimensions", _definition(fn))
+    if isinstance(result, Several) or (isinstance(result, torch.Tensor) and result.ndim):
+        raise errors.UnindexedTensor(
+            f"{wanted}; this is a tensor not read at all its dimensions, or a vector not reduced: .sum(-1), .any(-1)",
+            _definition(fn),
+        )
     if not isinstance(result, (Symbolic, torch.Tensor, bool, int, float)):
         raise errors.WrongReturn(f"{wanted}, got {type(result).__name__}", _definition(fn))
     return as_expr(result)

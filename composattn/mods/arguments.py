@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.expr import DType
+from ..graph.expr import DType, has_no_shape
 from ..graph.trace import Scalar, Symbolic
 
 Number = int | float | Scalar | torch.Tensor
@@ -65,7 +65,7 @@ def tensor(value: Any, name: str, kind: str, *shapes: tuple[str, ...]) -> torch.
     `shapes` names the dimensions of every rank that is taken, e.g. `("H",), ("B", "H")`.
     """
     plural, accepts = _KINDS[kind]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or has_no_shape(value):
         raise InvalidModArgument(f"{name} must be a tensor of {plural}, shape {_named(shapes)}, got {_what(value)}")
     if not accepts(DType.of(value.dtype)):
         raise InvalidModArgument(f"{name} must hold {plural}, got {value.dtype}")
@@ -80,9 +80,16 @@ def _named(shapes: Sequence[tuple[str, ...]]) -> str:
     return " or ".join(f"({', '.join(s)}{',' if len(s) == 1 else ''})" if s else "()" for s in shapes)
 
 
+def sequence(value: Any, name: str) -> list[Any]:
+    """The items of a list or tuple."""
+    if not isinstance(value, Sequence):
+        raise InvalidModArgument(f"{name} must be a list or tuple with an item for each axis, got {_what(value)}")
+    return list(value)
+
+
 def choice(value: Any, name: str, *options: str) -> str:
     """One of `options`."""
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         raise InvalidModArgument(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
     return value
 
@@ -101,6 +108,8 @@ def offsets_of(value: Any, name: str) -> torch.Tensor:
 
 
 def _what(value: Any) -> str:
+    if has_no_shape(value):
+        return "a lazy parameter; run its module once before"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

@@ -18,7 +18,7 @@ from ..graph.lent import capture_of
 from ..graph.mask import Mask
 from ..graph.ops import apply
 from ..graph.trace import Proxy, Scalar
-from .arguments import Number, choice, count_at, integer, offsets_of, tensor
+from .arguments import Number, choice, count_at, integer, offsets_of, sequence, tensor
 
 Window = int | Scalar | torch.Tensor | tuple[Any, Any] | None
 
@@ -290,7 +290,7 @@ def neighborhood(
     if not 1 <= len(sizes) <= 3:
         raise InvalidModArgument(f"shape must have 1 to 3 axes, got {len(sizes)}")
     kernels, dilations = _per_axis(kernel, "kernel", len(sizes)), _per_axis(dilation, "dilation", len(sizes))
-    causals = [is_causal] * len(sizes) if isinstance(is_causal, bool) else list(is_causal)
+    causals = [is_causal] * len(sizes) if isinstance(is_causal, bool) else sequence(is_causal, "is_causal")
     if len(causals) != len(sizes):
         raise InvalidModArgument(f"is_causal has {len(causals)} axes, shape has {len(sizes)}")
     for n, k, d in zip(sizes, kernels, dilations, strict=True):
@@ -329,7 +329,7 @@ def _near(i: Any, j: Any, n: int, k: int, d: int, causal_axis: bool) -> Any:
 
 
 def _per_axis(value: Any, name: str, axes: int | None) -> list[int]:
-    values = [value] * (axes or 1) if isinstance(value, int) else list(value)
+    values = [value] * (axes or 1) if isinstance(value, int) else sequence(value, name)
     if axes is not None and len(values) != axes:
         raise InvalidModArgument(f"{name} has {len(values)} axes, shape has {axes}")
     return [integer(v, name, 1) for v in values]

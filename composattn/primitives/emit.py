@@ -212,7 +212,9 @@ class Evaluator:
             for coefficient, first in ((form.q, tile.first_q), (form.kv, tile.first_kv)):
                 if coefficient:
                     base = base + (first if coefficient == 1 else first * coefficient)
-            self.start[form] = base + form.constant if form.constant else base
+            # a constant is a value of the kernel too: a Python number has other operators (~True is -2)
+            moves = form.q or form.kv
+            self.start[form] = Int32(form.constant) if not moves else base + form.constant if form.constant else base
         return self.start[form] + self.offset(form, r, c)
 
     def offset(self, form: Linear, r: int, c: int) -> int:

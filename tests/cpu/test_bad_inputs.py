@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
 from composattn import errors
+from composattn.checks import refuse_keywords
 from composattn.mods import masks, scores
+from composattn.sequences import unflatten
 
 
 def qkv(
@@ -30,6 +34,8 @@ def meta(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to("meta") for t in tensors]
 
 
+BLOCK_MASK = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 16, device="cpu")
+LAZY = torch.nn.UninitializedParameter()
 TABLE = torch.randn(4, 16)
 ON_META = TABLE.to("meta")
 COMPLEX = TABLE.to(torch.complex64)
@@ -56,6 +62,7 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "scale-is-nan": (errors.InvalidScale, lambda: call(*qkv(), scale=math.nan)),
     "scale-is-infinite": (errors.InvalidScale, lambda: call(*qkv(), scale=math.inf)),
     "scale-is-a-tensor": (errors.InvalidScale, lambda: call(*qkv(), scale=torch.tensor(1.0))),
+    "scale-is-beyond-all-floats": (errors.InvalidScale, lambda: call(*qkv(), scale=10**400)),
     "scale-is-text": (errors.InvalidScale, lambda: call(*qkv(), scale="0.1")),
     # mods
     "mask-is-not-callable": (errors.WrongSignature, lambda: call(*qkv(), mask_mod=3)),
@@ -125,7 +132,32 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "division-by-zero": (errors.DivisionByZero, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: kv % q == 0)),
     "beyond-64-bits": (errors.TypeMismatch, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q < 10**30)),
     "beyond-all-floats": (errors.TypeMismatch, lambda: call(*qkv(), mask_mod=lambda b, h, q, kv: q < 10**400)),
+    "a-scalar-that-is-a-fraction": (errors.UnsupportedCapture, lambda: ca.scalar(Fraction(1, 2))),
+    "a-block-mask-as-mask-mod": (errors.WrongComposition, lambda: call(*qkv(), mask_mod=BLOCK_MASK)),
+    "a-lazy-parameter": (
+        errors.UnsupportedCapture,
+        lambda: call(*qkv(), score_mod=lambda s, b, h, q, kv: s * LAZY[h]),
+    ),
     # looks at a mask
+    "called-at-nothing": (errors.InvalidArgument, lambda: masks.causal()(None, 0, 0, 0)),
+    "called-at-text": (errors.InvalidArgument, lambda: masks.causal()("a", 0, 0, 0)),
+    "called-at-a-fraction": (errors.InvalidArgument, lambda: masks.causal()(0, 0, 1.5, 0)),
+    "called-at-floats": (errors.InvalidArgument, lambda: masks.causal()(0, 0, torch.ones(2), 0)),
+    "called-at-shapes-that-clash": (
+        errors.ShapeMismatch,
+        lambda: masks.causal()(0, 0, torch.arange(3), torch.arange(4)),
+    ),
+    "scores-that-are-text": (errors.InvalidArgument, lambda: scores.softcap(2.0)("a", 0, 0, 0, 0)),
+    "dense-beyond-32-bits": (errors.InvalidArgument, lambda: masks.causal().dense(2**70, 2)),
+    "tiles-beyond-32-bits": (errors.InvalidArgument, lambda: masks.causal().tiles(2**31, 2)),
+    "dense-beyond-memory": (errors.InvalidArgument, lambda: masks.causal().dense(10**7, 10**7)),
+    "dense-on-no-device": (errors.InvalidArgument, lambda: masks.causal().dense(4, 4, device="nonsense")),
+    "tiles-on-no-device": (errors.InvalidArgument, lambda: masks.causal().tiles(4, 4, device="nonsense")),
+    "tiles-on-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(4, 4, device=1.5)),  # type: ignore[arg-type]
+    "checks-that-are-text": (errors.UnsupportedOption, lambda: ca.debug_checks("no")),  # type: ignore[arg-type]
+    "a-keyword-of-sdpa": (errors.UnknownKeyword, lambda: refuse_keywords(["is_causal"])),
+    "operator-with-short-lists": (errors.SequencesMismatch, lambda: unflatten([], [])),
+    "jit-trace-of-a-call": (errors.UnsupportedTransform, lambda: torch.jit.trace(lambda q: call(q, q, q), (qkv()[0],))),
     "tile-is-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(16, 16, tile=16)),
     "dense-of-negative-length": (errors.InvalidArgument, lambda: masks.causal().dense(-1, 16)),
     "picture-of-nothing": (errors.InvalidArgument, lambda: masks.causal().picture("mask.png", 0)),
@@ -149,6 +181,44 @@ def test_bad_input_is_refused_by_name(kind: str) -> None:
     assert len(str(refusal.value)) > 30, "the message must say what would work"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+def test_a_mask_on_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(errors.InvalidArgument, match="cuda"):
+        masks.causal().tiles(4, 4, device="cuda")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tensors_of_several_processes_are_refused_by_name() -> None:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(errors.UnsupportedTransform, match="local"):
+        call(*(distribute_tensor(t, mesh) for t in qkv()))
+
+
+def test_keywords_of_other_attention_functions_are_refused_with_what_to_write() -> None:
+    for name, words in {"is_causal": "causal()", "block_mask": "flex_attention", "dropout_p": "dropout"}.items():
+        with pytest.raises(TypeError, match=words.replace("(", r"\(").replace(")", r"\)")):
+            refuse_keywords([name])
+
+
+def test_a_mask_and_a_score_are_made_of_functions_too() -> None:
+    q, k, v = qkv()
+    mask, score = ca.Mask(lambda b, h, q, kv: q >= kv), ca.Score(lambda s, b, h, q, kv: s * 2)
+    wanted = ca.attention(q, k, v, mask_mod=masks.causal(), score_mod=score)
+    assert torch.equal(ca.attention(q, k, v, mask_mod=mask, score_mod=lambda s, b, h, q, kv: s * 2), wanted)
+    assert mask == masks.causal() and ca.Mask(mask) == mask and ca.Mask(mask, "mine").name == "mine"
+    with pytest.raises(errors.WrongSignature):
+        ca.Mask(lambda s, b, h, q, kv: s)
+
+
 def test_capture_with_whole_tensor_operation_before_the_read_is_refused() -> None:
     with pytest.raises(errors.ComposattnError):
         ca.attention(*qkv(), score_mod=lambda s, b, h, q, kv: s + TABLE.exp()[h, q])
@@ -167,3 +237,13 @@ def test_no_refusal_on_a_correct_call_after_a_refused_one() -> None:
         attend(*qkv((2, 4, 16, 32), (3, 4, 16, 32)))
     out = attend(*qkv())
     assert isinstance(out, torch.Tensor) and out.shape == (2, 4, 16, 32)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "attn_mask", "dropout_p", "block_mask", "nonsense"])
+def test_keywords_of_other_attentions_are_refused_with_what_to_write(name: str) -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    for call in (ca.attention, ca.Attention()):
+        with pytest.raises(errors.UnknownKeyword, match=name):
+            call(q, q, q, **{name: True})
+    with pytest.raises(errors.UnknownKeyword, match=name):
+        ca.Attention(**{name: True})

@@ -195,6 +195,20 @@ def test_bad_contents_are_refused_by_name_where_they_are_checked(kind: str) -> N
     assert any(character.isdigit() for character in str(refusal.value)), "the message must say where"
 
 
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+@pytest.mark.parametrize("kind", [k for k in CONTENTS if "page" in k])
+def test_pages_that_are_not_there_are_named_where_the_host_reads_them_anyway(kind: str, backend: str) -> None:
+    error, _ = CONTENTS[kind]
+    bad = {
+        "page-beyond-the-cache": {"table": int32(0, 5, 2, 3, 4, 0).view(3, 2)},
+        "page-is-negative": {"table": int32(0, -1, 2, 3, 4, 0).view(3, 2)},
+        "seqused-is-longer-than-the-pages": {"counts": int32(20, 0, 33)},
+        "seqused-of-pages-is-negative": {"counts": int32(20, -1, 32)},
+    }[kind]
+    with pytest.raises(error):
+        paged(**bad, backend=backend)
+
+
 def test_compiled_code_checks_contents_when_it_runs() -> None:
     attend = torch.compile(lambda q, k, v, varlen: ATTEND(q, k, v, varlen=varlen), fullgraph=True, backend="eager")
     attend(*rows(), ca.Varlen(int32(0, 5, 3, 8)))

@@ -239,8 +239,20 @@ def test_blocks_of_another_call_are_refused(shape: tuple[int, ...], words: str, 
         ca.attention(q, k, v, mask_mod=mask, backend="streaming")
 
 
+def written(tiles: torch.Tensor, kind: int) -> ca.BlockSparse:
+    made = ca.BlockSparse(tiles, 16)
+    tiles.fill_(kind)
+    return made
+
+
+@pytest.mark.parametrize("kind", [7, -1])
+def test_a_map_of_kinds_that_there_are_not_is_refused_when_it_is_made_of_cpu_tensors(kind: int) -> None:
+    with pytest.raises(errors.BlocksOutOfRange, match="tiles has numbers"):
+        ca.BlockSparse(torch.full((1, 1, 2, 2), kind, dtype=torch.int8), 16)
+
+
 OUT_OF_RANGE = {
-    "tiles": lambda: ca.BlockSparse(MAP.to(torch.int8) * 3, 16),
+    "tiles": lambda: written(MAP.to(torch.int8), 3),
     "indices": lambda: ca.BlockSparse.topk(INT + 2, 16, 32, 32),
     "indptr": lambda: ca.BlockSparse.from_csr(torch.tensor([0, 2, 1]), torch.tensor([0, 1]), 16, 32, 32),
     "rows": lambda: ca.BlockSparse.from_coo(torch.tensor([0, 5]), torch.tensor([0, 1]), 16, 32, 32),

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
+from composattn import errors
 from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
 
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -118,6 +119,35 @@ def test_masks_that_differ_in_form_recompile_and_are_told_apart(generator: torch
     inputs = draw(generator)
     for mask in (causal(), sliding_window(3), sliding_window(5), causal() & sliding_window(9), sliding_window(3)):
         torch.testing.assert_close(forward(mask, *inputs), ca.attention(*inputs, mask_mod=mask))
+
+
+def test_short_vectors_in_a_compiled_region(generator: torch.Generator) -> None:
+    rows = torch.randn(LENGTH, 3, generator=generator).requires_grad_()
+    picked = torch.randint(0, 4, (4, 2), generator=generator)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        near = lambda s, b, h, i, j: s - (rows[i] - rows[j]).pow(2).sum(-1) + torch.dot(rows[i], rows[j])  # noqa: E731
+        among = lambda b, h, i, j: (picked[i // 16] == (j // 16)[..., None]).any(-1) | (i == j)  # noqa: E731
+        return ca.attention(q, k, v, score_mod=near, mask_mod=among)
+
+    compiled, inputs = torch.compile(layer, fullgraph=True, backend="aot_eager"), draw(generator)
+    found, wanted = compiled(*inputs), layer(*inputs)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(out.sin().sum(), [*inputs, rows]) for out in (found, wanted)]
+    assert_same(list(gradients[0]), list(gradients[1]))
+
+
+@pytest.mark.parametrize("cut", ["no_grad", "detach"])
+def test_a_gradient_that_a_mod_cuts_in_a_compiled_region_is_refused(cut: str, generator: torch.Generator) -> None:
+    def below_no_grad(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        with torch.no_grad():
+            part = torch.tanh(s)
+        return s + part
+
+    mod = below_no_grad if cut == "no_grad" else lambda s, b, h, q, kv: s + s.detach()
+    compiled = torch.compile(lambda q, k, v: ca.attention(q, k, v, score_mod=mod), fullgraph=True, backend="aot_eager")
+    with pytest.raises(errors.UnsupportedOperation, match="detach"):
+        compiled(*draw(generator))
 
 
 def test_a_number_that_a_mod_reads_is_guarded(generator: torch.Generator) -> None:

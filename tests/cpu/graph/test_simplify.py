@@ -156,6 +156,8 @@ def test_sympy_agrees_where_it_has_a_value(code: list[int], seed: int) -> None:
             lambda e: isinstance(e, sympy.Indexed),
             lambda e: sympy.Float(float(tensors[e.base.name].detach()[tuple(int(i) for i in e.indices)]), 30),
         ).evalf()
+    except ZeroDivisionError:  # x % 0, which is NaN in torch
+        return
     except (TypeError, ValueError) as refusal:  # the logarithm of a negative number is complex there: no < and no Max
         assert "compar" in str(refusal), refusal
         return

@@ -1,0 +1,45 @@
+"""Refusals while a mod runs: each quotes the user's line, and stands whoever swallows it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from .. import errors
+
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_PYTHON = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+
+pending = threading.local()
+"""`pending.last` is the refusal that the mod at hand has met, if any."""
+
+
+def user_line() -> str | None:
+    """`file:line: source` of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        quoted = quote(frame.f_code.co_filename, frame.f_lineno)
+        if quoted is not None:
+            return quoted
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def quote(name: str, line: int) -> str | None:
+    """The line, unless it is ours, torch's or Python's own."""
+    if name.startswith((_HERE, _TORCH, "<frozen")) or (name.startswith(_PYTHON) and "-packages" not in name):
+        return None
+    return f"{name}:{line}: {linecache.getline(name, line).strip()}"
+
+
+def refuse(kind: type[errors.TraceError], message: str) -> Any:
+    """Raise `kind` with the user's line. A refusal stands, whoever swallows it on the way out of the mod."""
+    error = kind(message, user_line())
+    pending.last = error
+    raise error

@@ -1,0 +1,29 @@
+"""Conditions that are the same at all pairs, which only the emitter sees through, in the emulator against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from tests.support import qkv
+
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+WEIGHTS = torch.tensor([0.5, 2.0])
+SCORES: dict[str, Callable[..., Any]] = {
+    "not of a next one": lambda s, b, h, q, kv: torch.where(~(kv + 1 <= kv), s, WEIGHTS[kv % 2]),
+    "of a sum": lambda s, b, h, q, kv: s + torch.where(q + 2 > q + 1, torch.maximum(q + 1 - q, kv % 3), 0),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_emulated_conditions_that_are_the_same_everywhere(name: str, generator: torch.Generator) -> None:
+    q, k, v = qkv(generator=generator, batch=1, heads=1, q_len=70, dim=64, dtype=torch.float16)
+    mods = {"score_mod": SCORES[name], "mask_mod": lambda b, h, q, kv: (q + 3 > q) & (q - kv < 40)}
+    out = ca.attention(q, k, v, **mods, backend="hopper-emulated")
+    wanted = ca.attention(q.double(), k.double(), v.double(), **mods, backend="reference")
+    assert float((out.double() - wanted).norm()) <= 2 * torch.finfo(torch.float16).eps * float(wanted.norm())
