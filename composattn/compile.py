@@ -165,8 +165,8 @@ def _linked(made: Path) -> Path | None:
 class Artifact:
     """What the compiler made of a plan, kept in a folder of its own, and what it costs.
 
-    `registers` are those at launch (roles then trade them), `stack` bytes of local memory, `shared_memory` bytes a
-    block, `instructions` the machine code in order (empty where nvdisasm is not installed).
+    `registers` are those at launch (roles then trade them), `stack` bytes of local memory, both None where cuobjdump is
+    not installed; `shared_memory` bytes a block; `instructions` the machine code in order, empty without nvdisasm.
     """
 
     plan: Plan
@@ -185,9 +185,9 @@ class Artifact:
         return Counter(i.name for i in self.instructions)
 
     @property
-    def spills(self) -> int:
-        """Instructions that move registers to local memory and back."""
-        return self.mnemonics["STL"] + self.mnemonics["LDL"]
+    def spills(self) -> int | None:
+        """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
+        return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
 
     def inner_loops(self, count: int) -> list[Counter[str]]:
         """Mnemonics of the `count` shortest loops that multiply matrices, in program order.

@@ -132,6 +132,10 @@ def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, st
     Raises: as `choose`, but where the plan can be made with no GPU.
     """
     check_name(name)
+    if problem.device.type == "meta":
+        raise errors.BackendUnavailable(
+            "q lies on meta, where no tiles can be counted; explain takes CPU tensors for every backend that has a plan"
+        )
     backend = BACKENDS[name if name is not None else default_for(problem.device)]
     why = backend.unavailable(problem.device)
     if why is not None and backend.plans_elsewhere:
