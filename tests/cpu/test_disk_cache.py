@@ -16,6 +16,7 @@ import pytest
 
 from composattn import compile as compiling
 from composattn import disk_cache, toolchain
+from composattn.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,9 +209,17 @@ class Compiler:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Any] = []
+        self.monkeypatch = monkeypatch
         monkeypatch.setattr(compiling, "_run_compiler", self.compile)
         monkeypatch.setattr(compiling, "_linked", lambda made: None)
-        monkeypatch.setattr(compiling, "_LOADERS", {".so": self.load, ".o": self.load})
+        self.loads_with(self.load)
+
+    def loads_with(self, library: Any, object_file: Any = None) -> None:
+        """From now on; what loads object files is as at first if it is not given."""
+        loads = {".so": library, ".o": object_file or self.load}
+        self.monkeypatch.setattr(compiling, "_LOADERS", loads)
+        self.monkeypatch.setattr(compiling, "_load_library", loads[".so"])
+        self.monkeypatch.setattr(compiling, "_load_object", loads[".o"])
 
     def compile(self, plan: Any, options: str) -> Any:
         self.made.append(plan)
@@ -250,16 +259,14 @@ def test_a_damaged_kernel_is_compiled_again(at: Path, compiler: Compiler) -> Non
     assert len(compiler.made) == 2
 
 
-def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
-    at: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_cannot_be_loaded_is_compiled_again(at: Path, compiler: Compiler) -> None:
     kernel_of_new_process("a")
 
     def fails(path: Path) -> Any:
-        monkeypatch.setitem(compiling._LOADERS, ".o", Compiler.load)
+        compiler.loads_with(compiler.load)
         raise OSError("libgone.so: no such file")
 
-    monkeypatch.setitem(compiling._LOADERS, ".o", fails)
+    compiler.loads_with(compiler.load, fails)
     with pytest.warns(UserWarning, match=r"compiling again: .* can't be loaded \(libgone"):
         assert kernel_of_new_process("a") == "a"
     assert len(compiler.made) == 2
@@ -271,15 +278,24 @@ def test_an_object_file_is_kept_where_the_folder_takes_no_libraries(
     def noexec(path: Path) -> Any:
         raise OSError("failed to map segment from shared object")
 
-    def linked(made: Path) -> Path:
-        return Path(shutil.copy(made, made.with_suffix(".so")))
-
-    monkeypatch.setattr(compiling, "_linked", linked)
-    monkeypatch.setitem(compiling._LOADERS, ".so", noexec)
+    monkeypatch.setattr(compiling, "_linked", lambda made: made)
+    compiler.loads_with(noexec)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [kernel_of_new_process("a") for _ in range(2)] == ["a", "a"]
     assert [p.suffix for p in at.rglob("kernel-*")] == [".o"]
+    assert len(compiler.made) == 1
+
+
+def test_a_kernel_that_can_be_written_nowhere_is_refused_by_name(
+    at: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="no space left"), pytest.raises(BackendUnavailable, match="set TMPDIR"):
+        kernel_of_new_process("a")
 
 
 def test_nothing_is_taken_from_or_left_in_a_folder_of_others(at: Path, compiler: Compiler) -> None:
