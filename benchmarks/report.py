@@ -92,9 +92,11 @@ def is_measured(row: Row) -> bool:
 
 
 def markdown(result: Result) -> str:
-    """One table: of planning, or a line a case, a column an implementation, ours first."""
+    """One table: of planning, of new processes, or a line a case, a column an implementation, ours first."""
     if any("analysed_ms" in row for row in result.facts["rows"]):
         return planning(result)
+    if any("forward_s" in row for row in result.facts["rows"]):
+        return cold(result)
     table = result.table
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
@@ -117,6 +119,16 @@ def planning(result: Result) -> str:
         times = (f"{row[name]:.2f}" for name in ("analysed_ms", "done_ms"))
         sizes = ("–" if row[name] is None else f"{row[name] / 2**20:.1f}" for name in ("kept_bytes", "peak_bytes"))
         lines.append("| " + " | ".join([row["row"], f"{row['S']:,}", row["impl"], *times, *sizes]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cold(result: Result) -> str:
+    """What `benchmarks/cold.py` kept: a line a case and who computes it, seconds of each part."""
+    parts = {"import_s": "import, s", "inputs_s": "inputs, s", "forward_s": "forward, s", "backward_s": "backward, s"}
+    head = ["new process", "computed by", *parts.values()]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in result.facts["rows"]:
+        lines.append("| " + " | ".join([row["row"], row["impl"], *(f"{row[part]:.2f}" for part in parts)]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,36 +5,50 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
+import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import composattn as ca
+
+if TYPE_CHECKING:
+    from composattn.compile import Artifact
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = ("reference", "streaming", "hopper", "blackwell", "hopper-emulated", "blackwell-emulated")
 PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")
 
 
-def mod_from(text: str) -> Any:
+def mod_from(option: str, text: str | None) -> Any:
     """A mod from the command line: `package.module:name`, or an expression over the ready mods and torch.
 
-    The expression is Python and runs as such: it is the caller's own command line.
+    The expression is Python and runs as such: it is the caller's own command line. Raises: `InvalidCommandLine`.
     """
-    module, colon, name = text.partition(":")
-    if colon and module.replace(".", "").isidentifier() and name.isidentifier():
-        sys.path.insert(0, "")
-        return getattr(importlib.import_module(module), name)
+    if text is None:
+        return None
     names: dict[str, Any] = {"torch": torch, "ca": ca}
     for ready in ("composattn.mods.masks", "composattn.mods.scores"):
         names |= {key: value for key, value in vars(importlib.import_module(ready)).items() if not key.startswith("_")}
-    return eval(text, names)
+    module, colon, name = text.partition(":")
+    try:
+        if colon and module.replace(".", "").isidentifier() and name.isidentifier():
+            sys.path.insert(0, "")
+            return getattr(importlib.import_module(module), name)
+        return eval(text, names)
+    except ca.errors.ComposattnError:
+        raise
+    except Exception as error:
+        what = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise ca.errors.InvalidCommandLine(
+            f"{option} {text!r} gives no mod: {what}; write package.module:name, or an expression with "
+            f"{', '.join(ca.mods.__all__)}, torch and ca"
+        ) from error
 
 
 def shape_from(text: str) -> tuple[int, ...]:
@@ -46,21 +60,26 @@ def shape_from(text: str) -> tuple[int, ...]:
 
 
 def attention_from(options: argparse.Namespace) -> ca.Attention:
-    score = mod_from(options.score) if options.score else None
-    mask = mod_from(options.mask) if options.mask else None
+    score, mask = mod_from("--score", options.score), mod_from("--mask", options.mask)
     return ca.Attention(score_mod=score, mask_mod=mask, backend=options.backend)
 
 
 def empty_inputs(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors of the asked shapes; their memory is reserved, never touched."""
+    """Tensors of the asked shapes; their memory is reserved, never touched. Raises: `InvalidCommandLine`."""
     batch, heads, kv_heads, q_len, kv_len, dim, v_dim = options.shape
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     where: dict[str, Any] = {"dtype": DTYPES[options.dtype], "device": device}
-    return (
-        torch.empty(batch, heads, q_len, dim, **where),
-        torch.empty(batch, kv_heads, kv_len, dim, **where),
-        torch.empty(batch, kv_heads, kv_len, v_dim, **where),
-    )
+    try:
+        return (
+            torch.empty(batch, heads, q_len, dim, **where),
+            torch.empty(batch, kv_heads, kv_len, dim, **where),
+            torch.empty(batch, kv_heads, kv_len, v_dim, **where),
+        )
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # no such device, or not so much memory
+        raise ca.errors.InvalidCommandLine(
+            f"no tensors of --shape {options.shape} on --device {device}: {str(error).splitlines()[0]}; "
+            'take "cpu" and smaller sizes'
+        ) from error
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -83,12 +102,24 @@ def compile_kernel(options: argparse.Namespace) -> int:
     made = compile_offline(plan, options.out)
     print(plan)
     print(f"  compiled   {time.perf_counter() - start:.1f} s (0 when kept from before)")
-    print(f"  resources  {made.threads} threads, {made.registers} registers, {made.stack} bytes stack")
-    units = [(name, made.mnemonics[name]) for name in ("HGMMA", "UTMALDG")]  # matrix products, bulk tensor copies
-    frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
-    print(f"  machine    {sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}")
+    registers, stack = (NO_CUOBJDUMP if n is None else n for n in (made.registers, made.stack))
+    print(f"  resources  {made.threads} threads; registers {registers}; bytes of stack {stack}")
+    print(f"  machine    {machine_words(made)}")
     print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
     return 0
+
+
+NO_CUOBJDUMP = "unknown (pip install nvidia-cuda-cuobjdump)"
+NO_NVDISASM = "unknown (pip install nvidia-cuda-nvdisasm)"
+
+
+def machine_words(made: Artifact) -> str:
+    """How many instructions there are, of which kinds, and how many of them spill registers."""
+    if made.spills is None:
+        return f"instructions and spills {NO_NVDISASM}"
+    units = [(name, made.mnemonics[name]) for name in ("HGMMA", "UTMALDG")]  # matrix products, bulk tensor copies
+    frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
+    return f"{sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}"
 
 
 def serves(backend: str) -> str:
@@ -109,6 +140,7 @@ def serves(backend: str) -> str:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print versions, GPUs, and for each backend whether it serves here or why not."""
+    print(f"composattn {ca.__version__}")
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
         try:
@@ -136,8 +168,10 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m composattn", description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True)
+    program = "composattn" if Path(sys.argv[0]).name == "composattn" else "python -m composattn"
+    made = argparse.ArgumentParser(prog=program, description=__doc__)
+    made.add_argument("--version", action="version", version=f"composattn {ca.__version__}")
+    commands = made.add_subparsers(dest="command")
     call = argparse.ArgumentParser(add_help=False)
     call.add_argument("--mask", help="'causal() & sliding_window(1024)', or package.module:name")
     call.add_argument("--score", help="'alibi(8) >> softcap(30.0)', or package.module:name")
@@ -160,10 +194,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["bench"]:
         return bench(given[1:])
     options = parser().parse_args(given)
+    if options.command is None:
+        parser().print_help()
+        return 0
     try:
         return int(options.run(options))
     except ca.errors.ComposattnError as refusal:
         print(f"{type(refusal).__name__}: {refusal}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who reads has seen enough: `composattn explain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

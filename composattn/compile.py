@@ -1,13 +1,12 @@
 """Plan → compiled kernel, cached in memory and on disk by content; and compiling with no GPU, for inspection.
 
-A compiled kernel is a function of torch tensors (through TVM FFI) that launches on torch's current stream. On disk
-it is an object file named by the hash of everything that went into it: the plan (graphs by content, never by
-source text), the target and the versions of the toolchain and of this package's own kernel sources.
+A compiled kernel is a function of torch tensors (through TVM FFI) that launches on torch's current stream. It is kept
+by the hash of everything that went into it: the plan (graphs by content, never by source text), the target and the
+`toolchain`; see `disk_cache` for where.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import disk_cache, toolchain
 from .errors import BackendUnavailable
 from .plan import CombinePlan, ForwardPlan
 
@@ -39,39 +39,20 @@ _lock = threading.Lock()
 
 def compile_plan(plan: Plan) -> Launchable:
     """The kernel of `plan`, from memory, else from disk, else compiled now (2 to 4 seconds)."""
-    digest = content_hash(plan)
-    found = _compiled.get(digest)
+    key = content_hash(plan)
+    found = _compiled.get(key)
     if found is not None:
         return found
     with _lock:
-        if digest not in _compiled:
-            _compiled[digest] = _load(digest) or _compile_and_store(plan, digest)
-    return _compiled[digest]
-
-
-def cache_folder() -> Path:
-    """Where object files are kept: COMPOSATTN_CACHE_DIR, by default ~/.cache/composattn."""
-    return Path(os.environ.get("COMPOSATTN_CACHE_DIR") or Path.home() / ".cache" / "composattn")
+        if key not in _compiled:
+            folder = disk_cache.usable()
+            _compiled[key] = _from_disk(folder, key) or _keep(_run_compiler(plan, _OPTIONS), folder, key)
+    return _compiled[key]
 
 
 def content_hash(plan: Plan) -> str:
-    return hashlib.sha256(f"{plan.key}\n{_OPTIONS}\n{_toolchain()}".encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _toolchain() -> str:
-    """Versions of what turns plans into code: the DSL, TVM FFI, and the text of our own kernel sources."""
-    versions = []
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        try:
-            versions.append(f"{package}=={importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{package} of unknown version")
-    ours = hashlib.sha256()
-    root = Path(__file__).parent
-    for source in sorted([*root.glob("primitives/*.py"), *root.glob("backends/*/*.py")]):
-        ours.update(source.read_bytes())
-    return f"{versions} {ours.hexdigest()}"
+    """What a kernel is kept by: the hash of all that decides its code."""
+    return hashlib.sha256(f"{plan.key}\n{_OPTIONS}\n{toolchain.described(plan.target.arch)}".encode()).hexdigest()[:32]
 
 
 def _cute(plan: Plan) -> Any:
@@ -91,48 +72,95 @@ def _run_compiler(plan: Plan, options: str) -> Any:
     cute = _cute(plan)
     backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
     function, arguments = backend.kernel(plan)
-    return cute.compile(function, *arguments, options=f"{options} --gpu-arch {plan.target.arch}")
+    # what runs is loaded from the file that is kept: to link it in memory first costs 0.1 to 0.4 s
+    return cute.compile(function, *arguments, no_jit_engine=True, options=f"{options} --gpu-arch {plan.target.arch}")
 
 
 # --- on disk ------------------------------------------------------------------------------------------------
+#
+# A kernel is kept as a shared library, which TVM FFI loads without the kernel language (0.02 s; importing that takes
+# 0.5 to 1 s). Where no linker is found, or the folder takes no libraries (mounted noexec), as an object file.
 
 
-def _load(digest: str) -> Launchable | None:
-    path = cache_folder() / f"{digest}.o"
-    if not path.exists():
-        return None
+def _from_disk(folder: Path, key: str) -> Launchable | None:
+    for suffix, load in _LOADERS.items():
+        path = disk_cache.get(folder, key, suffix)
+        if path is None:
+            continue
+        try:
+            return load(path)
+        except Exception as broken:  # an unreadable cache must cost time, not correctness
+            warnings.warn(f"compiling again: {path} can't be loaded ({broken})", stacklevel=4)
+            disk_cache.drop(path)
+    return None
+
+
+def _load_library(path: Path) -> Launchable:
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(path)).get_function(_SYMBOL)  # type: ignore[no-any-return]
+
+
+def _load_object(path: Path) -> Launchable:
     from cutlass.cute.runtime import load_module
 
+    return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)  # type: ignore[no-any-return]
+
+
+_LOADERS = {".so": _load_library, ".o": _load_object}
+
+
+def _keep(compiled: Any, folder: Path, key: str) -> Launchable:
+    """Puts a kernel on disk and loads it from there, without what was traced and the tensors that it holds."""
     try:
-        return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
-    except Exception as broken:  # an unreadable cache must cost time, not correctness
-        warnings.warn(f"recompiling: {path} can't be loaded ({broken}); delete it", stacklevel=2)
+        with tempfile.TemporaryDirectory(prefix="composattn-") as aside:
+            made = Path(aside) / "kernel.o"
+            compiled.export_to_c(str(made), _SYMBOL)
+            library = _linked(made)
+            if library is not None:
+                kept = disk_cache.put(folder, key, ".so", library.read_bytes())
+                try:
+                    return _load_library(kept)
+                except Exception:  # no libraries from this folder: an object file is loaded by the kernel language
+                    disk_cache.drop(kept)
+            return _load_object(disk_cache.put(folder, key, ".o", made.read_bytes()))
+    except OSError as full:
+        raise BackendUnavailable(
+            f"a compiled kernel can be written nowhere, not even among temporary files ({full}); make room, or set "
+            "TMPDIR to a writable folder"
+        ) from full
+
+
+def _linked(made: Path) -> Path | None:
+    """The object file as a shared library that finds what it needs by itself; None where there is no linker."""
+    linker = shutil.which("ld")
+    if linker is None:
         return None
+    from cutlass.cute.runtime import find_runtime_libraries
 
-
-def _compile_and_store(plan: Plan, digest: str) -> Launchable:
-    compiled = _run_compiler(plan, _OPTIONS)
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # written aside and renamed: another process sees the whole file or none
-        handle, aside = tempfile.mkstemp(suffix=".o", dir=folder)
-        os.close(handle)
-        try:
-            compiled.export_to_c(aside, _SYMBOL)
-            os.replace(aside, folder / f"{digest}.o")
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(aside)
-    except OSError as unwritable:
-        warnings.warn(
-            f"compiled kernels stay in memory only: {folder} can't be written ({unwritable}); "
-            "set COMPOSATTN_CACHE_DIR to a writable folder",
-            stacklevel=2,
-        )
-        return compiled
-    # what was traced holds the plan, and with it the tensors that the mods captured; the object file does not
-    return _load(digest) or compiled
+    needed = find_runtime_libraries(enable_tvm_ffi=True)
+    places = [f"-rpath={Path(library).parent}" for library in needed]
+    library = made.with_suffix(".so")
+    # all symbols resolved now, so that what is missing fails here and not at a launch
+    command = [
+        linker,
+        "-shared",
+        "-Bsymbolic",
+        "-z",
+        "defs",
+        "-z",
+        "now",
+        *places,
+        "-o",
+        str(library),
+        str(made),
+        *needed,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        warnings.warn(f"{linker} failed, kernels load slower: {done.stderr.strip()[:500]}", stacklevel=5)
+        return None
+    return library
 
 
 # --- with no GPU ----------------------------------------------------------------------------------------------
@@ -142,8 +170,8 @@ def _compile_and_store(plan: Plan, digest: str) -> Launchable:
 class Artifact:
     """What the compiler made of a plan, kept in a folder of its own, and what it costs.
 
-    `registers` are those at launch (roles then trade them), `stack` bytes of local memory, `shared_memory` bytes a
-    block, `instructions` the machine code in order (empty where nvdisasm is not installed).
+    `registers` are those at launch (roles then trade them), `stack` bytes of local memory, both None where cuobjdump is
+    not installed; `shared_memory` bytes a block; `instructions` the machine code in order, empty without nvdisasm.
     """
 
     plan: Plan
@@ -162,9 +190,9 @@ class Artifact:
         return Counter(i.name for i in self.instructions)
 
     @property
-    def spills(self) -> int:
-        """Instructions that move registers to local memory and back."""
-        return self.mnemonics["STL"] + self.mnemonics["LDL"]
+    def spills(self) -> int | None:
+        """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
+        return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
 
     def inner_loops(self, count: int) -> list[Counter[str]]:
         """Mnemonics of the `count` shortest loops that multiply matrices, in program order.
@@ -195,14 +223,16 @@ class Instruction:
 
 def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
     """Compiles `plan` with no GPU and keeps PTX and cubin, by default under the cache folder, by content."""
-    folder = (folder or cache_folder() / "offline") / content_hash(plan)
-    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    if not (ptx.exists() and cubin.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
+    folder = folder or disk_cache.usable() / "offline"
+    key = content_hash(plan)
+    ptx, cubin = (disk_cache.get(folder, key, suffix) for suffix in (".ptx", ".cubin"))
+    if ptx is None or cubin is None:
+        with tempfile.TemporaryDirectory(prefix="composattn-") as aside:
             _run_compiler(plan, f"{_OPTIONS} --keep-ptx --keep-cubin --dump-dir={aside}")
-            for made, kept in ((_only(aside, "*.cubin"), cubin), (_only(aside, "*.ptx"), ptx)):
-                os.replace(made, kept)
+            ptx, cubin = (
+                disk_cache.put(folder, key, suffix, _only(aside, f"*{suffix}").read_bytes())
+                for suffix in (".ptx", ".cubin")
+            )
     text = ptx.read_text()
     registers, stack = _resources(cubin)
     return Artifact(

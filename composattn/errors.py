@@ -231,3 +231,7 @@ class UnsupportedTransform(ComposattnError, RuntimeError):
 
 class MissingDependency(ComposattnError, ImportError):
     """An optional package that this feature needs is not installed."""
+
+
+class InvalidCommandLine(ComposattnError, ValueError):
+    """An argument of `python -m composattn` that names no mod, or sizes that no tensor can have."""

@@ -81,11 +81,14 @@ def explain(
     paged: Paged | None = None,
     emulate: bool = False,
 ) -> Explanation:
-    """The explanation of `attn(q, k, v)`; runs nothing on the tensors but to read the lengths of sequences."""
+    """The explanation of `attn(q, k, v)`: plans and compiles nothing; of the tensors it reads the sequences' lengths.
+
+    Backends that plan with no GPU are explained with CPU tensors too, as their GPU would run the call.
+    """
     problem = attn.problem(q, k, v, varlen, paged)
     program = attn.program
-    backend = backends.choose(attn.options.backend, problem)
-    call = backend.prepare(problem.rounded, program, softmax_scale(attn.options.scale, problem.head_dim))
+    backend, prepare, elsewhere = backends.to_explain(attn.options.backend, problem)
+    call = prepare(problem.rounded, program, softmax_scale(attn.options.scale, problem.head_dim))
     lengths = _lengths(problem, Sequences.of(varlen, paged), q, k)
     tiles = count_tiles(program, problem, lengths)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
@@ -102,7 +105,7 @@ def explain(
         ("kv visited", "\n".join(visited(program.intervals, names))),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
-        ("backend", f"{backend.name} ({backend.takes})"),
+        ("backend", f"{backend.name} ({backend.takes}){elsewhere}"),
         ("plan", str(getattr(call, "plan", ""))),
     ]
     if emulate:

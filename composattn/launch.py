@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,15 +19,23 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ForwardLauncher:
-    """A plan's compiled kernel with what a launch needs; make it once, call it often.
+    """A plan's kernel with what a launch needs; make it once, call it often.
 
-    `kernel_of` turns a plan into what is called with its tensors; by default it compiles for the GPU.
+    `kernel_of` turns a plan into what is called with its tensors, at the first launch; by default it compiles for the
+    GPU.
     """
 
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
-        self.plan = plan
-        self.kernel: Any = kernel_of(plan)
-        self.compiled = with_combine(plan, self.kernel, kernel_of)
+        self.plan, self.kernel_of = plan, kernel_of
+
+    @cached_property
+    def kernel(self) -> Any:
+        return self.kernel_of(self.plan)
+
+    @cached_property
+    def compiled(self) -> Launchable:
+        """The kernel and, where the plan splits kv, what follows it."""
+        return with_combine(self.plan, self.kernel, self.kernel_of)
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,16 +19,29 @@ Kernel = Callable[..., Any]
 
 
 class BackwardLauncher:
-    """Compiled kernels of the backward with what a launch needs; make it once, call it often.
+    """The kernels of the backward with what a launch needs; make it once, call it often.
 
-    `kernel_of` turns a plan into what is called with its tensors; by default it compiles for the GPU.
+    `kernel_of` turns a plan into what is called with its tensors, at the first launch; by default it compiles for the
+    GPU.
     """
 
     def __init__(self, plans: BackwardPlans, kernel_of: Callable[[BackwardPlan], Kernel] = compile_plan) -> None:  # type: ignore[assignment]
         self.plans, self.tiling = plans, plans.main.tiling
-        self.prepare, self.main, self.finish = (kernel_of(p) for p in (plans.prepare, plans.main, plans.finish))
+        self.kernel_of = kernel_of
         self.has_dlse = plans.prepare.has_dlse
         self.upkeep = Upkeep(plans.main.captured)
+
+    @cached_property
+    def prepare(self) -> Kernel:
+        return self.kernel_of(self.plans.prepare)
+
+    @cached_property
+    def main(self) -> Kernel:
+        return self.kernel_of(self.plans.main)
+
+    @cached_property
+    def finish(self) -> Kernel:
+        return self.kernel_of(self.plans.finish)
 
     def __call__(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -98,3 +100,23 @@ def poison_cuda_memory(megabytes: int = 256) -> None:
     """Fill what the allocator hands out next with NaN, so that what a kernel leaves unwritten shows."""
     torch.full((megabytes * 2**18,), float("nan"), device="cuda")
     torch.cuda.synchronize()
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """How many functions, of Python and of C, a call of `work` calls: what it costs, on machines of any load."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what it finalises is none of the work
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+    return count

@@ -38,16 +38,24 @@ class Prepare(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute; `module` has a function `prepare` (see `Prepare`) and is imported when first used."""
+    """One way to compute; `module` has a function `prepare` (see `Prepare`) and is imported when first used.
+
+    `plans_elsewhere`: it has a `prepare_elsewhere` too, which plans with no GPU for one that it knows.
+    """
 
     name: str
     module: str
     takes: str
     unavailable: Callable[[torch.device], str | None]
+    plans_elsewhere: bool = False
 
     @property
     def prepare(self) -> Prepare:
         return importlib.import_module(self.module).prepare  # type: ignore[no-any-return]
+
+    @property
+    def prepare_elsewhere(self) -> Prepare:
+        return importlib.import_module(self.module).prepare_elsewhere  # type: ignore[no-any-return]
 
 
 def _anywhere(device: torch.device) -> str | None:
@@ -88,7 +96,7 @@ BACKENDS = {
     for backend in (
         Backend("reference", "composattn.backends.reference", "any device, dense, computes in fp64", _anywhere),
         Backend("streaming", "composattn.backends.streaming", "any device, O(S) memory", _anywhere),
-        Backend("hopper", "composattn.backends.hopper", "fp16 and bf16 on sm_90", _on_gpu(9, "Hopper")),
+        Backend("hopper", "composattn.backends.hopper", "fp16 and bf16 on sm_90", _on_gpu(9, "Hopper"), True),
         Backend("blackwell", "composattn.backends.blackwell", "sm_100", _not_yet("Blackwell kernels")),
         Backend(
             "hopper-emulated", "composattn.backends.hopper_emulated", "CPU tensors, small sizes", _on_cpu_with_compiler
@@ -116,6 +124,24 @@ def choose(name: str | None, problem: Problem) -> Backend:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
         raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
     return backend
+
+
+def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, str]:
+    """The backend of that name, what plans this call with it, and in words where that runs, if not here.
+
+    Raises: as `choose`, but where the plan can be made with no GPU.
+    """
+    check_name(name)
+    if problem.device.type == "meta":
+        raise errors.BackendUnavailable(
+            "q lies on meta, where no tiles can be counted; explain takes CPU tensors for every backend that has a plan"
+        )
+    backend = BACKENDS[name if name is not None else default_for(problem.device)]
+    why = backend.unavailable(problem.device)
+    if why is not None and backend.plans_elsewhere:
+        return backend, backend.prepare_elsewhere, f"; planned for an H200, not to run here: {why}"
+    backend = choose(name, problem)
+    return backend, backend.prepare, ""
 
 
 def default_for(device: torch.device) -> str:

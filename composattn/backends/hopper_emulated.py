@@ -112,7 +112,6 @@ class EmulatedCall(HopperCall):
 
     def __init__(self, problem: Problem, program: Program, scale: float) -> None:
         super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
-        self.forward_plan(return_lse=True)  # refuses what the kernels can't do now, not at the first call
 
     def _launcher(self, return_lse: bool) -> EmulatedForward:
         return EmulatedForward(self.forward_plan(return_lse))

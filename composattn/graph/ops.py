@@ -8,13 +8,13 @@ A new operation is one row here and one row in `primitives/emit.py` (its CuTe fo
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 
 from ..errors import TypeMismatch
@@ -138,12 +138,15 @@ CASTS: dict[str, tuple[torch.dtype, DType]] = {
 }
 
 
-def _sympy_where(c: Any, x: Any, y: Any) -> Any:
-    return sympy.Piecewise((x, c), (y, True))
+class _Sympy:
+    """sympy's functions by name, imported when one is first called: it takes as long as the whole of this package."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: getattr(importlib.import_module("sympy"), name)(*args)
 
 
 def _rows() -> list[Op]:
-    S = sympy
+    S = _Sympy()
     number, bits = _number, _bits
     return [
         # arithmetic
@@ -164,7 +167,7 @@ def _rows() -> list[Op]:
         # clamp keeps the gradient at its ends, maximum and minimum split it: hence rows of their own
         Op("clamp_min", lambda x, y: torch.clamp(x, min=y), _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
         Op("clamp_max", lambda x, y: torch.clamp(x, max=y), _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
-        Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), _sympy_where),
+        Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), lambda c, x, y: S.Piecewise((x, c), (y, True))),
         # comparisons and logic
         Op("lt", torch.lt, _bool, _zero, lambda x, y: S.Lt(x, y)),
         Op("le", torch.le, _bool, _zero, lambda x, y: S.Le(x, y)),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
-
 from .derived import Derived
 from .expr import Capture, DType, Expr, captures, scalars, walk
 from .linear import FAR
@@ -70,6 +68,8 @@ _LEAVES = ("const", "index", "score", "scalar", "size", "read")
 
 
 def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
+    import sympy  # here and below: importing the package need not wait for it
+
     if node.op == "const":
         if node.dtype is DType.BOOL:
             return sympy.true if node.attr else sympy.false
@@ -90,6 +90,8 @@ def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
 
 
 def _indexed(name: str, args: list[Any]) -> Any:
+    import sympy
+
     return sympy.IndexedBase(name, real=True)[tuple(args)] if args else sympy.Symbol(name, real=True)
 
 
@@ -110,7 +112,11 @@ def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
 def latex(expr: Expr, names: Names | None = None) -> str:
     """`expr` as LaTeX; as typewriter text where it is no formula over the reals, or too long for one."""
     found = None if _ELIDED in formula(expr, names) else to_sympy(expr, names)
-    return rf"\texttt{{{formula(expr, names)}}}" if found is None else sympy.latex(found)
+    if found is None:
+        return rf"\texttt{{{formula(expr, names)}}}"
+    import sympy
+
+    return str(sympy.latex(found))
 
 
 # --- text ------------------------------------------------------------------------------------------------------

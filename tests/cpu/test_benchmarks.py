@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import planning, report, run, timing
+from benchmarks import cold, planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import Inputs, TorchSdpa
@@ -141,6 +141,26 @@ def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
     *_, ours, peers = report.markdown(kept).splitlines()
     assert ours.startswith("| window | 4,096 | composattn | ") and ours.endswith("| 0.0 | – |")
     assert "| peer | " in peers and peers.endswith(" | 5.00 | 0.0 | 3.0 |")
+
+
+def test_a_new_process_says_what_it_waited_for(tmp_path: Path) -> None:
+    for case in cold.CASES:
+        found = cold.sample(case, "composattn", cold.Size(2, 256, 32), "cpu", tmp_path)
+        assert tuple(found) == cold.PARTS
+        assert all(seconds > 0 for seconds in found.values())
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    broken = cold.Case("broken", "mask_mod=causal", "")
+    with pytest.raises(RuntimeError, match=r"composattn, broken: .*WrongComposition"):
+        cold.sample(broken, "composattn", cold.Size(2, 256, 32), "cpu", tmp_path)
+
+
+def test_new_processes_have_a_table_of_their_own() -> None:
+    row = {"row": "causal, nothing warm", "impl": "composattn"}
+    seconds = {f"{part}_s": 1.0 + n for n, part in enumerate(cold.PARTS)}
+    *_, line = report.markdown(report.Result("a-cold", {"rows": [row | seconds]})).splitlines()
+    assert line == "| causal, nothing warm | composattn | 2.00 | 3.00 | 4.00 | 5.00 |"
 
 
 def test_the_pages_say_what_the_kept_results_say() -> None:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from composattn.__main__ import main
+import composattn as ca
+from composattn import compile as compiling
+from composattn.__main__ import machine_words, main
 from tests.support import has_kernel_toolchain
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_alone_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in ("explain", "compile", "doctor", "bench"))
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"composattn {ca.__version__}\n"
 
 
 def test_doctor_says_what_serves_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
+    assert f"composattn {ca.__version__}" in said
     assert "backend reference: yes" in said
     assert "backend streaming: yes" in said
     assert "backend blackwell: no: backend 'blackwell' can't serve this call" in said
@@ -28,6 +49,48 @@ def test_explain_refuses_with_a_name(capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["explain", "--mask", "softcap(30.0)", "--shape", "1,4,2,512,512,64", "--device", "cpu"]
     assert main(arguments) == 1
     assert "WrongComposition" in capsys.readouterr().err
+
+
+SMALL = ["--shape", "1,4,2,512,512,64"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["explain", "--mask", "foo"], "--mask 'foo' gives no mod: NameError: name 'foo' is not defined"),
+        (["compile", "--mask", "1+"], "--mask '1+' gives no mod: SyntaxError"),
+        (["explain", "--score", "softcap("], "--score 'softcap(' gives no mod: SyntaxError"),
+        (["explain", "--score", "1/0"], "ZeroDivisionError"),
+        (["explain", "--mask", "no_such_module:mask"], "No module named 'no_such_module'"),
+        (["explain", "--mask", "math:mask"], "module 'math' has no attribute 'mask'"),
+        (["explain", "--mask", "causal"], "WrongComposition"),
+        (["explain", "--mask", "3"], "expected a callable"),
+        (["explain", "--mask", "causal('x')"], "InvalidModArgument"),
+        (["explain", "--shape", "1,4,2,-5,512,64"], "no tensors of --shape"),
+        (["explain", "--shape", "1,4,2,99999999999,99999999999,64"], "no tensors of --shape"),
+        (["explain", "--device", "nonsense"], "no tensors of --shape"),
+        (["explain", "--device", "meta"], "BackendUnavailable: q lies on meta"),
+        (["compile", "--dtype", "fp32"], "UnsupportedDType"),
+        (["compile", "--shape", "1,1,1,64,64,320"], "UnsupportedHeadDim"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    command, *rest = arguments
+    assert main([command, "--device", "cpu", *SMALL, *rest]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["a,b", "1,2", "1,4,2,512,512,64,64,64", ""])
+def test_a_shape_that_is_none_says_its_form(capsys: pytest.CaptureFixture[str], shape: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--shape", shape])
+    assert "--shape" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -m composattn explain {' '.join(SMALL)} --device cpu | head -c 10"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("call      ", "")
 
 
 def test_a_shape_of_the_wrong_length_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +112,23 @@ def test_compile_prints_plan_and_resources(capsys: pytest.CaptureFixture[str], t
     assert "HGMMA" in said
     assert "0 of them spills" in said
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
+
+
+@pytest.mark.skipif(not has_kernel_toolchain(), reason="nvidia-cutlass-dsl is not installed (extra: gpu)")
+def test_compile_says_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_binary_tool", lambda name: None)
+    arguments = ["compile", "--shape", "1,2,2,256,256,64", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "registers unknown (pip install nvidia-cuda-cuobjdump)" in said
+    assert "spills unknown (pip install nvidia-cuda-nvdisasm)" in said
+    assert "None" not in said.partition("resources")[2]
+
+
+def test_machine_code_that_was_not_read_has_unknown_spills() -> None:
+    facts: dict[str, Any] = {"entry": "k", "threads": 1, "shared_memory": 0, "registers": None, "stack": None}
+    made = compiling.Artifact(None, Path(), Path(), **facts, instructions=())  # type: ignore[arg-type]
+    assert made.spills is None
+    assert machine_words(made) == "instructions and spills unknown (pip install nvidia-cuda-nvdisasm)"

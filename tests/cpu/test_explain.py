@@ -96,3 +96,17 @@ def test_explains_the_schedule_that_was_asked_for() -> None:
     q = torch.empty(1, 1, 128, 64)
     attend = ca.Attention(schedule=ca.Schedule(order="in_order"), deterministic=True)
     assert attend.problem(q, q, q).schedule.order == "in_order" and attend.problem(q, q, q).deterministic
+
+
+def test_plans_of_gpu_kernels_are_shown_with_no_gpu() -> None:
+    q = torch.empty(1, 4, 512, 64, dtype=torch.bfloat16)
+    text = str(ca.Attention(mask_mod=causal(), backend="hopper").explain(q, q, q))
+    assert "backend     hopper" in text
+    assert "planned for an H200, not to run here: q lies on cpu" in text
+    assert "queries x" in text.partition("plan  ")[2]
+
+
+def test_what_kernels_refuse_is_refused_when_explained() -> None:
+    q = torch.empty(1, 1, 512, 320, dtype=torch.bfloat16)
+    with pytest.raises(ca.errors.UnsupportedHeadDim):
+        ca.Attention(backend="hopper").explain(q, q, q)

@@ -160,14 +160,15 @@ def test_a_file_that_breaks_it_is_found(rule: str) -> None:
     assert check(broken) != []
 
 
-def test_importing_the_package_imports_no_kernel_language() -> None:
-    heavy = "('cutlass', 'triton', 'cuda', 'matplotlib', 'tvm_ffi')"
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    # the kernel language, the compiler of torch and algebra take seconds; who needs one waits for it then
+    heavy = {"cutlass", "triton", "cuda", "matplotlib", "tvm_ffi", "sympy", "torch._dynamo", "torch._inductor"}
     code = (
         "import sys; import torch; before = set(sys.modules); import composattn;"
-        f"new = set(sys.modules) - before; print(sorted(m for m in new if m.split('.')[0] in {heavy}))"
+        "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    new = done.stdout.split()
+    assert "composattn.api" in new
+    assert [name for name in new if within(name, *heavy)] == []

@@ -23,7 +23,6 @@ def run(name: str, *arguments: str) -> str:
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

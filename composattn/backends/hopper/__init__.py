@@ -6,6 +6,7 @@ is in `gradient.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,25 +23,28 @@ from ...plan import ForwardPlan, plan_forward
 from ...plan_backward import plan_backward
 from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences
-from ...target import Target
+from ...target import HOPPER, Target
 from .gradient import HopperGradient
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> HopperCall:
-    """A call of this backend, planned; see `composattn.backends.Prepare`.
+    """A call of this backend, planned; see `composattn.backends.Prepare`. Its kernels are compiled when first launched.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
     `BackendUnavailable`; `UnsupportedLayout` when called.
     """
-    call = HopperCall(problem, program, scale, Target.of(problem.device))
-    call.without_lse  # noqa: B018  refuses what it can't do now, not at the first call
-    return call
+    return HopperCall(problem, program, scale, Target.of(problem.device))
+
+
+def prepare_elsewhere(problem: Problem, program: Program, scale: float) -> HopperCall:
+    """The call as an H200 would run it, to read its plans; there need be no GPU. Raises as `prepare`."""
+    return HopperCall(problem, program, scale, HOPPER)
 
 
 class HopperCall:
-    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first needed."""
+    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched."""
 
     def __init__(
         self,
@@ -52,6 +56,8 @@ class HopperCall:
     ) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of = kernel_of
+        # refuses what it can't do now, not at the first call
+        self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self.upkeep = Upkeep(program.captures)
 
     @property
@@ -68,9 +74,7 @@ class HopperCall:
         return self._launcher(return_lse=False)
 
     def forward_plan(self, return_lse: bool) -> ForwardPlan:
-        return plan_forward(
-            self.problem, self.program, self.target, return_lse=return_lse, positive_scale=self.scale > 0
-        )
+        return dataclasses.replace(self._forward, return_lse=return_lse)
 
     def _launcher(self, return_lse: bool) -> ForwardLauncher:
         return ForwardLauncher(self.forward_plan(return_lse), self.kernel_of)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import sympy
 import torch
 
 from composattn.graph.evaluate import Env, evaluate
 from composattn.graph.expr import Dep, Expr, const, score
 from composattn.graph.gradient import derivative
-from composattn.graph.ops import apply
+from composattn.graph.ops import ARITY, OPS, apply
 from composattn.graph.simplify import affine_in_score, is_finite, simplify, split_row_constant
 from composattn.graph.symbolic import Names, formula, latex, to_sympy
 from composattn.graph.trace import Scalar, trace_mask, trace_score
@@ -180,3 +181,14 @@ def test_text_of_shared_parts_does_not_explode() -> None:
     assert len(formula(x)) <= 2000 and "…" in formula(x)
     assert len(latex(x)) < 3000
     assert len(formula(derivative(x))) <= 2000
+
+
+def test_every_operation_with_an_algebra_finds_it_in_sympy() -> None:
+    # the rows of the table name sympy's functions, which are looked up when first used
+    x, y = sympy.symbols("x y", real=True)
+    logic = (x > 0, y > 0)
+    for row in OPS.values():
+        if row.sympy is not None:
+            arguments = logic if row.name in ("and", "or", "xor", "not") else (x, y)
+            given = (x > 0, x, y) if row.name == "where" else arguments[: ARITY[row.name]]
+            assert row.sympy(*given).free_symbols, row.name

@@ -1,0 +1,143 @@
+"""The folder of compiled kernels: whom it may belong to, and that what comes out of it is what was put in.
+
+    <folder>/<key>/kernel-<sum>.so     an entry: `key` names what it was made from, `sum` is of its own bytes
+    <folder>/.writing/                 files on their way in; what a killed process left there goes after an hour
+
+Entries are machine code that runs as it lies, so a folder that others can write to is not used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLE = "COMPOSATTN_CACHE_DIR"
+_WRITING = ".writing"
+_LEFT_BEHIND = 3600.0  # seconds after which no writer can be at it any more
+
+
+def folder() -> Path:
+    """Where kernels are kept: COMPOSATTN_CACHE_DIR, by default ~/.cache/composattn.
+
+    A user without a home, as containers have them, gets a folder of the user's number among the temporary files.
+    """
+    asked = os.environ.get(VARIABLE) or "~/.cache/composattn"
+    first, _, rest = asked.partition(os.sep)
+    if first != "~":
+        return Path(os.path.expanduser(asked)).absolute()
+    home = _home()
+    return Path(tempfile.gettempdir()) / f"composattn-{os.getuid()}" if home is None else home / rest
+
+
+def _home() -> Path | None:
+    told = os.environ.get("HOME")
+    if told:
+        return Path(told)
+    import pwd
+
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def usable() -> Path:
+    """`folder()`, made for its user alone if it was not there.
+
+    Where it can't be made, or others could write into it, one of this process, with a warning.
+    """
+    path = folder()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = _distrusted(path.stat())
+    except OSError as error:
+        why = f"it can't be made ({error})"
+    if why is None:
+        return path
+    _warn_unkept(path, why)
+    return of_process()
+
+
+def _distrusted(facts: os.stat_result) -> str | None:
+    if not stat.S_ISDIR(facts.st_mode):
+        return "it is no folder"
+    if facts.st_uid not in (os.getuid(), 0):
+        return f"it belongs to user {facts.st_uid}, who could put machine code there that runs as you"
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return (
+            "others can write to it, and could put machine code there that runs as you (chmod go-w, or empty it first)"
+        )
+    return None
+
+
+def _warn_unkept(path: Path, why: str) -> None:
+    warnings.warn(f"compiled kernels are not kept: {path}: {why}; set {VARIABLE} to a folder of your own", stacklevel=4)
+
+
+@functools.cache
+def of_process() -> Path:
+    """A folder that goes with this process."""
+    made = tempfile.mkdtemp(prefix="composattn-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
+
+
+def get(folder: Path, key: str, suffix: str) -> Path | None:
+    """The file kept under `key`, or None. One that is not what was written is removed, with a warning."""
+    for path in sorted((folder / key).glob(f"kernel-*{suffix}")):
+        if path.name == _name(path.read_bytes(), suffix):
+            return path
+        warnings.warn(f"compiling again: {path} is damaged (its checksum differs)", stacklevel=3)
+        drop(path)
+    return None
+
+
+def put(folder: Path, key: str, suffix: str, content: bytes) -> Path:
+    """Keeps `content` under `key`; other processes see the whole file or none. Where that fails, in `of_process()`."""
+    try:
+        return _put(folder, key, suffix, content)
+    except OSError as unwritable:
+        _warn_unkept(folder, f"it can't be written ({unwritable})")
+        return _put(of_process(), key, suffix, content)
+
+
+def _put(folder: Path, key: str, suffix: str, content: bytes) -> Path:
+    kept = folder / key / _name(content, suffix)
+    with writing(folder) as aside:
+        (aside / kept.name).write_bytes(content)
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(aside / kept.name, kept)
+    return kept
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """A place for files on their way into `folder`; what killed processes left goes by the way."""
+    place = folder / _WRITING
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for left in place.iterdir():
+        with contextlib.suppress(OSError):  # another process was faster
+            if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=place) as made:
+        yield Path(made)
+
+
+def drop(path: Path) -> None:
+    """Removes an entry, where that is allowed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _name(content: bytes, suffix: str) -> str:
+    return f"kernel-{hashlib.sha256(content).hexdigest()[:32]}{suffix}"

@@ -1,0 +1,91 @@
+"""When kernels are compiled: at their first launch, and none that is not launched; counted with a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn import backends
+from composattn.backends.hopper import HopperCall
+from composattn.mods import alibi, causal
+from composattn.target import HOPPER
+
+
+class Compiled(list[Any]):
+    """The plans that kernels were compiled of; Hopper's with no GPU, kernels that do nothing."""
+
+    def __call__(self, plan: Any) -> Any:
+        self.append(plan)
+        return lambda *arguments: None
+
+    @property
+    def modules(self) -> list[str]:
+        return [plan.module for plan in self]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    made = Compiled()
+    hopper = SimpleNamespace(prepare=lambda problem, program, scale: HopperCall(problem, program, scale, HOPPER, made))
+    monkeypatch.setattr(backends, "choose", lambda name, problem: hopper)
+    return made
+
+
+def inputs(q_len: int = 256, kv_len: int = 256, grad: bool = False) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, n, 64, dtype=torch.bfloat16, requires_grad=grad) for n in (q_len, kv_len, kv_len)]
+
+
+def test_planning_compiles_nothing(compiled: Compiled) -> None:
+    attn = ca.Attention(mask_mod=causal())
+    attn.prepared(*inputs())
+    assert compiled.modules == []
+
+
+def test_explaining_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles(*arguments: Any) -> Any:
+        raise AssertionError("explain compiles")
+
+    monkeypatch.setattr("composattn.compile._run_compiler", compiles)
+    monkeypatch.setattr("composattn.disk_cache.get", compiles)
+    text = str(ca.Attention(mask_mod=causal(), score_mod=alibi(2), backend="hopper").explain(*inputs()))
+    assert "plan" in text
+
+
+def test_inference_compiles_the_forward_without_lse(compiled: Compiled) -> None:
+    attn = ca.Attention(mask_mod=causal())
+    for _ in range(2):
+        attn(*inputs())
+    assert [(plan.module, plan.return_lse) for plan in compiled] == [("forward", False)]
+
+
+def test_training_compiles_what_it_launches(compiled: Compiled) -> None:
+    attn = ca.Attention(mask_mod=causal())
+    for _ in range(2):
+        q, k, v = inputs(grad=True)
+        attn(q, k, v).sum().backward()
+    assert compiled.modules == ["forward", "backward_prepare", "backward", "backward_finish"]
+    assert compiled[0].return_lse
+
+
+def test_a_forward_alone_compiles_no_backward(compiled: Compiled) -> None:
+    attn = ca.Attention(mask_mod=causal())
+    attn(*inputs(grad=True))
+    assert compiled.modules == ["forward"]
+
+
+def test_splitting_kv_compiles_the_kernel_that_combines(compiled: Compiled) -> None:
+    attn = ca.Attention()
+    attn(*inputs(q_len=1, kv_len=8192))
+    assert compiled.modules == ["forward", "combine"]
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(0, 256), (256, 0)])
+def test_an_empty_call_compiles_nothing(compiled: Compiled, q_len: int, kv_len: int) -> None:
+    attn = ca.Attention(mask_mod=causal())
+    q, k, v = inputs(q_len, kv_len, grad=True)
+    attn(q, k, v).sum().backward()
+    assert compiled.modules == []

@@ -1,0 +1,64 @@
+"""Installed from its source tree, the package is found wherever a user's script lies, beside the clone too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import composattn as ca
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, folder: Path) -> str:
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=plain, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a clone in it, and `site`, where an editable install was put as pip puts it."""
+    parent = tmp_path_factory.mktemp("parent")
+    clone = parent / "composattn"
+    shutil.copytree(ROOT / "composattn", clone / "composattn")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = f"import setuptools.build_meta as b; b.build_editable({str(parent)!r})"
+    run("-c", build, folder=clone)
+    (wheel,) = parent.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(parent / "site")
+    return parent
+
+
+def test_a_script_beside_the_clone_finds_the_package(parent: Path) -> None:
+    # as site does at the start of Python, without what else is installed in this environment
+    (parent / "my.py").write_text(
+        "import site, sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
+        "site.addsitedir(sys.argv[1]); import composattn; print(composattn.__file__, composattn.attention.__name__)"
+    )
+    found = parent / "composattn" / "composattn" / "__init__.py"
+    assert run("my.py", str(parent / "site"), folder=parent) == f"{found} attention"
+
+
+def test_the_command_line_works_beside_the_clone(parent: Path) -> None:
+    code = (
+        "import runpy, site, sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
+        f"site.addsitedir({str(parent / 'site')!r}); sys.argv = ['composattn', '--version'];"
+        "runpy.run_module('composattn', run_name='__main__')"
+    )
+    assert run("-c", code, folder=parent) == f"composattn {ca.__version__}"
+
+
+def test_the_installed_version_is_that_of_the_package(parent: Path) -> None:
+    (metadata,) = (parent / "site").glob("*.dist-info/METADATA")
+    assert f"\nVersion: {ca.__version__}\n" in metadata.read_text()
