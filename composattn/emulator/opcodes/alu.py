@@ -375,6 +375,8 @@ def _with(fn: Any, combine: Any) -> Any:
 
 
 def _compare_rows(t: str) -> dict[str, Any]:
+    if t == "bf16":
+        return {k: _of_bf16(f) for k, f in _compare_rows("f32").items()}
     if t[0] == "f":
         rows: dict[str, Any] = {k: (_ordered(f) if k == "ne" else f) for k, f in _UFUNC.items()}
         rows |= {k + "u": _unordered(f) for k, f in _UFUNC.items()}
@@ -387,9 +389,13 @@ def _compare_rows(t: str) -> dict[str, Any]:
     return rows
 
 
-for _t in ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64", "f32", "f64", "f16"):
+def _of_bf16(fn: Any) -> Any:
+    return lambda a, b: fn(bf16_to_f32(a), bf16_to_f32(b))
+
+
+for _t in ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64", "f32", "f64", "f16", "bf16"):
     for _k, _f in _compare_rows(_t).items():
-        for _mid in ("", ".ftz") if _t[0] == "f" else ("",):
+        for _mid in ("", ".ftz") if _t in ("f32", "f16") else ("",):
             _add(f"setp.{_k}{_mid}.{_t}", Alu("p", (_t, _t), _f, out=isinstance(_f, np.ufunc)))
             for _b, _g in _BOOL.items():
                 _add(f"setp.{_k}.{_b}{_mid}.{_t}", Alu("p", (_t, _t, "p"), _with(_f, _g)))
@@ -424,6 +430,21 @@ def _to_int(to: str, rounding: Any) -> Any:
     return run
 
 
+def _int_to_bf16(a: Array) -> Array:
+    """Rounded once: to 24 bits of which the last one says if anything was cut, which float32 holds, then to 8."""
+    wide = a.astype(np.int64 if a.dtype.kind == "i" else np.uint64)
+    size = np.where(wide < 0, -wide, wide).astype(np.uint64)
+    cut = np.maximum(np.int64(40) - _clz(size).astype(np.int64), 0).astype(np.uint64)
+    kept = size >> cut
+    kept |= (kept << cut != size).astype(np.uint64)
+    magnitude = np.ldexp(kept.astype(np.float32), cut.astype(np.int32))
+    return f32_to_bf16(np.where(wide < 0, -magnitude, magnitude).astype(np.float32))
+
+
+def _from_bf16(fn: Any) -> Any:
+    return lambda a: fn(bf16_to_f32(a))
+
+
 _ALL_INTS = ("s8", "u8", *INTS)
 for _to in _ALL_INTS:
     for _from in _ALL_INTS:
@@ -432,9 +453,12 @@ for _to in _ALL_INTS:
         for _r, _f in _ROUND.items():
             for _mid in ("", ".ftz"):
                 _add(f"cvt.{_r}{_mid}.{_to}.{_from}", Alu(_to, (_from,), _to_int(_to, _f), "xu"))
+    for _r, _f in _ROUND.items():
+        _add(f"cvt.{_r}.{_to}.bf16", Alu(_to, ("bf16",), _from_bf16(_to_int(_to, _f)), "xu"))
 for _from in _ALL_INTS:
     for _to in ("f32", "f64", "f16"):
         _add(f"cvt.rn.{_to}.{_from}", Alu(_to, (_from,), lambda a, d=DTYPES[_to]: a.astype(d), "xu"))
+    _add(f"cvt.rn.bf16.{_from}", Alu("bf16", (_from,), _int_to_bf16, "xu"))
 for _r, _f in _ROUND.items():
     for _mid in ("", ".ftz"):
         _add(f"cvt.{_r}{_mid}.f32.f32", Alu("f32", ("f32",), _f, "xu"))
