@@ -6,25 +6,46 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import BarrierOverArrival, CollectiveMismatch, NegativeTransactions
+from composattn.emulator.findings import (
+    BarrierMisuse,
+    BarrierOverArrival,
+    CollectiveMismatch,
+    MissingInitFence,
+    NegativeTransactions,
+)
 
 Array = np.ndarray[Any, Any]
 
 
 class Knowledge:
-    """Two vectors of clocks: writes and reads known (`all`), and writes known to be visible to the async proxy."""
+    """Three vectors of clocks, rows of `clocks`: what its owner may rely on.
 
-    def __init__(self, agents: int) -> None:
-        self.all = np.zeros(agents, np.int32)
-        self.fenced = np.zeros(agents, np.int32)
+    `all`: writes and reads known; `fenced`: writes visible to the async proxy (fence.proxy.async); `inits`: mbarriers
+    whose initialisation is visible to the async proxy and the cluster (fence.mbarrier_init).
+    """
+
+    def __init__(self, clocks: Array) -> None:
+        self.clocks = clocks
+        self.all, self.fenced, self.inits = clocks
+        self._released = np.zeros_like(clocks)  # at the last fence that orders what comes before it
+
+    @staticmethod
+    def nothing(agents: int) -> Knowledge:
+        return Knowledge(np.zeros((3, agents), np.int32))
 
     def join(self, other: Knowledge) -> None:
-        np.maximum(self.all, other.all, out=self.all)
-        np.maximum(self.fenced, other.fenced, out=self.fenced)
+        np.maximum(self.clocks, other.clocks, out=self.clocks)
 
-    def copy(self) -> Knowledge:
-        out = Knowledge(0)
-        out.all, out.fenced = self.all.copy(), self.fenced.copy()
+    def release(self) -> None:
+        """A fence: a relaxed arrival passes this on, and nothing that comes later."""
+        self._released[:] = self.clocks
+
+    def offered(self, relaxed: bool) -> Knowledge:
+        """What an arrival passes on. A relaxed one orders nothing by itself: what fences before it released."""
+        if not relaxed:
+            return self
+        out = Knowledge(self._released.copy())
+        out.inits[:] = self.inits
         return out
 
 
@@ -35,14 +56,33 @@ class MBarrier:
         self.name, self.count, self.agent = name, count, agent
         self.pending, self.bytes, self.phase = count, 0, 0
         self.issued = 0  # copies that will complete on it
-        self.gathering = Knowledge(agents)  # from the arrivals of the phase in progress
-        self.released = Knowledge(agents)  # what a waiter of the last complete phase learns
+        self.gathering = Knowledge.nothing(agents)  # from the arrivals of the phase in progress
+        self.released = Knowledge.nothing(agents)  # what a waiter of the last complete phase learns
         self.initialised: tuple[int, int] = (0, 0)  # by whom (agent, clock)
         self.in_phase: list[str] = []
 
     def __str__(self) -> str:
         return (f"mbarrier {self.name}: phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.count} "
                 f"arrivals missing, {self.bytes} bytes missing")  # fmt: skip
+
+    @property
+    def in_use(self) -> bool:
+        return self.pending != self.count or self.bytes != 0
+
+    def check_known(self, knowledge: Knowledge) -> None:
+        """Raises unless whoever knows this much may use the barrier."""
+        agent, clock = self.initialised
+        if max(knowledge.all[agent], knowledge.inits[agent]) < clock:
+            raise BarrierMisuse(f"{self} is used with no barrier between its mbarrier.init and this warp")
+
+    def check_visible(self, knowledge: Knowledge) -> None:
+        """Raises unless a copy started by whoever knows this much may complete on the barrier."""
+        agent, clock = self.initialised
+        if max(knowledge.fenced[agent], knowledge.inits[agent]) < clock:
+            raise MissingInitFence(
+                f"{self} was initialised with no fence.mbarrier_init (or fence.proxy.async) before this copy, which "
+                "completes on it"
+            )
 
     def parity_done(self, parity: int) -> bool:
         """Whether the phase of that parity is over: the one before the current has the other parity than it."""
@@ -88,8 +128,8 @@ class NamedBarrier:
         self.arrived = 0
         self.phase = 0
         self.who: list[str] = []
-        self.gathering = Knowledge(agents)
-        self.released = Knowledge(agents)
+        self.gathering = Knowledge.nothing(agents)
+        self.released = Knowledge.nothing(agents)
 
     def __str__(self) -> str:
         return f"barrier {self.name}: {self.arrived} of {self.expected} threads ({', '.join(self.who)})"

@@ -15,8 +15,10 @@ from composattn.emulator.memory import SharedMemory
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster
     from composattn.emulator.program import Program
+    from composattn.emulator.ptx import Instr
 
 Array = np.ndarray[Any, Any]
+NAMED_BARRIERS = 16  # of a block
 
 
 @dataclass
@@ -67,9 +69,11 @@ class Block:
         self.units = [MatrixUnit(warps + rank * groups + i) for i in range(groups)]
         base = warps + len(cluster.ranks) * groups
         self.bulk = [BulkStores(base + self.first_agent + w) for w in range(self.warps)]
-        self.rendezvous: dict[int, dict[int, Gang]] = {}
+        self.rendezvous: dict[int, dict[int, tuple[Gang, Instr]]] = {}
         self.cluster_tickets: dict[int, int] = {}
-        self.registers = [0] * self.warps  # what setmaxnreg last asked for
+        given = self.program.launch_registers(self.warps)
+        # of each warp, registers a thread, and whether setmaxnreg asked for them; of all warps together
+        self.registers, self.asked, self.pool = [given] * self.warps, [False] * self.warps, 32 * given * self.warps
         self.file = self.program.take_file(self, self.warps * 32)
         self.views = self.file.views
 
@@ -84,16 +88,16 @@ class Block:
         agent = self.first_agent + warp
         self.cluster.known[agent, agent] += 1
 
-    def mbarrier(self, address: int, knows: Array | None) -> MBarrier:
+    def mbarrier(self, address: int, knowledge: Knowledge) -> MBarrier:
         bar = self.mbarriers.get(address)
         if bar is None:
             raise BarrierMisuse(f"shared address {address:#x} is used as an mbarrier but was not initialised as one")
-        agent, clock = bar.initialised
-        if knows is not None and knows[agent] < clock:
-            raise BarrierMisuse(f"{bar} is used with no barrier between its mbarrier.init and this warp")
+        bar.check_known(knowledge)
         return bar
 
     def barrier(self, number: int) -> NamedBarrier:
+        if number >= NAMED_BARRIERS:
+            raise BarrierMisuse(f"barrier {number}: a block has {NAMED_BARRIERS}, from 0")
         if number not in self.named:
             self.named[number] = NamedBarrier(str(number), self.cluster.agents)
         return self.named[number]

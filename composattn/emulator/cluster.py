@@ -70,14 +70,10 @@ class Cluster:
         groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
         self._next_agent = 2 * warps + groups
         self.agents = self._next_agent + MAX_BARRIERS
-        self.known = np.zeros((warps, self.agents), np.int32)
+        clocks = np.zeros((warps, 3, self.agents), np.int32)
+        self.knowledge = [Knowledge(mine) for mine in clocks]
+        self.known, self.fenced = clocks[:, 0], clocks[:, 1]
         self.known[np.arange(warps), np.arange(warps)] = 1
-        self.fenced = np.zeros((warps, self.agents), np.int32)
-        self.knowledge = []
-        for w in range(warps):
-            k = Knowledge(0)
-            k.all, k.fenced = self.known[w], self.fenced[w]
-            self.knowledge.append(k)
         self.barrier = NamedBarrier("cluster", self.agents)
         self.pending: list[Pending] = []
         self.random = random.Random(mode.seed)

@@ -41,6 +41,10 @@ class MissingProxyFence(Finding):
     """The async proxy (TMA, wgmma) reads shared memory that plain stores wrote, with no fence.proxy.async between."""
 
 
+class MissingInitFence(Finding):
+    """A copy completes on an mbarrier whose initialisation nothing has made visible to the async proxy."""
+
+
 class RegisterInFlight(Finding):
     """A register of an unfinished wgmma is read or written before the wait that covers it."""
 
@@ -54,7 +58,7 @@ class BarrierOverArrival(Finding):
 
 
 class BarrierMisuse(Finding):
-    """A barrier used before it was initialised, initialised twice while in use, or read as plain memory."""
+    """A barrier used before it was initialised, initialised or invalidated while in use, or used as plain memory."""
 
 
 class NegativeTransactions(Finding):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from composattn.emulator.findings import RegisterInFlight
+from composattn.emulator.findings import CollectiveMismatch, RegisterInFlight
 from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
 from composattn.emulator.registers import VIEWS
@@ -122,6 +122,26 @@ class Gang:
         self.stack = left
 
 
+def together(g: Gang, m: Any, instr: Instr) -> Wait | None:
+    """None when g is a whole warpgroup; else g waits for its neighbours, and the last to come merges them."""
+    if m is not True:
+        raise CollectiveMismatch(f"{instr.op} under divergence: all lanes of a warpgroup execute it together")
+    if len(g.warps) == 4:
+        return None
+    block = g.block
+    table = block.rendezvous.setdefault(g.low // 4, {})
+    table[g.low] = (g, instr)
+    if any(i is not instr for _, i in table.values()):
+        text = "; ".join(f"warps {x.low}-{x.high - 1} at PTX line {i.line}" for x, i in table.values())
+        raise CollectiveMismatch(f"a warpgroup's warps stand at different instructions of a warpgroup: {text}")
+    gangs = [x for x, _ in table.values()]
+    if sum(len(x.warps) for x in gangs) == 4:
+        table.clear()
+        block.cluster.merge(gangs)
+        block.cluster.progress += 1
+    return Wait(lambda: False, lambda: f"the other warps of its warpgroup at {instr.op}")
+
+
 def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
     """Each bank's rows as each type, for the lanes of warps [low, high)."""
     out: dict[str, Any] = {}
@@ -138,4 +158,4 @@ def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
     return out
 
 
-__all__ = ["EXIT", "NOWHERE", "Gang", "Path", "Wait", "row_views"]
+__all__ = ["EXIT", "NOWHERE", "Gang", "Path", "Wait", "row_views", "together"]

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import Misaligned, OutOfBounds, SharedRace, UninitialisedShared
+from composattn.emulator.findings import BarrierMisuse, Misaligned, OutOfBounds, SharedRace, UninitialisedShared
 
 Array = np.ndarray[Any, Any]
 SHARED_START = 1024  # the hardware keeps the first KiB for itself; an address below is a bug
+NOBODY, HELD = -1, -2  # in place of the last writer of a word: not written yet, and part of an mbarrier
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -112,7 +113,7 @@ class SharedMemory:
         self.data = np.zeros((size + 15) // 16 * 16, np.uint8)
         self.views = {n: self.data.view(UINT[n]) for n in UINT}
         words = self.data.size // 4
-        self.writer = np.full(words, -1, np.int32)
+        self.writer = np.full(words, NOBODY, np.int32)
         self.written = np.zeros(words, np.int32)
         self.plain = np.zeros(words, np.bool_)  # the last write was a generic-proxy one
         self.reads: dict[int, Array] = {}
@@ -126,6 +127,7 @@ class SharedMemory:
         """Raises unless all last writes of `words` are known to a reader whose clocks are `knows`."""
         writer, written = self.writer[words], self.written[words]
         if writer.size and writer.min() < 0:
+            self._check_free(words, writer)
             bad = np.broadcast_to(self._index(words), writer.shape)[writer < 0]
             raise UninitialisedShared(
                 f"{bad.size} words of shared memory never written, from address {int(bad[0]) * 4:#x}"
@@ -137,6 +139,7 @@ class SharedMemory:
     def order_write(self, words: Any, knows: Array) -> None:
         """Raises unless all earlier writes and reads of `words` are known to a writer."""
         writer, written = self.writer[words], self.written[words]
+        self._check_free(words, writer)
         late = (writer >= 0) & (written > knows[writer])
         if late.any():
             raise _Unordered(self._index(words), writer, late, "written")
@@ -144,6 +147,16 @@ class SharedMemory:
             late = clocks[words] > knows[agent]
             if late.any():
                 raise _Unordered(self._index(words), np.full(late.shape, agent), late, "read")
+
+    def hold(self, address: int, knows: Array) -> None:
+        """The 8 bytes at `address` become an mbarrier: opaque until `forget`."""
+        words = covering(address, 8)
+        if (self.writer[words] != HELD).any():
+            self.order_write(words, knows)
+        self.writer[words] = HELD
+
+    def forget(self, address: int) -> None:
+        self.writer[covering(address, 8)] = NOBODY
 
     def stamp_read(self, words: Any, agent: int, clock: int) -> None:
         if agent not in self.reads:
@@ -154,6 +167,11 @@ class SharedMemory:
         self.writer[words] = agent
         self.written[words] = clock
         self.plain[words] = plain
+
+    def _check_free(self, words: Any, writer: Array) -> None:
+        if writer.size and writer.min() == HELD:
+            bad = np.broadcast_to(self._index(words), writer.shape)[writer == HELD]
+            raise BarrierMisuse(f"shared address {int(bad[0]) * 4:#x} holds an mbarrier and is used as plain memory")
 
     @staticmethod
     def _index(words: Any) -> Array:

@@ -14,6 +14,7 @@ from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.gang import row_views
 from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
+from composattn.emulator.ptx import Imm
 from composattn.emulator.registers import Rows
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
+REGISTERS = 1 << 16  # of a multiprocessor
 KEPT = 12  # programs kept for another launch; one takes 50 to 100 MB, its register files included
 _PROGRAMS: dict[str, Program] = {}
 
@@ -48,6 +50,8 @@ class Program:
             self.shared_offset[s.name] = at
             at += s.size
         self._shared_end = at
+        asked = [i.args[0].value for i in self.kernel.code if i.parts[0] == "setmaxnreg" and isinstance(i.args[0], Imm)]
+        self._most_registers = max(asked, default=0)
         self._files: dict[int, list[RegisterFile]] = {}
         self.runs: list[Callable[..., Any] | None] = [self._compile(n) for n in self.nodes]
 
@@ -84,6 +88,14 @@ class Program:
         if first is not None:
             writer.end_touch(first)
         return writer.finish(f"node_{node.index}")
+
+    def launch_registers(self, warps: int) -> int:
+        """Registers a thread of a block of so many warps at its launch, 0 if the kernel never asks for others.
+
+        ptxas gives what the blocks that must fit together leave a thread, in steps of 8, and no more than the most that
+        setmaxnreg asks for (cuobjdump -res-usage of our kernels: 128 for 512 threads, 168 for 384, 240 for 256).
+        """
+        return min(REGISTERS // self.kernel.resident // (32 * warps) // 8 * 8, self._most_registers)
 
     def shared_size(self, dynamic: int) -> int:
         return self._shared_end + dynamic

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from composattn.emulator.barriers import Knowledge
 from composattn.emulator.cluster import Pending
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
-from composattn.emulator.memory import covering
+from composattn.emulator.memory import SharedMemory, covering
 from composattn.emulator.opcodes.access import PARAM_WINDOW, resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
-from composattn.emulator.opcodes.synchronise import barrier_at
 from composattn.emulator.ptx import Instr, Mem
 from composattn.emulator.tensormap import TensorMap, swizzled_chunks
 
@@ -66,6 +66,20 @@ def _map_of(g: Any, addr: int) -> TensorMap:
     return found
 
 
+def _check_fenced(g: Any, memory: SharedMemory, words: slice, knowledge: Knowledge) -> None:
+    """Raises unless the plain stores that last wrote `words` have been fenced for the async proxy."""
+    plain = memory.plain[words]
+    if not plain.any():
+        return
+    unfenced = plain & (memory.written[words] > knowledge.fenced[memory.writer[words]])
+    if unfenced.any():
+        first = words.start + int(np.flatnonzero(unfenced)[0])
+        raise MissingProxyFence(
+            f"{int(unfenced.sum())} words from shared address {first * 4:#x} were written by plain stores of "
+            f"{g.block.cluster.agent_name(int(memory.writer[first]))}, no fence.proxy.async before the copy"
+        )
+
+
 # --- into shared memory ------------------------------------------------------------------------------------
 
 
@@ -73,12 +87,14 @@ def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, coun
                fetch: Callable[[], Array], what: str) -> None:  # fmt: skip
     """Begins a copy of `count` bytes to offset `dst` of each block, completing on the barrier at `bar_at` of each."""
     cluster = g.block.cluster
-    knows = g.block.knowledge(warp).all
+    knowledge = g.block.knowledge(warp)
     for block in blocks:
         block.shared.check(dst, dst + count)
-        bar = block.mbarrier(bar_at, None)
+        bar = block.mbarrier(bar_at, knowledge)
+        bar.check_visible(knowledge)
         words = covering(dst, count)
-        block.shared.order_write(words, knows)
+        block.shared.order_write(words, knowledge.all)
+        _check_fenced(g, block.shared, words, knowledge)
         bar.issued += 1
         stamp = bar.issued
         block.shared.stamp_write(words, bar.agent, stamp, False)
@@ -127,7 +143,6 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
             blocks, local, bar_local = _targets(g, dst_at, bar_, multicast)
             if local % 128:
                 raise Misaligned(f"shared address {local:#x} of a tensor copy: 128 bytes are taken")
-            barrier_at(g, bar_, warp)
             memory = g.block.launch.memory
             what = f"tensor copy of box {tensor.box} at {corner} ({instr.where()})"
             start_load(g, warp, blocks, local, bar_local, tensor.nbytes, tensor.swizzle,
@@ -153,7 +168,6 @@ def plain_load(instr: Instr, program: Any) -> Handler:
             _check_plain(local, frm, n)
             found = g.block.launch.memory.find(frm, n)
             fetch = functools.partial(_copy, found.data, frm - found.start, n)
-            barrier_at(g, bar, warp)
             start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
@@ -181,7 +195,6 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
             blocks, local, bar_local = _targets(g, dst, bar, -1)
             _check_plain(local, frm, n)
             read_shared(g, warp, frm, n)
-            barrier_at(g, bar, warp)
             fetch = functools.partial(_copy, g.block.shared.data, frm, n)
             start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
 
@@ -198,15 +211,7 @@ def read_shared(g: Any, warp: int, start: int, size: int) -> None:
     words = covering(start, size)
     knowledge = g.block.knowledge(warp)
     memory.order_read(words, knowledge.all)
-    plain = memory.plain[words]
-    if plain.any():
-        unfenced = plain & (memory.written[words] > knowledge.fenced[memory.writer[words]])
-        if unfenced.any():
-            first = (start // 4 + int(np.flatnonzero(unfenced)[0])) * 4
-            raise MissingProxyFence(
-                f"{int(unfenced.sum())} words from shared address {first:#x} were written by plain stores of "
-                f"{g.block.cluster.agent_name(int(memory.writer[first // 4]))}, no fence.proxy.async before the copy"
-            )
+    _check_fenced(g, memory, words, knowledge)
     unit = g.block.bulk[warp]
     memory.stamp_read(words, unit.agent, unit.committed + 1)
 

@@ -20,7 +20,7 @@ from composattn.emulator.findings import (
     MissingWgmmaFence,
     UnknownInstruction,
 )
-from composattn.emulator.gang import Wait
+from composattn.emulator.gang import Wait, together
 from composattn.emulator.opcodes.floats import E4M3, E5M2, bf16_to_f32
 from composattn.emulator.opcodes.registry import Handler, literal, source, sync
 from composattn.emulator.ptx import Imm, Instr, Reg, Vec
@@ -181,27 +181,7 @@ def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
     return values.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * parts)
 
 
-# --- meeting of the four warps -----------------------------------------------------------------------------
-
-
-def _together(g: Any, m: Any, instr: Instr) -> Wait | None:
-    """None when g is a whole warpgroup; else g waits for its neighbours, and the last to come merges them."""
-    if m is not True:
-        raise CollectiveMismatch(f"{instr.op} under divergence: all lanes of a warpgroup execute it together")
-    if len(g.warps) == 4:
-        return None
-    block = g.block
-    table = block.rendezvous.setdefault(g.low // 4, {})
-    table[g.low] = (g, instr)
-    if any(i is not instr for _, i in table.values()):
-        text = "; ".join(f"warps {x.low}-{x.high - 1} at PTX line {i.line}" for x, i in table.values())
-        raise CollectiveMismatch(f"the warps of one warpgroup stand at different wgmma instructions: {text}")
-    gangs = [x for x, _ in table.values()]
-    if sum(len(x.warps) for x in gangs) == 4:
-        table.clear()
-        block.cluster.merge(gangs)
-        block.cluster.progress += 1
-    return Wait(lambda: False, lambda: f"the other warps of its warpgroup at {instr.op}")
+# --- the instructions ---------------------------------------------------------------------------------------
 
 
 def _set_in_flight(g: Any, unit: Any) -> None:
@@ -237,7 +217,7 @@ def multiply(instr: Instr, program: Any) -> Handler:
     keep = None if isinstance(scale, Imm) and scale.value else source(program, scale, "p")
 
     def run(g: Any, m: Any) -> Wait | None:
-        wait = _together(g, m, instr)
+        wait = together(g, m, instr)
         if wait is not None:
             return wait
         if g.unfenced & (results | inputs):
@@ -297,7 +277,7 @@ def _read_operand(g: Any, unit: Any, operand: Operand) -> None:
 @sync("wgmma.fence.sync.aligned")
 def fence(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> Wait | None:
-        wait = _together(g, m, instr)
+        wait = together(g, m, instr)
         if wait is None:
             g.unfenced = 0
         return wait
@@ -308,7 +288,7 @@ def fence(instr: Instr, program: Any) -> Handler:
 @sync("wgmma.commit_group.sync.aligned")
 def commit(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> Wait | None:
-        wait = _together(g, m, instr)
+        wait = together(g, m, instr)
         if wait is not None:
             return wait
         unit = g.block.units[g.low // 4]
@@ -327,7 +307,7 @@ def wait(instr: Instr, program: Any) -> Handler:
     keep = literal(instr.args[0], instr)
 
     def run(g: Any, m: Any) -> Wait | None:
-        stop = _together(g, m, instr)
+        stop = together(g, m, instr)
         if stop is not None:
             return stop
         block = g.block

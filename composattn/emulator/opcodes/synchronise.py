@@ -14,10 +14,20 @@ from composattn.emulator.findings import (
     RegistersExhausted,
     UnknownInstruction,
 )
-from composattn.emulator.gang import Wait
+from composattn.emulator.gang import Wait, together
 from composattn.emulator.opcodes.access import resolve_block
-from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, sync, target, words_of
-from composattn.emulator.ptx import Imm, Instr, Mem, Pair, Reg, Sink
+from composattn.emulator.opcodes.registry import (
+    Handler,
+    address,
+    effect,
+    literal,
+    pick,
+    source,
+    sync,
+    target,
+    words_of,
+)
+from composattn.emulator.ptx import Instr, Mem, Pair, Reg, Sink
 
 Array = np.ndarray[Any, Any]
 _SCOPES = {"shared", "shared::cta", "shared::cluster", "b64", "release", "acquire", "relaxed", "cta", "cluster"}
@@ -27,13 +37,12 @@ def who(g: Any, warp: int) -> str:
     return f"warp {warp} of block {g.block.index}"
 
 
-def barrier_at(g: Any, addr: int, warp: int | None) -> tuple[Any, MBarrier]:
+def barrier_at(g: Any, addr: int, warp: int) -> tuple[Any, MBarrier]:
     """(the block that owns it, the barrier) at a shared address, as the warp may use it."""
     if addr % 8:
         raise Misaligned(f"mbarrier address {addr:#x}")
     block, local = resolve_block(g, np.array([addr]))
-    knows = None if warp is None else g.block.knowledge(warp).all
-    return block, block.mbarrier(int(local[0]), knows)
+    return block, block.mbarrier(int(local[0]), g.block.knowledge(warp))
 
 
 # --- mbarrier ----------------------------------------------------------------------------------------------
@@ -53,7 +62,7 @@ def init(instr: Instr, program: Any) -> Handler:
                 raise Misaligned(f"mbarrier address {addr:#x}")
             block.shared.check(addr, addr + 8)
             old = block.mbarriers.get(addr)
-            if old is not None and (old.pending != old.count or old.bytes):
+            if old is not None and old.in_use:
                 raise BarrierMisuse(f"{old} is initialised again while in use")
             agent = old.agent if old is not None else block.cluster.new_barrier_agent()
             bar = MBarrier(f"{addr:#x}", n, agent, block.cluster.agents)
@@ -61,6 +70,7 @@ def init(instr: Instr, program: Any) -> Handler:
             me = block.first_agent + warp
             bar.initialised = (me, int(knowledge.all[me]))
             block.mbarriers[addr] = bar
+            block.shared.hold(addr, knowledge.all)
         for warp in g.active_warps(m):
             block.tick(warp)
         block.cluster.progress += 1
@@ -74,8 +84,11 @@ def invalidate(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         for addr, lane in zip(at(g, m).tolist(), g.active(m).tolist(), strict=True):
-            barrier_at(g, addr, int(g.lane_warp[lane]))
-            del g.block.mbarriers[addr]
+            block, bar = barrier_at(g, addr, int(g.lane_warp[lane]))
+            if bar.in_use:
+                raise BarrierMisuse(f"{bar} is invalidated while in use")
+            del block.mbarriers[addr]
+            block.shared.forget(addr)
 
     return run
 
@@ -84,7 +97,7 @@ def invalidate(instr: Instr, program: Any) -> Handler:
 def arrive(instr: Instr, program: Any) -> Handler:
     parts = instr.parts
     words_of(program, instr.op, {"mbarrier", "arrive", "expect_tx", "noComplete", *_SCOPES}, instr)
-    expects = "expect_tx" in parts
+    expects, relaxed = "expect_tx" in parts, "relaxed" in parts
     args = list(instr.args)
     dest = args.pop(0) if not isinstance(args[0], Mem) else Sink()
     at = address(program, args.pop(0))
@@ -107,7 +120,7 @@ def arrive(instr: Instr, program: Any) -> Handler:
                 if expects:
                     bar.expect(total)
                     total = int(mine.sum())
-                bar.arrive(total, g.block.knowledge(warp), who(g, warp))
+                bar.arrive(total, g.block.knowledge(warp).offered(relaxed), who(g, warp))
         for warp in g.active_warps(m):
             g.block.tick(warp)
         g.block.cluster.progress += 1
@@ -134,7 +147,7 @@ def expect(instr: Instr, program: Any) -> Handler:
 @sync("mbarrier.try_wait", "mbarrier.test_wait")
 def wait(instr: Instr, program: Any) -> Handler:
     """try_wait stands still until the phase is over; where nothing else can go on it gives up, as on a time-out."""
-    words_of(program, instr.op, {"mbarrier", "try_wait", "test_wait", "parity", *_SCOPES}, instr)
+    words_of(program, instr.op, {"mbarrier", "try_wait", "test_wait", "parity", *_SCOPES} - {"relaxed"}, instr)
     testing = "test_wait" in instr.parts
     by_parity = "parity" in instr.parts
     dest = instr.args[0]
@@ -237,6 +250,7 @@ def sync_numbered(instr: Instr, program: Any) -> Handler:
 @effect("barrier.cluster.arrive")
 def arrive_cluster(instr: Instr, program: Any) -> Handler:
     words_of(program, instr.op, {"barrier", "cluster", "arrive", "release", "relaxed", "aligned"}, instr)
+    relaxed = "relaxed" in instr.parts
 
     def run(g: Any, m: Any) -> None:
         block = g.block
@@ -244,7 +258,7 @@ def arrive_cluster(instr: Instr, program: Any) -> Handler:
         total = block.cluster.warps_per_block * 32 * len(block.cluster.ranks)
         for w in warps:
             block.cluster_tickets[w] = block.cluster.barrier.phase
-            block.cluster.barrier.arrive(32, total, block.knowledge(w), f"warp {w} of block {block.index}")
+            block.cluster.barrier.arrive(32, total, block.knowledge(w).offered(relaxed), who(g, w))
             block.tick(w)
         block.cluster.progress += 1
 
@@ -287,10 +301,36 @@ def fence_async(instr: Instr, program: Any) -> Handler:
     return run
 
 
+@effect("fence.mbarrier_init")
+def fence_init(instr: Instr, program: Any) -> Handler:
+    """Covers what the warp itself initialised; others learn of it through a barrier."""
+    words_of(program, instr.op, {"fence", "mbarrier_init", "release", "cluster"}, instr)
+
+    def run(g: Any, m: Any) -> None:
+        for w in g.active_warps(m):
+            k, me = g.block.knowledge(w), g.block.first_agent + w
+            k.inits[me] = k.all[me]
+            g.block.tick(w)
+
+    return run
+
+
+@effect("fence.acq_rel", "fence.sc", "membar")
+def fence_memory(instr: Instr, program: Any) -> Handler:
+    """Lets relaxed arrivals behind it pass on what came before. One of a block's scope does so for no cluster."""
+    wide = not {"cta"} & set(instr.parts)
+
+    def run(g: Any, m: Any) -> None:
+        for w in g.active_warps(m) if wide else ():
+            g.block.knowledge(w).release()
+            g.block.tick(w)
+
+    return run
+
+
 # Memory here is sequentially consistent, and launches do not overlap: these order what is ordered already.
-ORDERING = ("fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar",
-            "fence.proxy.alias", "fence.proxy.tensormap::generic", "griddepcontrol.launch_dependents",
-            "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
+ORDERING = ("fence.acquire", "fence.release", "fence.proxy.alias", "fence.proxy.tensormap::generic",
+            "griddepcontrol.launch_dependents", "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
 
 
 @effect(*ORDERING)
@@ -301,25 +341,35 @@ def order_only(instr: Instr, program: Any) -> Handler:
 # --- registers ---------------------------------------------------------------------------------------------
 
 
-REGISTERS = 1 << 16  # of a multiprocessor; a block gets its share of them at its launch, and no more later
-
-
-@effect("setmaxnreg")
+@sync("setmaxnreg")
 def registers(instr: Instr, program: Any) -> Handler:
-    if not isinstance(instr.args[0], Imm):
-        raise UnknownInstruction(f"setmaxnreg takes a literal; {instr.where()}")
-    count = instr.args[0].value
+    """More registers are waited for until other warps have given up theirs."""
+    words_of(program, instr.op, {"setmaxnreg", "inc", "dec", "sync", "aligned", "u32"}, instr)
+    count, more = literal(instr.args[0], instr), "inc" in instr.parts
+    if count % 8 or not 24 <= count <= 256:
+        raise UnknownInstruction(f"setmaxnreg to {count}: a multiple of 8 in 24..256 is taken; {instr.where()}")
 
-    def run(g: Any, m: Any) -> None:
-        if m is not True:
-            raise CollectiveMismatch("setmaxnreg under divergence")
-        if count % 8 or not 24 <= count <= 256:
-            raise UnknownInstruction(f"setmaxnreg to {count}: a multiple of 8 in 24..256 is taken")
+    def run(g: Any, m: Any) -> Wait | None:
+        wait = together(g, m, instr)
+        if wait is not None:
+            return wait
+        block, have = g.block, g.block.registers[g.low]
+        if (count < have) if more else (count > have):
+            raise RegistersExhausted(f"setmaxnreg.{instr.parts[1]} to {count} registers by a warp that has {have}")
+        others = [w for w in range(block.warps) if w not in g.warps]
+        asked = 32 * (count * len(g.warps) + sum(block.registers[w] for w in others if block.asked[w]))
+        if asked > block.pool:
+            raise RegistersExhausted(f"the block's warps ask for {asked} registers together, it has {block.pool}")
+
+        def fits() -> bool:
+            return 32 * (count * len(g.warps) + sum(block.registers[w] for w in others)) <= block.pool
+
+        if not fits():
+            return Wait(fits, lambda: f"{count} registers a thread; the block has {block.pool}: {block.registers}")
         for w in g.warps:
-            g.block.registers[w] = count
-        asked, given = 32 * sum(g.block.registers), REGISTERS // program.kernel.resident
-        if asked > given:
-            raise RegistersExhausted(f"the block's warps ask for {asked} registers together, it has {given}")
+            block.registers[w], block.asked[w] = count, True
+        block.cluster.progress += 1
+        return None
 
     return run
 

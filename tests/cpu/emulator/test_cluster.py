@@ -86,7 +86,7 @@ def test_boxes_are_cut_at_the_edges_of_the_tensor_and_filled_with_zeros() -> Non
     tensor = TensorMap(source.ctypes.data, "f32", 4, (8, 10), (4, 32), (8, 4))
     text = module("""
     mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; shl.b32 %r4, %r0, 2; mov.u32 %r3, smem; add.u32 %r5, %r3, %r4;
-    @%p1 mbarrier.init.shared.b64 [smem+4096], 1; bar.warp.sync -1;
+    @%p1 mbarrier.init.shared.b64 [smem+4096], 1; fence.mbarrier_init.release.cluster; bar.warp.sync -1;
     @%p1 mbarrier.arrive.expect_tx.shared.b64 %d9, [smem+4096], 128; mov.u64 %d3, m0;
     @%p1 cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
         [smem], [%d3, {-2, 8}], [smem+4096];

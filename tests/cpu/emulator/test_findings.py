@@ -20,7 +20,9 @@ shl.b32 %r3, %r0, 2; mov.u32 %r4, smem; add.u32 %r5, %r4, %r3;
 """
 """%p1: warp 0; %p2: thread 0; %p3: first lane; %r5: a word of shared memory for each thread."""
 
-INIT = "@%p2 mbarrier.init.shared.b64 [smem+4096], {count}; bar.sync 0;"
+ONE = "@%p2 mbarrier.init.shared.b64 [smem+4096], 1;"
+FENCE = "fence.mbarrier_init.release.cluster;"
+INIT = ONE.replace("1;", "{count};") + FENCE + "bar.sync 0;"
 WAIT = """
 {{ .reg .pred P; W: mbarrier.try_wait.parity.shared.b64 P, [smem+4096], {parity}; @P bra D; bra W; D: }}
 """
@@ -64,7 +66,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "a copy that is read while in flight": (
         INIT.format(count=1) + LOAD.format(expect=256, bytes=256) + READ, UNORDERED),
     "a copy over what is still read": (
-        WRITE + INIT.format(count=1) + READ + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0),
+        WRITE + "fence.proxy.async.shared::cta;" + INIT.format(count=1) + READ + LOAD.format(expect=256, bytes=256)
+        + WAIT.format(parity=0),
         findings.SharedRace),
     "more bytes than were expected": (
         INIT.format(count=1) + LOAD.format(expect=128, bytes=256) + WAIT.format(parity=0),
@@ -90,6 +93,49 @@ CASES: dict[str, tuple[str, Any]] = {
     "a barrier initialised again while in use": (
         INIT.format(count=2) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096]; "
         "@%p2 mbarrier.init.shared.b64 [smem+4096], 2;", findings.BarrierMisuse),
+    "a copy on a barrier whose init no fence made visible": (
+        ONE + "bar.sync 0;" + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ,
+        findings.MissingInitFence),
+    "a copy on a barrier whose fence came before its init": (
+        FENCE + ONE + "bar.sync 0;" + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ,
+        findings.MissingInitFence),
+    "a copy on a barrier that another warp fenced": (
+        ONE + "bar.sync 0; @%p1 bra S;" + FENCE + "S: bar.sync 0;" + LOAD.format(expect=256, bytes=256)
+        + WAIT.format(parity=0) + READ, findings.MissingInitFence),
+    "a copy on a barrier initialised again with no fence": (
+        INIT.format(count=1) + ONE + "bar.sync 0;" + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ,
+        findings.MissingInitFence),
+    "a copy on a barrier made visible by a proxy fence": (
+        ONE + "fence.proxy.async.shared::cta; bar.sync 0;" + LOAD.format(expect=256, bytes=256)
+        + WAIT.format(parity=0) + READ, None),
+    "arrivals alone, with no fence of the init": (
+        ONE + "bar.sync 0; @%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];" + WAIT.format(parity=0), None),
+    "a barrier read as plain memory": (
+        INIT.format(count=1) + "ld.shared.b32 %r6, [smem+4096];", findings.BarrierMisuse),
+    "a barrier written as plain memory": (
+        INIT.format(count=1) + "@%p2 st.shared.b32 [smem+4100], %r0;", findings.BarrierMisuse),
+    "a barrier under a copy": (
+        INIT.format(count=1) + LOAD.format(expect=256, bytes=256).replace("[smem],", "[smem+3968],"),
+        findings.BarrierMisuse),
+    "plain memory where a barrier was invalidated": (
+        INIT.format(count=1) + "@%p2 mbarrier.inval.shared.b64 [smem+4096];"
+        "@%p2 st.shared.b32 [smem+4096], %r0;", None),
+    "a barrier invalidated while in use": (
+        INIT.format(count=2) + "@%p2 mbarrier.arrive.shared.b64 %d9, [smem+4096];"
+        "@%p2 mbarrier.inval.shared.b64 [smem+4096];", findings.BarrierMisuse),
+    "a barrier used after it was invalidated": (
+        INIT.format(count=1) + "@%p2 mbarrier.inval.shared.b64 [smem+4096]; bar.sync 0;" + WAIT.format(parity=0),
+        findings.BarrierMisuse),
+    "a barrier over what another warp still reads": (
+        WRITE + "bar.sync 0; @!%p1 ld.shared.b32 %r6, [smem]; @%p2 mbarrier.init.shared.b64 [smem], 1;",
+        findings.SharedRace),
+    "a numbered barrier beyond the last": ("bar.sync 16, 64;", findings.BarrierMisuse),
+    "a copy over plain stores with no fence": (
+        INIT.format(count=1) + WRITE + "bar.sync 0;" + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0)
+        + READ, findings.MissingProxyFence),
+    "a copy over plain stores that were fenced": (
+        INIT.format(count=1) + WRITE + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0) + READ, None),
     "a misaligned barrier": ("@%p2 mbarrier.init.shared.b64 [smem+4092], 1;", findings.Misaligned),
     "a bulk store of fenced plain stores": (
         WRITE + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE + "cp.async.bulk.wait_group.read 0;", None),
@@ -153,18 +199,36 @@ def test_finding(name: str, mode: Mode) -> None:
     assert "PTX line" in str(found.value)
 
 
-@pytest.mark.parametrize(("resident", "kind"), [(4, None), (5, findings.RegistersExhausted)])
-def test_roles_share_the_registers_that_a_block_has(resident: int, kind: type[findings.Finding] | None) -> None:
-    """Two warpgroups with 24 and 104 registers a thread are a quarter of a multiprocessor's."""
-    body = "setp.ge.u32 %p1, %r0, 128; @%p1 bra S; setmaxnreg.dec.sync.aligned.u32 24; bra E; "
-    text = module("mov.u32 %r0, %tid.x; " + body + "S: setmaxnreg.inc.sync.aligned.u32 104; E:", threads=256).replace(
-        ".reqntid 256, 1, 1", f".reqntid 256, 1, 1\n.minnctapersm {resident}"
-    )
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("resident", "producers", "consumers", "kind"),
+    [
+        (4, "dec.sync.aligned.u32 24", "inc.sync.aligned.u32 104", None),
+        (5, "dec.sync.aligned.u32 24", "inc.sync.aligned.u32 104", "together, it has 12288|waits for 104 registers"),
+        (4, None, "inc.sync.aligned.u32 104", "waits for 104 registers a thread; the block has 16384"),
+        (4, "dec.sync.aligned.u32 24", None, None),
+        (4, "dec.sync.aligned.u32 104", None, "dec to 104 registers by a warp that has 64"),
+        (4, "inc.sync.aligned.u32 40", "inc.sync.aligned.u32 64", "inc to 40 registers by a warp that has 64"),
+    ],
+)  # fmt: skip
+def test_roles_share_the_registers_that_a_block_has(
+    resident: int, producers: str | None, consumers: str | None, kind: str | None, mode: Mode
+) -> None:
+    """Two warpgroups with 24 and 104 registers a thread are a quarter of a multiprocessor's, 64 a thread at launch."""
+    asks = ["" if role is None else f"setmaxnreg.{role};" for role in (producers, consumers)]
+    body = f"mov.u32 %r0, %tid.x; setp.ge.u32 %p1, %r0, 128; @%p1 bra S; {asks[0]} bra E; S: {asks[1]} E:"
+    text = module(body, threads=256).replace(".reqntid 256, 1, 1", f".reqntid 256, 1, 1\n.minnctapersm {resident}")
     if kind is None:
-        execute(text, threads=256)
+        execute(text, threads=256, mode=mode)
         return
-    with pytest.raises(kind, match="ask for 16384 registers together, it has 13107"):
-        execute(text, threads=256)
+    with pytest.raises((findings.RegistersExhausted, findings.Deadlock), match=kind):
+        execute(text, threads=256, mode=mode)
+
+
+def test_a_warpgroup_asks_for_registers_as_a_whole() -> None:
+    body = "mov.u32 %r0, %tid.x; setp.ge.u32 %p1, %r0, 32; @%p1 bra E; setmaxnreg.dec.sync.aligned.u32 24; E:"
+    with pytest.raises(findings.Deadlock, match="the other warps of its warpgroup at setmaxnreg"):
+        execute(module(body, threads=128), threads=128)
 
 
 def test_a_deadlock_names_what_every_warp_waits_for() -> None:

@@ -103,6 +103,7 @@ PLANTED: dict[str, tuple[str, str, int, Any]] = {
     "half the expected bytes": (r"mov\.b32 \t%r\d+, 24576;", "12288", 0, findings.NegativeTransactions),
     "one copy too few": (r"cp\.async\.bulk\.tensor\.2d\.shared::cta[^;]*;", "", 0, findings.Deadlock),
     "no barrier after the init": (r"bar\.sync \t0;", "", 0, findings.BarrierMisuse),
+    "no fence after the init": (r"fence\.mbarrier_init[^;]*;", "", 0, findings.MissingInitFence),
     "no proxy fence before the store": (r"fence\.proxy\.async[^;]*;", "", 0, findings.MissingProxyFence),
     "no barrier before the store": (r"bar\.sync \t1, 256;", "", 0, (*RACES, findings.MissingProxyFence)),
     "no wait for the store": (r"cp\.async\.bulk\.wait_group\.read[^;]*;", "", 0, findings.AsyncAtExit),
