@@ -16,7 +16,7 @@ from ..compile import compile_offline, content_hash
 from ..emulator.capture import Captured
 from ..emulator.cluster import EAGER, Mode
 from ..emulator.findings import EmulationTooLarge
-from ..emulator.launch import Result, run
+from ..emulator.launch import Result, Stream
 from ..emulator.program import KEPT
 from ..graph.program import Program
 from ..launch import ForwardLauncher, leaves_rows_out, tidy
@@ -29,6 +29,7 @@ from .hopper import HopperCall
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
 LIMIT_SECONDS = 600.0
 _kernels: dict[str, Captured] = {}
+_stream = Stream()
 _mode: ContextVar[Mode] = ContextVar("mode", default=EAGER)
 
 
@@ -75,7 +76,7 @@ class EmulatedKernel:
     def __call__(self, *arguments: Any) -> None:
         target = self.plan.target
         launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
-        self.result = run(self.kernel.program, launch, self.mode or _mode.get())
+        self.result = _stream.run(self.kernel.program, launch, self.mode or _mode.get())
 
 
 def _captured(plan: Any) -> Captured:

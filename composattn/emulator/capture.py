@@ -110,6 +110,7 @@ class Recorder:
     dynamic_shared: Leaf | None = None
     params: list[Fields | MapOf] = field(default_factory=list)
     launches: int = 0
+    early: bool = False
 
     # --- numbers -------------------------------------------------------------------------------------------
 
@@ -267,6 +268,9 @@ def _record(recorder: Recorder, launcher: Any, args: tuple[Any, ...], kwargs: di
     recorder.block = tuple(recorder.leaf(x) for x in config.block)
     if config.has_cluster:
         recorder.cluster = tuple(recorder.leaf(x) for x in config.cluster)
+    if not isinstance(config.use_pdl, bool):
+        raise UnknownLaunch("a programmatic dependent launch that is decided when it is made")
+    recorder.early = config.use_pdl
     if config.smem is not None:
         recorder.dynamic_shared = recorder.leaf(config.smem)
     body, signature = launcher.funcBody, dsl._get_signature(launcher.funcBody)
@@ -329,6 +333,7 @@ class Captured:
             dynamic_shared=recorder.dynamic_shared.read(table) if recorder.dynamic_shared else dynamic_shared,
             maps={i: p.build(table) for i, p in enumerate(recorder.params) if isinstance(p, MapOf)},
             sms=sms,
+            early=recorder.early,
         )
         for i, tensor in enumerate(_tensors(arguments)):
             start, nbytes = _extent(tensor)

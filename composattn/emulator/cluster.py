@@ -68,7 +68,8 @@ class Cluster:
         self.warps_per_block = (threads + 31) // 32
         warps = self.warps_per_block * len(self.ranks)
         groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
-        self._next_agent = 2 * warps + groups
+        self.grid_agent = 2 * warps + groups  # known by who waited for the kernels before, at clock 1
+        self._next_agent = self.grid_agent + 1
         self.agents = self._next_agent + MAX_BARRIERS
         clocks = np.zeros((warps, 3, self.agents), np.int32)
         self.knowledge = [Knowledge(mine) for mine in clocks]

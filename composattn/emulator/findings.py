@@ -45,6 +45,10 @@ class MissingInitFence(Finding):
     """A copy completes on an mbarrier whose initialisation nothing has made visible to the async proxy."""
 
 
+class MissingGridWait(Finding):
+    """A kernel that starts early uses what the kernel before it writes, with no griddepcontrol.wait before."""
+
+
 class RegisterInFlight(Finding):
     """A register of an unfinished wgmma is read or written before the wait that covers it."""
 

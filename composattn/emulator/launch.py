@@ -29,6 +29,9 @@ class Launch:
     maps: dict[int, TensorMap] = field(default_factory=dict)  # parameter number -> tensor map
     memory: GlobalMemory = field(default_factory=GlobalMemory)
     sms: int = 132
+    early: bool = False  # a programmatic dependent launch: may start before the kernel before it is over
+    unfinished: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of what that one writes
+    waited: bool = False  # whether a warp has executed griddepcontrol.wait
     param_bytes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     map_at: dict[int, TensorMap] = field(default_factory=dict)
 
@@ -60,6 +63,22 @@ class Result:
     @property
     def instructions(self) -> int:
         return int((self.visits * np.array([len(n.code) + (n.branch is not None) for n in self.program.nodes])).sum())
+
+
+class Stream:
+    """Launches in order. One that starts early finds unfinished what those before it wrote, until it waits."""
+
+    def __init__(self) -> None:
+        self.unfinished: list[tuple[int, int]] = []
+
+    def run(self, program: Program, launch: Launch, mode: Mode = EAGER) -> Result:
+        if launch.early:
+            launch.unfinished = self.unfinished
+        result = run(program, launch, mode)
+        # Nobody waited: who waits for this kernel has not waited for those before it.
+        before = [] if launch.waited else launch.unfinished
+        self.unfinished = [*before, *launch.memory.written()]
+        return result
 
 
 def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | None = None) -> Result:

@@ -21,6 +21,7 @@ class Allocation:
     def __init__(self, start: int, data: Array, name: str) -> None:
         self.start, self.data, self.name = start, data, name
         self.end = start + data.size
+        self.written = False
         self._views: dict[int, Array | None] = {}
 
     def view(self, size: int) -> Array | None:
@@ -50,6 +51,10 @@ class GlobalMemory:
         if at >= 0 and address + size <= self._allocations[at].end:
             return self._allocations[at]
         raise OutOfBounds(f"global address {self.describe(address)}, {size} bytes")
+
+    def written(self) -> list[tuple[int, int]]:
+        """(start, end) of every tensor that the launch wrote to."""
+        return [(a.start, a.end) for a in self._allocations if a.written]
 
     def describe(self, address: int) -> str:
         at = bisect.bisect(self._starts, address) - 1
@@ -87,6 +92,7 @@ class GlobalMemory:
                      for i in range(len(addresses))]  # fmt: skip
             return np.concatenate(parts)
         found, offset = where
+        found.written |= values is not None
         view = found.view(size)
         if view is None:
             index = offset[:, None] + np.arange(size * count)

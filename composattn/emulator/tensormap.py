@@ -59,7 +59,7 @@ class TensorMap:
             box.append(slice(low - c, high - c))
         return tensor[::-1], box[::-1], True
 
-    def _window(self, memory: GlobalMemory, tensor: list[slice]) -> Array:
+    def _window(self, memory: GlobalMemory, tensor: list[slice], writes: bool) -> Array:
         """The overlapping part of the tensor in memory, as [..., bytes of a row]."""
         starts = [s.start for s in tensor][::-1]
         counts = [s.stop - s.start for s in tensor][::-1]
@@ -67,6 +67,7 @@ class TensorMap:
         first = (self.address + sum(c * s for c, s in zip(starts, self.strides, strict=True))) % (1 << 64)
         last = first + sum((n - 1) * s for n, s in zip(counts, self.strides, strict=True)) + self.element
         found = memory.find(first, 1)
+        found.written |= writes
         if last > found.end:
             raise OutOfBounds(f"tensor copy up to {last - found.end} bytes behind the end of {found.name}")
         at = first - found.start
@@ -80,7 +81,7 @@ class TensorMap:
         tensor, box, any_ = self._clip(coords)
         if any_:
             where = (*box[:-1], self._row(box[-1]))
-            out[where] = self._window(memory, tensor)
+            out[where] = self._window(memory, tensor, writes=False)
         return out.reshape(-1)
 
     def store(self, memory: GlobalMemory, coords: tuple[int, ...], data: Array, reduce: str = "") -> None:
@@ -90,7 +91,7 @@ class TensorMap:
         whole = data.reshape(*self.box[:0:-1], self.box[0] * self.element)
         where = (*box[:-1], self._row(box[-1]))
         part = whole[where]
-        window = self._window(memory, tensor)
+        window = self._window(memory, tensor, writes=True)
         if not reduce:
             window[...] = part
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import Misaligned, OutOfBounds, SharedRace, UnknownInstruction
+from composattn.emulator.findings import Misaligned, MissingGridWait, OutOfBounds, SharedRace, UnknownInstruction
 from composattn.emulator.memory import UINT
 from composattn.emulator.opcodes.alu import pack_halves
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
@@ -81,11 +81,32 @@ def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Arra
     memory.views[size][(addresses // size)[:, None] + np.arange(count)] = values
 
 
+# --- global memory -----------------------------------------------------------------------------------------
+
+
+def check_finished(g: Any, warps: Any, low: int, high: int) -> None:
+    """Raises if warps that have not waited for the kernel before use what it writes, in [low, high)."""
+    cluster = g.block.cluster
+    for start, end in g.block.launch.unfinished:
+        if low < end and start < high and not cluster.known[g.block.first_agent + warps, cluster.grid_agent].all():
+            raise MissingGridWait(
+                f"{g.block.launch.memory.describe(low)}, is written by the kernel before, which need not be over: no "
+                "griddepcontrol.wait comes before this"
+            )
+
+
+def _check_finished(g: Any, m: Any, addresses: Array, nbytes: int) -> None:
+    if g.block.launch.unfinished:
+        warps = np.array(g.active_warps(m))
+        check_finished(g, warps, int(addresses.min()), int(addresses.max()) + nbytes)
+
+
 # --- by address space --------------------------------------------------------------------------------------
 
 
 def _load(g: Any, m: Any, space: str, addresses: Array, size: int, count: int) -> Array:
     if space == "global":
+        _check_finished(g, m, addresses, size * count)
         return g.block.launch.memory.load(addresses.astype(np.uint64), size, count)
     if space == "shared":
         return shared_load(g, g.active(m), addresses, size, count)
@@ -100,6 +121,7 @@ def _load(g: Any, m: Any, space: str, addresses: Array, size: int, count: int) -
 
 def _store(g: Any, m: Any, space: str, addresses: Array, size: int, values: Array) -> None:
     if space == "global":
+        _check_finished(g, m, addresses, size * values.shape[1])
         g.block.launch.memory.store(addresses.astype(np.uint64), size, values)
         g.block.cluster.progress += 1
     elif space == "shared":
@@ -240,6 +262,8 @@ def atomic(instr: Instr, program: Any) -> Handler:
         addresses = at(g, m)
         where, addresses = _generic(addresses) if space == "generic" else (space, addresses)
         operands = np.stack([pick(v(g), m) for v in values], 1)
+        if where == "global":
+            _check_finished(g, m, addresses, size * count)
         view, index = _atomic_view(g, where, addresses, size, count)
         typed = view.view(dtype)
         g.block.cluster.progress += 1
@@ -271,6 +295,7 @@ def _atomic_view(g: Any, space: str, addresses: Array, size: int, count: int) ->
     if found is None:
         raise UnknownInstruction("one atomic instruction on several tensors")
     allocation, offset = found
+    allocation.written = True
     view = allocation.view(size)
     if view is None:
         raise Misaligned(f"atomic on {allocation.name}, whose address is no multiple of {size}")

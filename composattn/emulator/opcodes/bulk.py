@@ -13,7 +13,7 @@ from composattn.emulator.barriers import Knowledge
 from composattn.emulator.cluster import Pending
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
 from composattn.emulator.memory import SharedMemory, covering
-from composattn.emulator.opcodes.access import PARAM_WINDOW, resolve_block
+from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
 from composattn.emulator.ptx import Instr, Mem
 from composattn.emulator.tensormap import TensorMap, swizzled_chunks
@@ -59,10 +59,12 @@ def _once_a_warp(g: Any, m: Any, *operands: list[int]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(zip(warps, *operands, strict=True)))
 
 
-def _map_of(g: Any, addr: int) -> TensorMap:
+def _map_of(g: Any, warp: int, addr: int) -> TensorMap:
+    """The tensor map at an address, whose tensor the warp may use."""
     found = g.block.launch.map_at.get(addr - PARAM_WINDOW)
     if found is None:
         raise BadDescriptor(f"{addr:#x} is not the address of a tensor map of this launch")
+    check_finished(g, warp, found.address, found.address + 1)
     return found
 
 
@@ -137,7 +139,7 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
         for warp, dst_at, map_, bar_, multicast, *corner_ in _once_a_warp(
             g, m, tos, map_at(g, m).tolist(), bar_at(g, m).tolist(), masks, *at
         ):
-            tensor, corner = _map_of(g, map_), tuple(corner_)
+            tensor, corner = _map_of(g, warp, map_), tuple(corner_)
             if len(corner) != len(tensor.sizes):
                 raise BadDescriptor(f"{len(corner)} coordinates for a tensor map of {len(tensor.sizes)} dimensions")
             blocks, local, bar_local = _targets(g, dst_at, bar_, multicast)
@@ -166,6 +168,7 @@ def plain_load(instr: Instr, program: Any) -> Handler:
         ):
             blocks, local, bar_local = _targets(g, dst, bar, multicast)
             _check_plain(local, frm, n)
+            check_finished(g, warp, frm, frm + n)
             found = g.block.launch.memory.find(frm, n)
             fetch = functools.partial(_copy, found.data, frm - found.start, n)
             start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
@@ -237,7 +240,7 @@ def tensor_store(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> None:
         at = [pick(c(g), m).tolist() for c in coords]
         for warp, map_, start, *corner in _once_a_warp(g, m, map_at(g, m).tolist(), frm(g, m).tolist(), *at):
-            tensor = _map_of(g, map_)
+            tensor = _map_of(g, warp, map_)
             if start % 128:
                 raise Misaligned(f"shared address {start:#x} of a tensor copy: 128 bytes are taken")
             read_shared(g, warp, start, tensor.nbytes)
@@ -274,7 +277,9 @@ def plain_store(instr: Instr, program: Any) -> Handler:
             if n == 0:
                 continue
             read_shared(g, warp, src, n)
+            check_finished(g, warp, dst, dst + n)
             found, shared = g.block.launch.memory.find(dst, n), g.block.shared
+            found.written = True
             at = dst - found.start
 
             def write(data: Array, found: Any = found, at: int = at) -> None:

@@ -328,9 +328,20 @@ def fence_memory(instr: Instr, program: Any) -> Handler:
     return run
 
 
-# Memory here is sequentially consistent, and launches do not overlap: these order what is ordered already.
+@effect("griddepcontrol.wait")
+def wait_for_grids(instr: Instr, program: Any) -> Handler:
+    def run(g: Any, m: Any) -> None:
+        block = g.block
+        block.launch.waited = True
+        for w in g.active_warps(m):
+            block.knowledge(w).all[block.cluster.grid_agent] = 1
+
+    return run
+
+
+# Memory here is sequentially consistent, and launches run one after the other: these order what is ordered already.
 ORDERING = ("fence.acquire", "fence.release", "fence.proxy.alias", "fence.proxy.tensormap::generic",
-            "griddepcontrol.launch_dependents", "griddepcontrol.wait", "nanosleep", "pmevent")  # fmt: skip
+            "griddepcontrol.launch_dependents", "nanosleep", "pmevent")  # fmt: skip
 
 
 @effect(*ORDERING)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.cluster import EAGER, Mode
-from composattn.emulator.launch import Launch, Result, run
+from composattn.emulator.launch import Launch, Result, Stream, run
 from composattn.emulator.program import Program
 from composattn.emulator.tensormap import TensorMap
 
@@ -39,8 +39,9 @@ def execute(
     cluster: int = 1,
     mode: Mode = EAGER,
     dynamic_shared: int = 0,
+    stream: Stream | None = None,
 ) -> Result:
-    """Runs it with arrays as its 64-bit parameters (numbers pass as they are)."""
+    """Runs it with arrays as its 64-bit parameters (numbers pass as they are); in a stream, it starts early."""
     arrays, maps = arrays or [], maps or []
     params = [b""] * len(maps)
     params += [struct.pack("<Q", a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arrays]
@@ -48,7 +49,10 @@ def execute(
     for i, a in enumerate(arrays):
         if isinstance(a, np.ndarray):
             launch.memory.add(a.ctypes.data, a.reshape(-1).view(np.uint8), f"array {i}")
-    return run(Program(text), launch, mode)
+    if stream is None:
+        return run(Program(text), launch, mode)
+    launch.early = True
+    return stream.run(Program(text), launch, mode)
 
 
 def apply(instruction: str, result: str, inputs: list[tuple[str, Any]]) -> Any:

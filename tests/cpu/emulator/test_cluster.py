@@ -48,6 +48,34 @@ def test_a_read_of_the_other_block_needs_the_barrier(mode: Mode) -> None:
         run("st.shared.b32 [%r5], %r8; ld.shared::cluster.b32 %r10, [%r6];", mode)
 
 
+RELAXED = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
+READ_OTHER = "ld.shared::cluster.b32 %r10, [%r6]; st.global.b32 [%d2], %r10;"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("fence", ["", "fence.acq_rel.cta;", "fence.mbarrier_init.release.cluster;"])
+def test_a_relaxed_arrival_orders_no_stores(fence: str, mode: Mode) -> None:
+    with pytest.raises(findings.SharedRace):
+        run(f"st.shared.b32 [%r5], %r8; {fence} {RELAXED} {READ_OTHER} {MEET}", mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_fence_before_a_relaxed_arrival_orders_the_stores_before_it(mode: Mode) -> None:
+    out = run(f"st.shared.b32 [%r5], %r8; fence.acq_rel.cluster; {RELAXED} {READ_OTHER} {MEET}", mode)
+    assert out.tolist() == [1000 + i for i in range(32)] + list(range(32))
+    with pytest.raises((findings.SharedRace, findings.UninitialisedShared)):
+        run(f"fence.acq_rel.cluster; st.shared.b32 [%r5], %r8; {RELAXED} {READ_OTHER} {MEET}", mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_relaxed_arrival_passes_on_barriers_that_were_fenced(mode: Mode) -> None:
+    init = "@%p1 mbarrier.init.shared.b64 [smem+4096], 1;"
+    arrive = f"@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7+4096]; {WAIT} {MEET}"
+    run(f"{init} fence.mbarrier_init.release.cluster; {RELAXED} {arrive}", mode)
+    with pytest.raises(findings.BarrierMisuse, match="no barrier between"):
+        run(f"{init} {RELAXED} {arrive}", mode)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_remote_arrival_releases(mode: Mode) -> None:
     body = f"""
