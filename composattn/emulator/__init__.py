@@ -22,10 +22,11 @@ Known limits. No timing and no ptxas: register allocation, instruction order and
 does to a wgmma with registers that it must move isn't either. Approximate functions (ex2, lg2, rcp, tanh, ...) are
 numpy's, not the bits of the hardware's; subnormals are kept where .ftz would flush them; fma rounds twice (once to
 float64). Products of a wgmma are summed in float32 in an order of our own. Bulk copies with the same operands in all
-lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence
-between plain accesses to global memory is not found, nor a race on it. Barriers of 16-bit
-and 8-bit stores that share a word between warps are not checked for order. Local memory, calls, textures, im2col and
-gathering tensor maps, mma.sync and cp.async of single threads have no rows: using them is a named error.
+lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence between
+plain accesses to global memory is not found, nor a race on it. Launches run one after the other: of a kernel that
+starts early, a use of what the one before it writes is found, a write over what that one reads is not. Barriers of
+16-bit and 8-bit stores that share a word between warps are not checked for order. Local memory, calls, textures, im2col
+and gathering tensor maps, mma.sync and cp.async of single threads have no rows: using them is a named error.
 """
 
 from __future__ import annotations
