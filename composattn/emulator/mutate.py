@@ -1,4 +1,4 @@
-"""Mutants of a kernel's PTX: one synchronisation, descriptor or coordinate wrong each; do the checks notice?"""
+"""Mutants of a kernel's PTX: one synchronisation, descriptor, coordinate or comparison wrong each: is it noticed?"""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ class Mutant:
     kind: str
     instr: Instr
     text: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call that every mutant is put to: `launch` runs a program anew; `same` says if it left the right result."""
+
+    launch: Callable[[Program, Mode], Result]
+    same: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,14 @@ def _further(text: str) -> str:
     return re.sub(r", (\d+)\s*;$", lambda m: f", {int(m[1]) + 1};", text)
 
 
+_SHIFTED = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
+
+
+def _other_side(text: str) -> str:
+    """A comparison of integers that answers otherwise where both are equal, and only there."""
+    return re.sub(r"(?<=setp\.)\w+", lambda m: _SHIFTED[m[0]], text, count=1)
+
+
 KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait skipped", r"mbarrier\.try_wait", _wait_skipped),
     ("arrival dropped", r"mbarrier\.arrive|bar(rier)?(\.cta)?\.arrive", lambda t: ""),
@@ -81,9 +97,16 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait dropped", r"wgmma\.wait_group|cp\.async\.bulk\.wait_group", lambda t: ""),
     ("barrier dropped", r"bar(rier)?(\.cta)?\.sync", lambda t: ""),
     ("proxy fence dropped", r"fence\.proxy\.async", lambda t: ""),
+    ("init fence dropped", r"fence\.mbarrier_init", lambda t: ""),
+    ("commit dropped", r"wgmma\.commit_group|cp\.async\.bulk\.commit_group", lambda t: ""),
+    ("registers kept", r"setmaxnreg\.dec", lambda t: ""),
     ("wgmma fence dropped", r"wgmma\.fence", lambda t: ""),
     ("coordinate wrong", r"cp\.(reduce\.)?async\.bulk\.tensor", _other_coordinate),
+    ("comparison off by one", r"setp\.(l[tes]|g[te]|lo|h[is])\.[su]\d", _other_side),
 )
+
+
+TIMELESS = {"coordinate wrong", "comparison off by one", "descriptor wrong"}  # wrong in every mode or in none
 
 
 def mutants(text: str) -> Iterator[Mutant]:
@@ -117,21 +140,16 @@ def _descriptor_steps(kernel: Kernel) -> list[Instr]:
 
 
 def judge(
-    text: str,
-    launch: Callable[[Program, Mode], Result],
-    same: Callable[[], bool],
-    modes: Sequence[Mode] = MODES,
-    only: Callable[[Mutant], bool] = lambda m: True,
+    text: str, trials: Sequence[Trial], modes: Sequence[Mode] = MODES, only: Callable[[Mutant], bool] = lambda m: True
 ) -> Iterator[Verdict]:
-    """Runs every mutant until it is caught. `launch` runs a program anew; `same` says if it left the right result."""
-    reached = _reached(Program(text), launch)
+    """Puts every mutant of a kernel to the trials until it is caught: in every mode, if that makes a difference."""
+    reached = [_reached(Program(text), t.launch) for t in trials]
     for mutant in mutants(text):
         if not only(mutant):
             continue
-        if mutant.instr.line not in reached:
-            yield Verdict(mutant, "not reached")
-            continue
-        yield _verdict(mutant, launch, same, modes)
+        meeting = [t for t, lines in zip(trials, reached, strict=True) if mutant.instr.line in lines]
+        shown = modes[:1] if mutant.kind in TIMELESS else modes
+        yield _verdict(mutant, meeting, shown) if meeting else Verdict(mutant, "not reached")
 
 
 def _reached(program: Program, launch: Callable[[Program, Mode], Result]) -> set[int]:
@@ -139,18 +157,17 @@ def _reached(program: Program, launch: Callable[[Program, Mode], Result]) -> set
     return {i.line for n, v in zip(program.nodes, visits, strict=True) if v for i in n.code}
 
 
-def _verdict(
-    mutant: Mutant, launch: Callable[[Program, Mode], Result], same: Callable[[], bool], modes: Sequence[Mode]
-) -> Verdict:
+def _verdict(mutant: Mutant, trials: Sequence[Trial], modes: Sequence[Mode]) -> Verdict:
     try:
         program = Program(mutant.text)
     except UnknownInstruction as e:
         return Verdict(mutant, "UnknownInstruction", str(e))
-    for mode in modes:
-        try:
-            launch(program, mode)
-        except Finding as e:
-            return Verdict(mutant, type(e).__name__, f"{mode}: {e}")
-        if not same():
-            return Verdict(mutant, "wrong result", str(mode))
+    for trial in trials:
+        for mode in modes:
+            try:
+                trial.launch(program, mode)
+            except Finding as e:
+                return Verdict(mutant, type(e).__name__, f"{mode}: {e}")
+            if not trial.same():
+                return Verdict(mutant, "wrong result", str(mode))
     return Verdict(mutant, "survived")
