@@ -16,7 +16,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 from composattn.backends import reference
 from composattn.compile import compile_offline
 from composattn.emulator.capture import Captured
-from composattn.emulator.launch import run
+from composattn.emulator.launch import Stream
 from composattn.graph.mask import Mask
 from composattn.graph.program import Program
 from composattn.graph.score import Score
@@ -92,10 +92,12 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
         loss = loss + torch.where(lse == -math.inf, 0.0, lse * dlse.double()).sum()
     wanted = torch.autograd.grad(loss, exact)
 
+    stream = Stream()
+
     def kernel_of(plan: BackwardPlan) -> Any:
         backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
-        return lambda *given: run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
+        return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
     plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=through_lse, deterministic=in_order)
     found = BackwardLauncher(plans, kernel_of)(

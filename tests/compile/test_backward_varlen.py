@@ -19,7 +19,7 @@ import composattn as ca
 from composattn.backends import reference
 from composattn.compile import compile_offline
 from composattn.emulator.capture import Captured
-from composattn.emulator.launch import run
+from composattn.emulator.launch import Stream
 from composattn.graph.mask import Mask
 from composattn.graph.program import Program
 from composattn.graph.score import Score
@@ -115,10 +115,12 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
         for total, s, g in zip(wanted, (r, c, c), grads, strict=True):
             total[s] = g[0].transpose(0, 1)
 
+    stream = Stream()
+
     def kernel_of(plan: BackwardPlan) -> Any:
         backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
-        return lambda *given: run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
+        return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
     def counts(used: list[int]) -> torch.Tensor | None:
         return torch.tensor(used, dtype=torch.int32) if with_used else None
