@@ -13,6 +13,7 @@ from .compile import Launchable, compile_plan
 from .errors import UnsupportedLayout
 from .plan import ForwardPlan
 from .sequences import NO_SEQUENCES, Sequences
+from .strides import ordered
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -62,7 +63,7 @@ class ForwardLauncher:
 
 def outputs(q: torch.Tensor, plan: ForwardPlan) -> Pair:
     """out and lse (or None) for `q`, uninitialised."""
-    out = empty_like(q, plan.head_dim_v)
+    out = ordered(q, plan.head_dim_v)
     rows = q.shape[:3] if plan.layout.q == "dense" else (q.shape[1], q.shape[0])
     return out, q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
 
@@ -121,17 +122,6 @@ class SplitKernel:
 def with_combine(plan: ForwardPlan, forward: Launchable, kernel_of: Callable[[Any], Launchable]) -> Launchable:
     """The plan's kernel and, where it splits kv, what follows it."""
     return SplitKernel(forward, kernel_of(plan.combine), plan.splits) if plan.is_split else forward
-
-
-def empty_like(t: torch.Tensor, width: int) -> torch.Tensor:
-    """Memory in the order of dimensions of `t`, so that a (B, S, H, D) caller gets (B, S, H, width) back."""
-    if t.ndim == 3:
-        return t.new_empty((*t.shape[:2], width))
-    batch, heads, length, _ = t.shape
-    if t.stride(1) < t.stride(2):
-        row = heads * width
-        return t.new_empty_strided((batch, heads, length, width), (length * row, width, row, 1))
-    return t.new_empty((batch, heads, length, width))
 
 
 def at_least_1d(t: torch.Tensor) -> torch.Tensor:

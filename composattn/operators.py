@@ -49,6 +49,7 @@ from .planned import Planned, autocast, refuse_gradient
 from .problem import Problem
 from .schedule import Schedule
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from .strides import ordered
 from .transforms import break_graph
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def attend(
     if numbers:
         kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
-    return _in_form(out.to(q.dtype), _out_like(q, v)), lse, kept
+    return _in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, kept
 
 
 @attend.register_fake
@@ -214,7 +215,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, _, lengths, hints, *_ = arguments
     Problem.of(q, k, v, *unflatten(lengths, hints))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, len(hints) - HINTS)
+    return ordered(q, v.shape[-1]), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, len(hints) - HINTS)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())
@@ -352,22 +353,10 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _out_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Memory for the output, in q's order of dimensions."""
-    return _ordered(q, v.shape[-1])
-
-
-def _ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
-    if t.ndim == 4 and t.stride(1) < t.stride(2):
-        batch, heads, length, _ = t.shape
-        return t.new_empty((batch, length, heads, width)).transpose(1, 2)
-    return t.new_empty((*t.shape[:-1], width))
-
-
 def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
     if not wanted:
         return t.new_empty(0)
-    return _ordered(t, t.shape[-1]) if t.ndim == 4 else t.new_empty(t.shape)
+    return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
 
 
 def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..graph.expr import Expr
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
+from ..strides import in_order_of
 from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -89,13 +90,14 @@ def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., P
 
 def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Pair:
     if sequences.is_dense:
-        return _batch(call, q, k, v, 0)
-    form = arrange(sequences, q, k)
+        out, lse = _batch(call, q, k, v, 0)
+        return in_order_of(q, out), lse
+    form, given = arrange(sequences, q, k), q
     q, k, v = form.queries(q), form.keys(k), form.keys(v)
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
     for b, queries, keys in form.parts:
         out[:, :, queries], lse[:, :, queries] = _batch(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], b)
-    return form.queries_back(out), form.statistics_back(lse)
+    return in_order_of(given, form.queries_back(out)), form.statistics_back(lse)
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:

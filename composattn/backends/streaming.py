@@ -33,6 +33,7 @@ from ..graph.lent import Lending
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
+from ..strides import in_order_of
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
 
@@ -155,7 +156,7 @@ class Streaming:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Pair:
         """(out in the working precision, lse)."""
-        form = arrange(self.sequences, q, k)
+        form, given = arrange(self.sequences, q, k), q
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full(q.shape[:-1], -math.inf)
@@ -166,7 +167,8 @@ class Streaming:
                 tiles, out_here[:, :, :, rows], lse_here[:, :, :, rows] = _forward_rows(step, rows, v_here)
                 visited.append(tiles)
             self.visited.append(visited)
-        return form.queries_back(out.flatten(1, 2)), form.statistics_back(lse.flatten(1, 2))
+        out = in_order_of(given, form.queries_back(out.flatten(1, 2)))
+        return out, form.statistics_back(lse.flatten(1, 2))
 
     def visit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> None:
         """Finds the tiles to visit, where the forward was another object's."""
@@ -180,7 +182,7 @@ class Streaming:
         q, k, v, out, lse, dout, dlse, captured, wanted = known
         if not self.visited:
             self.visit(q, k, v, captured)
-        types = [x.dtype for x in (q, k, v)]
+        given = q, k, v
         form = arrange(self.sequences, q, k)
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         heads = q.shape[1:3]
@@ -210,7 +212,7 @@ class Streaming:
                     dq_tile = dq_tile + ds @ k_here[:, :, columns]
                 dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
         dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
-        grads = [g.to(t) for g, t in zip((dq, dk, dv), types, strict=True)]
+        grads = [in_order_of(t, g.to(t.dtype)) for t, g in zip(given, (dq, dk, dv), strict=True)]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 
