@@ -46,12 +46,25 @@ def test_any_order_of_q_is_that_of_out(backend: str, order: tuple[int, ...], gen
     torch.testing.assert_close(out, ca.attention(q.contiguous(), k, k[..., :5], backend=backend))
 
 
-@pytest.mark.parametrize("backend", ["reference", "streaming"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_rows_keep_the_order_of_q(backend: str, generator: torch.Generator) -> None:
-    q = torch.randn(2, 11, 8, generator=generator).transpose(0, 1)
-    offsets = torch.tensor([0, 4, 11], dtype=torch.int32)
-    out: Any = ca.attention(q, q, q, backend=backend, varlen=ca.Varlen(offsets))
+    q = torch.randn(2, 11, 8, generator=generator).bfloat16().transpose(0, 1).requires_grad_()
+    packed = ca.Varlen(torch.tensor([0, 4, 11], dtype=torch.int32))
+    out: Any = ca.attention(q, q, q, backend=backend, varlen=packed)
     assert out.transpose(0, 1).is_contiguous()
+    exact = ca.attention(*[q.detach().double().contiguous()] * 3, backend="reference", varlen=packed)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+    (dq,) = torch.autograd.grad(out.square().sum(), q)
+    assert not bool(dq.isnan().any())
+
+
+@pytest.mark.skipif(not has_kernel_toolchain(), reason="no kernel toolchain")
+def test_kernels_write_into_any_order(generator: torch.Generator) -> None:
+    """Sequence first, as (S, B, H, D)."""
+    q, k, v = (torch.randn(20, 2, 2, 16, generator=generator).bfloat16().permute(1, 2, 0, 3) for _ in range(3))
+    out: Any = ca.attention(q, k, v, backend="hopper-emulated")
+    assert out.permute(2, 0, 1, 3).is_contiguous()
+    torch.testing.assert_close(out, ca.attention(q, k, v, backend="reference"), rtol=1e-2, atol=1e-2)
 
 
 def test_a_tensor_that_repeats_a_row_has_no_order_of_its_own() -> None:
