@@ -92,11 +92,15 @@ class Attention(Planned):
         v: torch.Tensor,
         *,
         return_lse: bool = False,
+        return_max_scores: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
         **unknown: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
+
+        With `return_max_scores` last the largest score of each row, after score mod and mask: (B, Hq, Sq), fp32, -inf
+        where a row sees nothing; no gradient flows through it.
 
         q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. With `varlen` packed
         (total, H, D) tensors and lse (Hq, total_q); with `paged` k and v in pages. A row with nothing to attend gives
@@ -108,11 +112,14 @@ class Attention(Planned):
         refuse_keywords(unknown)
         if return_lse is not False:
             check_flag("return_lse", return_lse)
+        if return_max_scores is not False:
+            check_flag("return_max_scores", return_max_scores)
+        asked = return_lse, return_max_scores
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return operators.call(q, k, v, self._spoken, self._number, return_lse, varlen, paged)  # type: ignore[no-any-return]
+            return operators.call(q, k, v, self._spoken, self._number, asked, varlen, paged)  # type: ignore[no-any-return]
         if self._seen:
             self._watch()
-        return super().__call__(q, k, v, return_lse, varlen, paged)  # type: ignore[no-any-return]
+        return super().__call__(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not of the form that the plan was made for."""
@@ -161,13 +168,14 @@ def attention(
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     backend: str | None = None,
     deterministic: bool | None = None,
     varlen: Varlen | None = None,
     paged: Paged | None = None,
     schedule: Schedule | None = None,
     **unknown: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
     Arguments and errors as of `Attention`. What the mods say is looked at in every call, so what a plain function
@@ -175,20 +183,24 @@ def attention(
     as long as the captured tensors live.
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
+    `return_lse` and `return_max_scores` ask for more than out, see `Attention.__call__`.
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
     refuse_keywords(unknown)
     if return_lse is not False:
         check_flag("return_lse", return_lse)
+    if return_max_scores is not False:
+        check_flag("return_max_scores", return_max_scores)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
     options = (scale, backend, deterministic, schedule)
+    asked = return_lse, return_max_scores
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         said = operators.spoken(score, mask, options)
-        return operators.call(q, k, v, said, -1, return_lse, varlen, paged)  # type: ignore[no-any-return]
+        return operators.call(q, k, v, said, -1, asked, varlen, paged)  # type: ignore[no-any-return]
     planned, lending = planned_for(score, mask, *options)
     if lending is None:
-        return planned(q, k, v, return_lse, varlen, paged)  # type: ignore[no-any-return]
+        return planned(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]
     with lending:
-        return planned(q, k, v, return_lse, varlen, paged)  # type: ignore[no-any-return]
+        return planned(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from .graph.lent import Lending, current
 from .sequences import Sequences
 
 Grads = tuple[torch.Tensor | None, ...]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, lse and, where it was asked for, max_scores
 
 
 class Known(NamedTuple):
@@ -55,10 +56,8 @@ class Differentiable(Protocol):
     def sequences(self) -> Sequences:
         """Where the sequences lie."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        """(out, lse, max_scores): nothing flows back through the last, which may be None where nobody asked for it."""
 
     def backward(self, known: Known) -> Grads:
         """(dq, dk, dv, *d captured); those that are not wanted may be None.
@@ -68,13 +67,11 @@ class Differentiable(Protocol):
         """
 
 
-def attend(
-    call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `call`, differentiable in q, k, v and every captured tensor that requires grad."""
+def attend(call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+    """What `call` computes, out and lse differentiable in q, k, v and every captured tensor that requires grad."""
     call.lending = current()
-    out, lse = _Attend.apply(call, q, k, v, *call.captures)
-    return out, lse
+    out, lse, max_scores = _Attend.apply(call, q, k, v, *call.captures)
+    return out, lse, max_scores
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -103,7 +100,7 @@ class _Attend(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         q, k, v, *captured, out, lse = ctx.saved_tensors[ctx.first :]
         wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
@@ -124,11 +121,14 @@ class _Attend(torch.autograd.Function):
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     call, *tensors = inputs
+    out, lse, max_scores = output
+    if max_scores is not None:
+        ctx.mark_non_differentiable(max_scores)
     ctx.call = call
     ctx.set_materialize_grads(False)
     # saved only so that torch refuses a backward after lengths were written to
     lengths = [t for t in call.sequences if t is not None]
-    ctx.save_for_backward(*lengths, *tensors, *output)
+    ctx.save_for_backward(*lengths, *tensors, out, lse)
     ctx.first = len(lengths)
 
 

@@ -1,7 +1,7 @@
 """Every refusal by name: what was got, what is taken, and the way out.
 
-All classes derive from `ComposattnError` and from the built-in exception that Python users would expect
-(`TypeError`, `ValueError`, ...), so `except ValueError` keeps working.
+All classes derive from `ComposattnError` and from the built-in exceptions that Python users would expect
+(`TypeError`, `ValueError`, ...) and torch's flex_attention raises, so `except ValueError` keeps working.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class UnsupportedDType(InvalidArgument, TypeError):
     """A dtype that the backend does not compute with."""
 
 
-class DeviceMismatch(InvalidArgument):
+class DeviceMismatch(InvalidArgument, RuntimeError):
     """q, k, v or a captured tensor lie on different devices."""
 
 
@@ -173,8 +173,8 @@ class InvalidScale(InvalidArgument):
     """The softmax scale is not a finite number."""
 
 
-class UnsupportedLayout(InvalidArgument):
-    """Strides that the backend can't read without a copy."""
+class UnsupportedLayout(InvalidArgument, NotImplementedError):
+    """Strides, or a layout, that the backend can't read without a copy."""
 
 
 class UnsupportedHeadDim(InvalidArgument):
@@ -193,8 +193,8 @@ class ScalarGone(ComposattnError, RuntimeError):
     """Compiled code reads a `ca.scalar` that is not there any more."""
 
 
-class BlockMaskMismatch(InvalidArgument):
-    """A BlockMask or BlockSparse made for other lengths, batch or heads than those of the call."""
+class BlockMaskMismatch(InvalidArgument, RuntimeError):
+    """A BlockMask or BlockSparse made for other lengths, batch, heads or device than those of the call."""
 
 
 class BlocksOutOfRange(InvalidArgument):

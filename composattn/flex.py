@@ -16,6 +16,7 @@ from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.mask import Mask
 
+KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
 _PAIRS_AT_ONCE = 1 << 24  # elements of a dense mask that are looked at together: 16 MiB of bools
 
 
@@ -38,19 +39,18 @@ def flex_attention(
     query (B, Hq, Sq, D), key (B|1, Hkv, Skv, D), value (B|1, Hkv, Skv, Dv). `block_mask` is torch's `BlockMask`: its
     mask_mod is traced and its block lists are honoured as torch's compiled kernel does (a listed full block is
     visible whole, a listed partial block by the mask_mod, others not at all). Returns out, or (out, lse) with
-    `return_lse`, or (out, AuxOutput) with `return_aux`.
+    `return_lse`, or (out, AuxOutput) with `return_aux`: lse and max_scores (B, Hq, Sq), natural units, fp32.
 
     Raises: what `Attention` raises; `GroupMismatch` for unequal head counts without `enable_gqa`;
-    `BlockMaskMismatch`; `UnsupportedOption` for `return_aux.max_scores`. `kernel_options` tune torch's kernels; here
-    they have no effect and warn.
+    `BlockMaskMismatch`; `UnsupportedOption` for `return_lse` with `return_aux`, or a BACKEND in `kernel_options` that
+    torch does not know. Those tune torch's kernels; here they have no effect and warn.
     """
+    _check_options(return_lse, return_aux, kernel_options)
     if kernel_options:
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise errors.UnsupportedOption("return_aux=AuxRequest(max_scores=True) is not computed; lse is available")
-    if isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and query.ndim == key.ndim == 4:
+    if _is_dense(query) and _is_dense(key) and query.ndim == key.ndim == 4:
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise errors.GroupMismatch(
                 f"{query.shape[1]} query heads and {key.shape[1]} key/value heads; pass enable_gqa=True to share heads"
@@ -59,12 +59,38 @@ def flex_attention(
             key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
     attend = partial(attention, score_mod=score_mod, mask_mod=mask, scale=scale, backend=backend)
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
+    if return_aux is None:
+        return attend(query, key, value, return_lse=return_lse)
+    from torch.nn.attention.flex_attention import AuxOutput
 
-        out, lse = attend(query, key, value, return_lse=True)
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return attend(query, key, value, return_lse=return_lse)
+    asked = [name for name in ("lse", "max_scores") if getattr(return_aux, name)]
+    found = attend(query, key, value, return_lse=return_aux.lse, return_max_scores=return_aux.max_scores)
+    out, *more = found if asked else (found,)
+    return out, AuxOutput(**dict(zip(asked, more, strict=True)))
+
+
+def _check_options(return_lse: bool, return_aux: Any, kernel_options: dict[str, Any] | None) -> None:
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        if not isinstance(return_aux, AuxRequest):
+            raise errors.UnsupportedOption(
+                f"return_aux is {return_aux!r}; pass torch's AuxRequest(lse=True, max_scores=True), or a part of it"
+            )
+        if return_lse:
+            raise errors.UnsupportedOption(
+                "return_lse and return_aux both say what to return; pass return_aux=AuxRequest(lse=True) alone"
+            )
+    kernel = (kernel_options or {}).get("BACKEND", "AUTO")
+    if kernel not in KERNELS:
+        raise errors.UnsupportedOption(
+            f"kernel_options name BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; a backend of ours is backend="
+        )
+
+
+def _is_dense(x: Any) -> bool:
+    """Others are refused by name where the call is checked."""
+    return isinstance(x, torch.Tensor) and not x.is_nested
 
 
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------
@@ -77,11 +103,21 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
 
     Whether they do is found out once per BlockMask, at about the cost of having made it.
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention import flex_attention as torchs
 
-    if not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, torchs.BlockMask):
         raise errors.BlockMaskMismatch(
             f"block_mask is a {type(block_mask).__name__}; pass torch's BlockMask, or a mask_mod to ca.attention"
+        )
+    if block_mask.mask_mod is getattr(torchs, "_sliced_mask_mod_error", errors):
+        raise errors.BlockMaskMismatch(
+            "block_mask is a part of another, and torch took its mask_mod away as positions are others now; set "
+            "part.mask_mod to one that adds where the part begins, and part.seq_lengths"
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise errors.BlockMaskMismatch(
+            f"block_mask lies on {block_mask.kv_num_blocks.device}, q on {query.device}; "
+            f'move it: block_mask.to("{query.device}")'
         )
     _check_extent(block_mask, query, key)
     if torch.compiler.is_compiling():

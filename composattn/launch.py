@@ -14,8 +14,9 @@ from .compile import Launchable, compile_plan
 from .errors import UnsupportedLayout
 from .plan import ForwardPlan
 from .sequences import NO_SEQUENCES, Sequences
+from .strides import ordered
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]
+Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
 
 
 class ForwardLauncher:
@@ -46,20 +47,25 @@ class ForwardLauncher:
         captured: Sequence[torch.Tensor] = (),
         scalars: Sequence[float | int] = (),
         sequences: Sequences = NO_SEQUENCES,
-    ) -> Pair:
-        """(out (B, Hq, Sq, Dv), lse (B, Hq, Sq) or None), packed as q is. Raises `UnsupportedLayout`."""
-        out, lse = outputs(q, self.plan)
+    ) -> Outputs:
+        """(out (B, Hq, Sq, Dv), lse (B, Hq, Sq) or None, max_scores likewise), packed as q is.
+
+        Raises `UnsupportedLayout`.
+        """
+        made = out, *statistics = outputs(q, self.plan)
         if not q.numel():
-            return out, lse
+            return made
         if leaves_rows_out(self.plan, k):
             out.zero_()
-            lse = None if lse is None else lse.fill_(-torch.inf)
+            for t in statistics:
+                if t is not None:
+                    t.fill_(-torch.inf)
         if not k.numel():
-            return out, lse
+            return made
         rest = arguments_behind_scale(self.plan, q.shape[0], sequences, captured, scalars)
         with device_of(q):
-            self._launch(q, k, v, out, lse, scale, *rest)
-        return out, lse
+            self._launch(q, k, v, *made, scale, *rest)
+        return made
 
     def _launch(self, q, k, v, *rest) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -69,15 +75,16 @@ class ForwardLauncher:
             self.compiled(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), *rest)
 
 
-def outputs(q: torch.Tensor, plan: ForwardPlan) -> Pair:
-    """out and lse (or None) for `q`, uninitialised."""
-    out = empty_like(q, plan.head_dim_v)
+def outputs(q: torch.Tensor, plan: ForwardPlan) -> Outputs:
+    """What the plan returns for `q`, uninitialised."""
+    out = ordered(q, plan.head_dim_v)
     rows = q.shape[:3] if plan.layout.q == "dense" else (q.shape[1], q.shape[0])
-    return out, q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
+    lse = q.new_empty(rows, dtype=torch.float32) if plan.return_lse else None
+    return out, lse, q.new_empty(rows, dtype=torch.float32) if plan.return_max_scores else None
 
 
 def leaves_rows_out(plan: ForwardPlan, k: torch.Tensor) -> bool:
-    """Whether there may be rows that no kernel computes: O is 0 and LSE -inf there."""
+    """Whether there may be rows that no kernel computes: O is 0, LSE and the largest score -inf there."""
     return plan.layout.used_q or not k.numel()
 
 
@@ -112,7 +119,14 @@ class SplitKernel:
         self.forward, self.combine, self.splits = forward, combine, splits
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, *rest: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        max_scores: torch.Tensor | None,
+        *rest: Any,
     ) -> None:
         packed = q.ndim == 3
         by_head = out.transpose(0, 1)[None] if packed else out
@@ -121,7 +135,10 @@ class SplitKernel:
         part_lse = q.new_empty((self.splits, *rows), dtype=torch.float32)
         if packed:  # rows that no sequence uses get no part
             part_lse.fill_(-torch.inf)
-        self.forward(q, k, v, parts, part_lse, *rest)
+        part_max = None if max_scores is None else torch.full_like(part_lse, -torch.inf)
+        self.forward(q, k, v, parts, part_lse, part_max, *rest)
+        if part_max is not None:
+            torch.amax(part_max, 0, out=max_scores)
         if packed:
             parts, part_lse, lse = parts[:, None], part_lse[:, None], None if lse is None else lse[None]
         self.combine(parts, part_lse, by_head, lse)
@@ -130,17 +147,6 @@ class SplitKernel:
 def with_combine(plan: ForwardPlan, forward: Launchable, kernel_of: Callable[[Any], Launchable]) -> Launchable:
     """The plan's kernel and, where it splits kv, what follows it."""
     return SplitKernel(forward, kernel_of(plan.combine), plan.splits) if plan.is_split else forward
-
-
-def empty_like(t: torch.Tensor, width: int) -> torch.Tensor:
-    """Memory in the order of dimensions of `t`, so that a (B, S, H, D) caller gets (B, S, H, width) back."""
-    if t.ndim == 3:
-        return t.new_empty((*t.shape[:2], width))
-    batch, heads, length, _ = t.shape
-    if t.stride(1) < t.stride(2):
-        row = heads * width
-        return t.new_empty_strided((batch, heads, length, width), (length * row, width, row, 1))
-    return t.new_empty((batch, heads, length, width))
 
 
 def at_least_1d(t: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 
 from .compile import compile_plan
 from .graph.derived import Upkeep
-from .launch import at_least_1d, device_of, empty_like
+from .launch import at_least_1d, device_of
 from .plan_backward import BackwardPlan, BackwardPlans
 from .sequences import NO_SEQUENCES, Sequences
+from .strides import ordered
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kernel = Callable[..., Any]
@@ -106,7 +107,7 @@ class BackwardLauncher:
 
 def _gradient_of(t: torch.Tensor, partly: bool) -> torch.Tensor:
     """Memory for the gradient of `t`, zeros where the kernels write `partly` of it."""
-    made = empty_like(t, t.shape[-1])
+    made = ordered(t, t.shape[-1])
     return made.zero_() if partly else made
 
 

@@ -69,10 +69,11 @@ class Attention(torch.nn.Module):
         v: torch.Tensor,
         *,
         return_lse: bool = False,
+        return_max_scores: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """out, or (out, lse) with `return_lse`; shapes, gradients and errors as of `ca.attention`."""
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """out, and what else is asked for; shapes, gradients and errors as of `ca.attention`."""
         return attention(
             q,
             k,
@@ -84,6 +85,7 @@ class Attention(torch.nn.Module):
             deterministic=self.deterministic,
             schedule=self.schedule,
             return_lse=return_lse,
+            return_max_scores=return_max_scores,
             varlen=varlen,
             paged=paged,
         )

@@ -2,7 +2,7 @@
 
 Outside of them nothing goes through here: an operator costs more host time than `composattn.autograd` does.
 
-    attend(q, k, v, captured, lengths, hints, form, plan, with_lse) → (out, lse, kept)
+    attend(q, k, v, captured, lengths, hints, form, plan, with_lse, with_max) → (out, lse, max_scores, kept)
     attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
         → [dq, dk, dv, *d captured]
 
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from .autograd import Differentiable, Grads, Known
+from .autograd import Differentiable, Grads, Known, Results
 from .captured import values
 from .checks import check_blocks, check_contents, check_reads
 from .errors import GradientUnsupported, UnsupportedOption
@@ -45,10 +45,11 @@ from .graph.mask import Mask
 from .graph.score import Score
 from .graph.trace import Scalar, scalar_of
 from .kept import planned_of
-from .planned import Planned, autocast, refuse_gradient
+from .planned import Asked, Planned, asked_of, autocast, refuse_gradient
 from .problem import Problem
 from .schedule import Schedule
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from .strides import ordered
 from .transforms import break_graph
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ def call(
     v: torch.Tensor,
     said: Spoken,
     plan: int,
-    return_lse: bool,
+    asked: Asked,
     varlen: Varlen | None,
     paged: Paged | None,
 ) -> Any:
-    """A call as torch.compile, torch.export and fake tensors see it: out, or (out, lse).
+    """A call as torch.compile, torch.export and fake tensors see it: out, and what else is `asked` for.
 
     Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
     """
@@ -130,10 +131,8 @@ def call(
         refuse_gradient(q, k, v, *said.tensors)
     lengths, hints = flatten(varlen, paged)
     numbers = [*hints, *[s.number for s in said.scalars]]
-    out, lse, _ = torch.ops.composattn.attend(
-        q, k, v, list(said.tensors), lengths, numbers, said.form, plan, return_lse
-    )
-    return (out, lse) if return_lse else out
+    *found, _ = torch.ops.composattn.attend(q, k, v, list(said.tensors), lengths, numbers, said.form, plan, *asked)
+    return asked_of(found, asked)
 
 
 class Bound(NamedTuple):
@@ -190,8 +189,9 @@ def attend(
     form: str,
     plan: int,
     with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, kept); see the file's head."""
+    with_max: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
     bound = _bound(form, plan, captured, hints)
     planned = bound.planned
     varlen, paged = unflatten(lengths, hints[:HINTS])
@@ -199,23 +199,25 @@ def attend(
     with bound.around, torch.autocast(q.device.type, enabled=False):
         check_blocks(planned._tables)
         check_reads(planned.program, q, k, varlen, paged)
-        call = _differentiable(planned, None, q, k, v, varlen, paged)
+        call = _differentiable(planned, None, q, k, v, varlen, paged, with_max)
         with keeping_nothing():
-            out, lse = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
+            out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
     kept = _kept(q, len(hints) - HINTS)
     if numbers:
         kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
-    return _in_form(out.to(q.dtype), _out_like(q, v)), lse, kept
+    max_scores = top if with_max and top is not None else lse.new_empty(0)
+    return _in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
 
 
 @attend.register_fake
-def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, _, lengths, hints, *_ = arguments
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, _, lengths, hints, *_, with_max = arguments
     Problem.of(q, k, v, *unflatten(lengths, hints[:HINTS]))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return _out_like(q, v), q.new_empty(rows, dtype=lse_dtype(q.dtype)), _kept(q, len(hints) - HINTS)
+    lse, max_scores = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in (rows, rows if with_max else (0,)))
+    return ordered(q, v.shape[-1]), lse, max_scores, _kept(q, len(hints) - HINTS)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())
@@ -261,14 +263,14 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, captured, lengths, ctx.hints, ctx.form, ctx.plan, ctx.with_lse = inputs
-    out, lse, kept = output
-    ctx.mark_non_differentiable(kept)
+    q, k, v, captured, lengths, ctx.hints, ctx.form, ctx.plan, ctx.with_lse, _ = inputs
+    out, lse, max_scores, kept = output
+    ctx.mark_non_differentiable(max_scores, kept)
     ctx.save_for_backward(q, k, v, *lengths, *captured, out, lse, kept)
     ctx.count = len(lengths)
 
 
-def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _grad_kept: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
     q, k, v, *captured, out, lse, kept = ctx.saved_tensors
     lengths, captured = captured[: ctx.count], captured[ctx.count :]
     need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
@@ -280,7 +282,7 @@ def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _grad_kept: Any) -> tuple[
         grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.form, ctx.plan, wanted
     )
     found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-    return (*found[:3], found[3:], None, None, None, None, None)
+    return (*found[:3], found[3:], None, None, None, None, None, None)
 
 
 attend.register_autograd(_backward, setup_context=_setup)
@@ -297,6 +299,7 @@ def _differentiable(
     v: torch.Tensor,
     varlen: Varlen | None,
     paged: Paged | None,
+    return_max_scores: bool = False,
 ) -> Differentiable:
     """The call with the run-time numbers of `kept`, or those of now."""
     call, sequences = planned.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
@@ -307,7 +310,7 @@ def _differentiable(
     begin = getattr(call, "begin", None)
     if begin is None:
         return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
-    return begin(numbers, sequences)  # type: ignore[no-any-return]
+    return begin(numbers, sequences, return_max_scores)  # type: ignore[no-any-return]
 
 
 class ForwardOnly:
@@ -321,13 +324,11 @@ class ForwardOnly:
     def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
         self.call, self.captures, self.sequences = call, captures, sequences
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         tensors = dict(zip(map(id, self.captures), captured, strict=True))
         with torch.no_grad():
-            out, lse = self.call(q, k, v, True, self.sequences, tensors)
-        return out, lse
+            found: Results = self.call(q, k, v, True, self.sequences, tensors)
+        return found
 
     def backward(self, known: Known) -> Grads:
         raise GradientUnsupported(
@@ -353,22 +354,10 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _out_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Memory for the output, in q's order of dimensions."""
-    return _ordered(q, v.shape[-1])
-
-
-def _ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
-    if t.ndim == 4 and t.stride(1) < t.stride(2):
-        batch, heads, length, _ = t.shape
-        return t.new_empty((batch, length, heads, width)).transpose(1, 2)
-    return t.new_empty((*t.shape[:-1], width))
-
-
 def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
     if not wanted:
         return t.new_empty(0)
-    return _ordered(t, t.shape[-1]) if t.ndim == 4 else t.new_empty(t.shape)
+    return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
 
 
 def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:

@@ -100,6 +100,7 @@ class ForwardPlan:
     lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
     order: str = dataclasses.field(compare=False)  # of the query tiles, and why, for people to read
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)
+    return_max_scores: bool = False
     is_split: bool = False
     splits: int = dataclasses.field(default=1, compare=False)
 
@@ -186,6 +187,7 @@ def plan_forward(
     target: Target,
     *,
     return_lse: bool = True,
+    return_max_scores: bool = False,
     positive_scale: bool = True,
     tiling: Tiling | None = None,
 ) -> ForwardPlan:
@@ -219,6 +221,7 @@ def plan_forward(
         lists=lists,
         order=order,
         work=work,
+        return_max_scores=return_max_scores,
         is_split=splits > 1,
         splits=splits,
     )

@@ -20,6 +20,7 @@ from .problem import Problem, refuse_foreign, softmax_scale
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen
 
+Asked = tuple[bool, bool]  # whether a call returns lse, and max_scores, besides its output
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
 
 
@@ -57,26 +58,26 @@ class Planned:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        return_lse: bool,
+        asked: Asked,
         varlen: Varlen | None,
         paged: Paged | None,
     ) -> Any:
-        """out, or (out, lse) with `return_lse`."""
+        """out and what else is `asked` for."""
         if torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q, k, v)
         if paged is not None:
             refuse_gradient(q, k, v, *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
-            both = transforms.attend(self, q, k, v, varlen, paged)
-            return both if return_lse else both[0]
+            return asked_of(transforms.attend(self, q, k, v, varlen, paged, asked[1]), asked)
         call = self.prepared(q, k, v, varlen, paged)
         if varlen is not None or paged is not None:
             check_contents(q, k, varlen, paged)
         if self._tables:
             check_blocks(self._tables)
         check_reads(self.program, q, k, varlen, paged)
-        out, lse = call(q, k, v, return_lse, Sequences.of(varlen, paged))
-        return (out, lse) if return_lse else out
+        return_lse, return_max_scores = asked
+        found = call(q, k, v, return_lse, Sequences.of(varlen, paged), return_max_scores=return_max_scores)
+        return asked_of(found, asked)
 
     def prepared(
         self,
@@ -131,6 +132,15 @@ class Planned:
         problem = Problem.of(q, k, v, varlen, paged)
         options = self.options
         return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)
+
+
+def asked_of(found: Any, asked: Asked) -> Any:
+    """Of (out, lse, max_scores) what a call asked for, in this order; out alone is no tuple."""
+    out, lse, max_scores = found
+    return_lse, return_max_scores = asked
+    if return_max_scores:
+        return (out, lse, max_scores) if return_lse else (out, max_scores)
+    return (out, lse) if return_lse else out
 
 
 def _form(

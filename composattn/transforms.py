@@ -25,7 +25,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from . import backends
-from .autograd import Differentiable, Grads, Known, without_autocast
+from .autograd import Differentiable, Grads, Known, Results, without_autocast
 from .backends import formula
 from .block_sparse import Table
 from .checks import check_blocks, check_contents
@@ -72,8 +72,9 @@ def attend(
     v: torch.Tensor,
     varlen: Varlen | None,
     paged: Paged | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention`, which any transforms around it may look at.
+    return_max_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
     Raises: as `Attention`; `GradientUnsupported` for forward mode of generated kernels, `UnsupportedTransform`.
     """
@@ -88,14 +89,22 @@ def attend(
     refresh(captures)
     lengths, hints = flatten(varlen, paged)
     call = Call(
-        attention, program.score, program.mask, captures, {s: s.value for s in numbers}, tuple(hints), problem.batch
+        attention,
+        program.score,
+        program.mask,
+        captures,
+        {s: s.value for s in numbers},
+        tuple(hints),
+        problem.batch,
+        return_max_scores,
     )
     tensors = (q, k, v, *lengths, *(c.tensor for c in captures))
     if any(map(_has_tangent, tensors)):
-        out, lse = call.formula(*tensors)
+        out, lse, top = call.formula(*tensors)
     else:
-        out, lse = _Attend.apply(call, *tensors)
-    return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        out, lse, top = _Attend.apply(call, *tensors)
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    return out.to(q.dtype), lse.to(statistics), top.to(statistics)
 
 
 def _layers(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -137,6 +146,7 @@ class Call:
     numbers: dict[Any, Any]
     hints: tuple[int, ...]
     batch: int  # sequences
+    max_scores: bool  # whether they are asked for
 
     def begin(self, tensors: Sequence[Any]) -> tuple[Differentiable, list[torch.Tensor]]:
         """The call of a backend on tensors that no transform wraps any more, and the captured ones as it holds them."""
@@ -150,10 +160,10 @@ class Call:
         begin = getattr(prepared, "begin", None)
         if begin is None:
             return ByTorch(prepared, [c.tensor for c in attention.program.captures], sequences), captured
-        return begin([self.numbers[s] for s in attention.program.scalars], sequences), captured
+        return begin([self.numbers[s] for s in attention.program.scalars], sequences, self.max_scores), captured
 
-    def formula(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) in operations that torch differentiates in any mode, any number of times."""
+    def formula(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(out, lse, max_scores) in operations that torch differentiates in any mode, any number of times."""
         q, k, v, lengths, captured = parts(tensors)
         precision = self.precision(q)
         stand_ins = [id(c.tensor) for c in self.captures]
@@ -248,18 +258,16 @@ class ByTorch:
     def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
         self.call, self.captures, self.sequences = call, captures, sequences
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.call(q, k, v, True, self.sequences)
-        return out, lse
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        found: Results = self.call(q, k, v, True, self.sequences)
+        return found
 
     def backward(self, known: Known) -> Grads:
         given = (known.q, known.k, known.v, *known.captured)
         leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
         read = dict(zip(map(id, self.captures), leaves[3:], strict=True))
         with torch.enable_grad():
-            out, lse = self.call(*leaves[:3], True, self.sequences, read)
+            out, lse, _ = self.call(*leaves[:3], True, self.sequences, read)
         dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
         asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
         found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
@@ -270,23 +278,26 @@ class ByTorch:
 
 
 class _Attend(torch.autograd.Function):
-    """(out, lse) of a `Call` on its tensors."""
+    """(out, lse, max_scores) of a `Call` on its tensors; the last empty where nobody asked for it."""
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> Any:
         begun, _ = call.begin(tensors)
         q, k, v, *_ = tensors
         with without_autocast(q):
-            return begun.forward(q, k, v, begun.captures)
+            out, lse, top = begun.forward(q, k, v, begun.captures)
+        return out, lse, top if call.max_scores else lse.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call, *tensors = inputs
+        out, lse, top = output
+        ctx.mark_non_differentiable(top)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *tensors)
+        ctx.save_for_backward(out, lse, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         out, lse, *tensors = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[1:])
         if dout is None and dlse is None:
@@ -300,8 +311,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Call, *tensors: Any) -> Any:
         fold = Fold(info.batch_size, call, tensors, in_dims[1:])
-        out, lse = _Attend.apply(fold.call, *fold.tensors)
-        return (fold.rows_back(out), fold.statistics_back(lse)), (0, 0)
+        out, lse, top = _Attend.apply(fold.call, *fold.tensors)
+        top, at = (fold.statistics_back(top), 0) if call.max_scores else (top, None)
+        return (fold.rows_back(out), fold.statistics_back(lse), top), (0, 0, at)
 
 
 class _Gradient(torch.autograd.Function):
@@ -373,7 +385,7 @@ def _gradient_of_formula(call: Call, wanted: Sequence[bool], dout: Any, dlse: An
     """The gradients that are wanted, as operations that torch differentiates in any mode."""
 
     def forward(*varied: Any) -> Any:
-        return call.formula(*_filled(tensors, wanted, varied))
+        return call.formula(*_filled(tensors, wanted, varied))[:2]
 
     (out, lse), pull = _vjp(forward, *(t for t, w in zip(tensors, wanted, strict=True) if w))
     dlse = torch.zeros_like(lse) if dlse is None else dlse

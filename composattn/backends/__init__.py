@@ -25,8 +25,13 @@ class Call(Protocol):
         v: torch.Tensor,
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse); lse may be None where it was not asked for. `sequences` are as the problem's layout says."""
+        *,
+        return_max_scores: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(out, lse, max_scores); the latter may be None where nobody asked for them.
+
+        `sequences` are as the problem's layout says.
+        """
 
 
 class Prepare(Protocol):

@@ -16,26 +16,29 @@ import torch
 from ..graph.evaluate import evaluate
 from ..graph.expr import Expr
 from ..sequences import Sequences
-from .reference import Pair, _Dense
+from .reference import Three, _Dense
 from .rows import arrange
 
 
-def attention(call: Formula, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Pair:
-    """(out in q's dtype, lse); shapes as of the backends, `sequences` hold no transformed tensors."""
+def attention(call: Formula, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
+    """(out in q's dtype, lse, max_scores); shapes as of the backends, `sequences` hold no transformed tensors."""
     if sequences.is_dense:
         return call(q, k, v, 0, 0)
     form = arrange(sequences, q, k)
     q, k, v = form.queries(q), form.keys(k), form.keys(v)
-    outs, lses, end = [], [], 0
+    outs, lses, tops, end = [], [], [], 0
     for b, queries, keys in form.parts:
-        out, lse = call(q[:, :, queries], k[:, :, keys], v[:, :, keys], b, 0)
+        out, lse, top = call(q[:, :, queries], k[:, :, keys], v[:, :, keys], b, 0)
         outs += [_unused(out, queries.start - end, 0.0), out]
         lses += [_unused(lse, queries.start - end, -torch.inf), lse]
+        tops += [_unused(top, queries.start - end, -torch.inf), top]
         end = queries.stop
     rest = q.shape[2] - end
     outs.append(_unused(outs[-1], rest, 0.0))
     lses.append(_unused(lses[-1], rest, -torch.inf))
-    return form.queries_back(torch.cat(outs, 2)), form.statistics_back(torch.cat(lses, 2))
+    tops.append(_unused(tops[-1], rest, -torch.inf))
+    lse, top = (form.statistics_back(torch.cat(parts, 2)) for parts in (lses, tops))
+    return form.queries_back(torch.cat(outs, 2)), lse, top
 
 
 def _unused(like: torch.Tensor, rows: int, value: float) -> torch.Tensor:

@@ -100,12 +100,14 @@ class EmulatedForward(ForwardLauncher):
     def __init__(self, plan: ForwardPlan) -> None:
         super().__init__(plan, EmulatedKernel)
 
-    def _launch(self, q, k, v, out, lse, scale, ours, work, *rest) -> None:  # type: ignore[no-untyped-def]
+    def _launch(self, q, k, v, out, lse, max_scores, scale, ours, work, *rest) -> None:  # type: ignore[no-untyped-def]
         if not leaves_rows_out(self.plan, k):
-            for t in (out, lse) if self.plan.return_lse else (out,):
-                t.fill_(torch.nan)
+            for t in (out, lse, max_scores):
+                if t is not None:
+                    t.fill_(torch.nan)
         work = None if work is None else work.cpu()
-        self.compiled(tidy(q, "q"), tidy(k, "k"), tidy(v, "v"), tidy(out, "out"), lse, scale, ours, work, *rest)
+        tensors = (tidy(t, name) for t, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out")))
+        self.compiled(*tensors, lse, max_scores, scale, ours, work, *rest)
 
 
 class EmulatedCall(HopperCall):
@@ -114,8 +116,8 @@ class EmulatedCall(HopperCall):
     def __init__(self, problem: Problem, program: Program, scale: float) -> None:
         super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
 
-    def _launcher(self, return_lse: bool) -> EmulatedForward:
-        return EmulatedForward(self.forward_plan(return_lse))
+    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> EmulatedForward:
+        return EmulatedForward(self.forward_plan(return_lse, return_max_scores))
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> EmulatedCall:

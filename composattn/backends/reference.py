@@ -20,9 +20,11 @@ from ..graph.expr import Expr
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
+from ..strides import in_order_of
 from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, max_scores
 
 PAIRS_AT_ONCE = 1 << 24
 """(b, h, q, kv) pairs in one go: fp64 scores of 128 MiB. Above, heads are computed, and recomputed, in turn."""
@@ -68,10 +70,11 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    return _attention(_Dense(Program(score, mask), scale, precision, tensors or {}, rounding), q, k, v, sequences)
+    call = _Dense(Program(score, mask), scale, precision, tensors or {}, rounding)
+    return _attention(call, q, k, v, sequences)[:2]
 
 
-def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., Pair]:
+def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., Three]:
     """A call of this backend; see `composattn.backends.Prepare`."""
 
     def call(
@@ -81,46 +84,49 @@ def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., P
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
         tensors: Mapping[int, torch.Tensor] | None = None,
-    ) -> Pair:
+        *,
+        return_max_scores: bool = False,
+    ) -> Three:
         return _attention(_Dense(program, scale, tensors=tensors), q, k, v, sequences)
 
     return call
 
 
-def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Pair:
+def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
     if sequences.is_dense:
-        return _batch(call, q, k, v, 0)
-    form = arrange(sequences, q, k)
+        out, lse, top = _batch(call, q, k, v, 0)
+        return in_order_of(q, out), lse, top
+    form, given = arrange(sequences, q, k), q
     q, k, v = form.queries(q), form.keys(k), form.keys(v)
-    out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
+    lse, top = (q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype)) for _ in range(2))
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
     for b, queries, keys in form.parts:
-        out[:, :, queries], lse[:, :, queries] = _batch(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], b)
-    return form.queries_back(out), form.statistics_back(lse)
+        found = _batch(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], b)
+        out[:, :, queries], lse[:, :, queries], top[:, :, queries] = found
+    return in_order_of(given, form.queries_back(out)), form.statistics_back(lse), form.statistics_back(top)
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _batch(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int) -> Pair:
+def _batch(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int) -> Three:
     """Dense tensors of the sequences from number b0 on, so many heads at a time as memory holds."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
     step = max(1, PAIRS_AT_ONCE // max(1, q_len * k.shape[2] * group))  # kv heads at once
     if step >= batch * k.shape[1]:
         return call(q, k, v, b0, 0)
-    outs, lses = [], []
+    found: list[Three] = []
     for b in range(batch):
         for h in range(0, k.shape[1], step):
             kv_heads = slice(h, h + step)
             q_heads = slice(h * group, (h + step) * group)
             part = (q[b : b + 1, q_heads], k[b : b + 1, kv_heads], v[b : b + 1, kv_heads], b0 + b, h * group)
-            out, lse = checkpoint(call, *part, use_reentrant=False) if torch.is_grad_enabled() else call(*part)
-            outs.append(out)
-            lses.append(lse)
+            found.append(checkpoint(call, *part, use_reentrant=False) if torch.is_grad_enabled() else call(*part))
+    out, lse, top = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*found, strict=True))
     shape = (batch, heads, q_len)
-    out, lse = torch.cat([o.flatten(0, 1) for o in outs]), torch.cat([x.flatten(0, 1) for x in lses])
-    return out.view(*shape, v.shape[-1]), lse.view(shape)
+    return out.view(*shape, v.shape[-1]), lse.view(shape), top.view(shape)
 
 
 class _Dense:
@@ -145,7 +151,7 @@ class _Dense:
         held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
         self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Pair:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
         out_dtype, lse_dtype = q.dtype, _lse_dtype(q.dtype)
         q, k, v = (x.to(self.precision) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
@@ -156,17 +162,18 @@ class _Dense:
         scores = self.modified(scores, b0, h0)
         if self.rounding is not None:
             scores = self.rounding.modified(scores)
-        top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        weight = torch.exp(scores - top)
+        nothing = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else nothing
+        shift = top.masked_fill(top == -torch.inf, 0.0)
+        weight = torch.exp(scores - shift)
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
         p = weight / total.masked_fill(empty, 1.0)
         out = p.to(self.precision) @ v
         if self.rounding is not None:
             out = self.rounding.output(out, p, v, scores)
-        lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
-        return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype)
+        lse = (shift + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
+        return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype), top.squeeze(-1).to(lse_dtype)
 
     def modified(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
         """Scores after the score mod, -inf where hidden."""

@@ -73,10 +73,10 @@ class Packed(Dense):
         return x.unsqueeze(0)
 
     def queries_back(self, x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(0).transpose(0, 1).contiguous()
+        return x.squeeze(0).transpose(0, 1)
 
     def keys_back(self, x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(0).transpose(0, 1).contiguous()
+        return x.squeeze(0).transpose(0, 1)
 
     def statistics_back(self, x: torch.Tensor) -> torch.Tensor:
         return x.squeeze(0)
@@ -126,10 +126,10 @@ class PagedKeysDenseQueries(PagedKeys):
         return self.queries(x)
 
     def queries_back(self, x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(0).unflatten(1, self.batched).transpose(0, 1).contiguous()
+        return x.squeeze(0).unflatten(1, self.batched).transpose(0, 1)
 
     def statistics_back(self, x: torch.Tensor) -> torch.Tensor:
-        return self.queries_back(x)
+        return self.queries_back(x).contiguous()
 
 
 def arrange(sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Dense:

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import torch
 
-from ..autograd import Grads, Known, attend
+from ..autograd import Grads, Known, Results, attend
 from ..graph.bands import TileInterval
 from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate_all
@@ -33,6 +33,7 @@ from ..graph.lent import Lending
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
+from ..strides import in_order_of
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
 
@@ -54,7 +55,7 @@ def attention(
     natural logarithm, fp32 (fp64 for fp64 tensors). `score` and `mask` are graphs over the leaves of
     `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
     """
-    return _attention(Mods(Program(score, mask), scale), q, k, v)
+    return _attention(Mods(Program(score, mask), scale), q, k, v)[:2]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
@@ -64,10 +65,10 @@ def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
 
 def _attention(
     mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences = NO_SEQUENCES
-) -> Pair:
+) -> Results:
     refresh(mods.program.captures)
-    out, lse = attend(Streaming(mods, sequences=sequences), q, k, v)
-    return out.to(q.dtype), lse
+    out, lse, max_scores = attend(Streaming(mods, sequences=sequences), q, k, v)
+    return out.to(q.dtype), lse, max_scores
 
 
 # Scores of one step, over all its heads: on a CPU about what its caches hold, on a GPU enough to fill it.
@@ -112,10 +113,14 @@ class StreamingCall:
         v: torch.Tensor,
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
-    ) -> Pair:
+        *,
+        return_max_scores: bool = False,
+    ) -> Results:
         return _attention(self.mods, q, k, v, sequences)
 
-    def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> Streaming:
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> Streaming:
         """One call with these run-time numbers and sequences."""
         return Streaming(self.mods, scalars, sequences)
 
@@ -153,20 +158,23 @@ class Streaming:
                     at = slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads))
                     yield _Step(self, part, *at, q, k, captured)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Pair:
-        """(out in the working precision, lse)."""
-        form = arrange(self.sequences, q, k)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        """(out, lse, max_scores), all in the working precision."""
+        form, given = arrange(self.sequences, q, k), q
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        lse = q.new_full(q.shape[:-1], -math.inf)
+        lse, top = (q.new_full(q.shape[:-1], -math.inf) for _ in range(2))
         for step in self.steps(form.parts, q, k, captured):
-            out_here, lse_here, v_here = step.queries(out), step.queries(lse), step.keys(v)
+            here, v_here = [step.queries(x) for x in (out, lse, top)], step.keys(v)
             visited = []
             for rows in step.query_tiles:
-                tiles, out_here[:, :, :, rows], lse_here[:, :, :, rows] = _forward_rows(step, rows, v_here)
+                tiles, *found = _forward_rows(step, rows, v_here)
+                for x, of_rows in zip(here, found, strict=True):
+                    x[:, :, :, rows] = of_rows
                 visited.append(tiles)
             self.visited.append(visited)
-        return form.queries_back(out.flatten(1, 2)), form.statistics_back(lse.flatten(1, 2))
+        out = in_order_of(given, form.queries_back(out.flatten(1, 2)))
+        return out, form.statistics_back(lse.flatten(1, 2)), form.statistics_back(top.flatten(1, 2))
 
     def visit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> None:
         """Finds the tiles to visit, where the forward was another object's."""
@@ -180,7 +188,7 @@ class Streaming:
         q, k, v, out, lse, dout, dlse, captured, wanted = known
         if not self.visited:
             self.visit(q, k, v, captured)
-        types = [x.dtype for x in (q, k, v)]
+        given = q, k, v
         form = arrange(self.sequences, q, k)
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         heads = q.shape[1:3]
@@ -210,13 +218,16 @@ class Streaming:
                     dq_tile = dq_tile + ds @ k_here[:, :, columns]
                 dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
         dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
-        grads = [g.to(t) for g, t in zip((dq, dk, dv), types, strict=True)]
+        grads = [in_order_of(t, g.to(t.dtype)) for t, g in zip(given, (dq, dk, dv), strict=True)]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 
 
-def _forward_rows(step: _Step, rows: slice, v: torch.Tensor) -> tuple[list[_Tile], torch.Tensor, torch.Tensor]:
-    """(tiles visited, out, lse) of one query tile, by online softmax."""
+Visited = tuple[list["_Tile"], torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward_rows(step: _Step, rows: slice, v: torch.Tensor) -> Visited:
+    """(tiles visited, out, lse, max_scores) of one query tile, by online softmax."""
     q_tile = step.stack(step.q[:, :, :, rows]) * step.call.scale
     shape = (*step.shape, rows.stop - rows.start)
     top = q_tile.new_full((*shape, 1), -math.inf)
@@ -238,7 +249,7 @@ def _forward_rows(step: _Step, rows: slice, v: torch.Tensor) -> tuple[list[_Tile
         acc = acc * step.stack(fade) + step.stack(p) @ v[:, :, tile.columns]
         top = higher
     seen = total.masked_fill(total == 0, 1.0)
-    return visited, acc.view(*shape, -1) / seen, (top + seen.log()).squeeze(-1)
+    return visited, acc.view(*shape, -1) / seen, (top + seen.log()).squeeze(-1), top.squeeze(-1)
 
 
 def _backward_tile(

@@ -48,18 +48,24 @@ def _exp2(x: Float32) -> Float32:
 
 
 class OnlineSoftmax(Fixed):
-    """Row statistics of one thread; `scale` must be positive (a mask's -inf times 0 would be NaN)."""
+    """Row statistics of one thread; `scale` must be positive (a mask's -inf times 0 would be NaN).
 
-    def __init__(self, rows: int, scale: Float32, lanes_per_row: int):
+    `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
+    """
+
+    def __init__(self, rows: int, scale: Float32, lanes_per_row: int, keeps_highest: bool = False):
         self.rows = rows
         self.scale = scale
         self.lanes = lanes_per_row
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
+        self.highest = cute.make_rmem_tensor(rows, Float32) if keeps_highest else None
 
     def reset(self) -> None:
         self.maximum.fill(-Float32.inf)
         self.total.fill(0.0)
+        if self.highest is not None:
+            self.highest.fill(-Float32.inf)
 
     def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, slack: float = 0.0) -> None:
         """Scores to probabilities, in place; `rescale[r]` gets the factor for what was summed before.
@@ -75,6 +81,8 @@ class OnlineSoftmax(Fixed):
             if not first:
                 chains.append(before)
             maximum = _across_lanes(cute.arch.fmax, _tree(cute.arch.fmax, chains), self.lanes)
+            if self.highest is not None:
+                self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
             if slack and not first:
                 # false for the NaN of -inf - -inf, and for a first visible score after -inf
                 maximum = choose((maximum - before) * self.scale <= slack, before, maximum)
@@ -103,6 +111,15 @@ class OnlineSoftmax(Fixed):
             normalizer[r] = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
             log2 = self.maximum[r] * self.scale + cute.math.log2(total, fastmath=True)
             lse[r] = choose(nothing, -Float32.inf, log2 * math.log(2.0))
+
+    def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
+        """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""
+        found = []
+        for r in range(self.rows):
+            highest = self.highest[r] * self.scale * math.log(2.0)
+            known = (lse[r] == lse[r]) | (highest == Float32.inf)
+            found.append(choose(known, highest, lse[r]))
+        return found
 
 
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:

@@ -87,6 +87,10 @@ PLANS = {
     **{f"plain-causal-packed-d{d}": plan(mask="causal", d=d, layout=PACKED) for d in (64, 128, 256)},
     "alibi-window-packed-used-d128": plan("alibi", "window", layout=dataclasses.replace(PACKED, used_q=True)),
     **{f"plain-causal-persistent-d{d}": plan(mask="causal", d=d, schedule=PERSISTENT) for d in (64, 128, 256)},
+    **{
+        f"{score}-causal-max-scores-d{d}": dataclasses.replace(plan(score, "causal", d=d), return_max_scores=True)
+        for score, d in (("plain", 64), ("alibi", 128), ("plain", 256))
+    },
     "plain-window-packed-persistent-d128": plan(mask="window", layout=PACKED, schedule=PERSISTENT),
 }
 

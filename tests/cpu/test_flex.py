@@ -81,15 +81,6 @@ def test_scale_is_taken(generator: torch.Generator) -> None:
     close(ca.flex_attention(q, k, v, scale=0.7), theirs(q, k, v, scale=0.7))
 
 
-def test_aux_gives_lse_and_refuses_max_scores(generator: torch.Generator) -> None:
-    q, k, v = inputs(generator)
-    _, aux = ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(lse=True))
-    _, want = theirs(q, k, v, return_lse=True)
-    close(aux.lse, want)
-    with pytest.raises(errors.UnsupportedOption):
-        ca.flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))
-
-
 def test_kernel_options_warn_that_they_have_no_effect(generator: torch.Generator) -> None:
     q, k, v = inputs(generator)
     with pytest.warns(UserWarning, match="no effect"):

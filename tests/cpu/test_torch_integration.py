@@ -257,10 +257,12 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     said = attention._spoken
     operator = torch.ops.composattn.attend.default
     for plan in (attention._number, -1):
-        torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), said.form, plan, True))
+        for with_max in (False, True):
+            named = (said.form, plan, True, with_max)
+            torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), *named))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    named = (said.form, attention._number, True)
+    named = (said.form, attention._number, True, True)
     torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
 
 

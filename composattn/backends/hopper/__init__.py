@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 
-from ...autograd import Grads, Known, attend
+from ...autograd import Grads, Known, Results, attend
 from ...compile import compile_plan
 from ...graph.derived import Upkeep
 from ...graph.lent import Lending
 from ...graph.program import Program
-from ...launch import ForwardLauncher
+from ...launch import ForwardLauncher, Outputs
 from ...plan import ForwardPlan, plan_forward
 from ...plan_backward import plan_backward
 from ...problem import Problem
 from ...sequences import NO_SEQUENCES, Sequences
 from ...target import HOPPER, Target
 from .gradient import HopperGradient
-
-Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> HopperCall:
@@ -73,11 +71,16 @@ class HopperCall:
     def without_lse(self) -> ForwardLauncher:
         return self._launcher(return_lse=False)
 
-    def forward_plan(self, return_lse: bool) -> ForwardPlan:
-        return dataclasses.replace(self._forward, return_lse=return_lse)
+    @cached_property
+    def with_max_scores(self) -> ForwardLauncher:
+        """LSE as well."""
+        return self._launcher(return_lse=True, return_max_scores=True)
 
-    def _launcher(self, return_lse: bool) -> ForwardLauncher:
-        return ForwardLauncher(self.forward_plan(return_lse), self.kernel_of)
+    def forward_plan(self, return_lse: bool, return_max_scores: bool = False) -> ForwardPlan:
+        return dataclasses.replace(self._forward, return_lse=return_lse, return_max_scores=return_max_scores)
+
+    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
+        return ForwardLauncher(self.forward_plan(return_lse, return_max_scores), self.kernel_of)
 
     def __call__(
         self,
@@ -86,16 +89,23 @@ class HopperCall:
         v: torch.Tensor,
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
-    ) -> Pair:
+        *,
+        return_max_scores: bool = False,
+    ) -> Outputs:
         self.upkeep()
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(self.begin(self.scalars(), sequences), q, k, v)
-        launcher = self.with_lse if return_lse else self.without_lse
+            return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
+        if return_max_scores:
+            launcher = self.with_max_scores
+        else:
+            launcher = self.with_lse if return_lse else self.without_lse
         return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
 
-    def begin(self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES) -> HopperAttend:
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> HopperAttend:
         """One differentiable call with these run-time numbers and sequences."""
-        return HopperAttend(self, scalars, sequences)
+        return HopperAttend(self, scalars, sequences, return_max_scores)
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
@@ -126,15 +136,17 @@ class HopperAttend:
     differentiable_twice = False
     lending: Lending | None = None
 
-    def __init__(self, call: HopperCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
+    def __init__(
+        self, call: HopperCall, scalars: Sequence[float | int], sequences: Sequences, return_max_scores: bool
+    ) -> None:
         self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
+        self.return_max_scores = return_max_scores
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self.call.with_lse(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        launcher = self.call.with_max_scores if self.return_max_scores else self.call.with_lse
+        out, lse, max_scores = launcher(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
         assert lse is not None
-        return out, lse
+        return out, lse, max_scores
 
     def backward(self, known: Known) -> Grads:
         return self.call.gradient(known, self.scalars, self.sequences)

@@ -62,7 +62,8 @@ class HopperForward:
     and with two or more warpgroups and D <= 128 their turns interleave (one's products, the other's softmax).
 
     Where the plan splits kv, a block has one part of a query tile's keys, and the output of each part is written apart,
-    in fp32: o (splits, B, Hq, Sq, Dv), or packed (splits, Hq, total, Dv), lse likewise; `combine` makes one of them.
+    in fp32: o (splits, B, Hq, Sq, Dv), or packed (splits, Hq, total, Dv), lse and max_scores likewise; `combine` makes
+    one of them.
     """
 
     def __init__(self, plan: ForwardPlan):
@@ -83,6 +84,7 @@ class HopperForward:
         v: cute.Tensor,  # (B, Hkv, Skv, Dv), or packed
         o: cute.Tensor,  # (B, Hq, Sq, Dv), or packed; or parts, see below
         lse: cute.Tensor | None,  # (B, Hq, Sq) fp32, or packed (Hq, total), or of parts
+        max_scores: cute.Tensor | None,  # as lse
         scale: Float32,
         sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
         work: cute.Tensor | None,  # (tiles, 2) int32: b and m of each query tile, in their order; see `WorkOrder`
@@ -128,6 +130,7 @@ class HopperForward:
             (tma_q, tma_k, tma_v, tma_o),
             (tQ, tK, tV, tO),
             lse,
+            max_scores,
             (q_layout, k_layout, v_layout, o_layout),
             order,
             scale,
@@ -144,8 +147,8 @@ class HopperForward:
         )
 
     @cute.kernel
-    def kernel(self, tmas, tensors, lse, layouts, order, scale, captured, scalars, queries, keys, splits):
-        call = Call(tmas, tensors, lse, order, scale, captured, scalars, queries, keys, splits)
+    def kernel(self, tmas, tensors, lse, max_scores, layouts, order, scale, captured, scalars, queries, keys, splits):
+        call = Call(tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits)
         if const_expr(order.table is None or self.tiling.persistent):
             self.roles(call, layouts)
         else:
@@ -278,6 +281,7 @@ class Call(Fixed):
     tmas: tuple
     tensors: tuple
     lse: cute.Tensor | None
+    max_scores: cute.Tensor | None
     order: WorkOrder
     scale: Float32
     captured: tuple
@@ -406,7 +410,7 @@ class Consumer(Fixed):
         self.tOrO = cute.make_rmem_tensor(self.output_shape, Float32)
         self.tOrP = self.mma_pv.get_slice(0).make_fragment_A(self.probabilities_shape)
         self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(2, self.scale_log2, lanes_per_row=4)
+        self.softmax = OnlineSoftmax(2, self.scale_log2, lanes_per_row=4, keeps_highest=self.plan.return_max_scores)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         self.softmax.reset()
         self.rescale.fill(1.0)
@@ -509,7 +513,7 @@ class Consumer(Fixed):
     # epilogue
 
     def finish(self, call, work):
-        """O, its rows normalised, and LSE to their tensors."""
+        """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
@@ -519,12 +523,18 @@ class Consumer(Fixed):
         else:
             self.store_output(call, work)
         if call.lse is not None:
-            for r in range(2):
-                shift = self.mods.row_shift[r]
-                value = row_lse[r] if shift is None else row_lse[r] + shift
-                q, h, inside = self.row_place(work, r)
-                mine = inside & (self.lane % 4 == 0)
-                _store_lse(work.queries.head(_of_part(call.lse, work.part), h), q, value, mine)
+            self.store_statistic(call.lse, work, row_lse)
+        if call.max_scores is not None:
+            self.store_statistic(call.max_scores, work, self.softmax.highest_scores(row_lse))
+
+    def store_statistic(self, target, work, of_rows):
+        """A number a row, with what does not change along a row and was left out of the scores."""
+        for r in range(2):
+            shift = self.mods.row_shift[r]
+            value = of_rows[r] if shift is None else of_rows[r] + shift
+            q, h, inside = self.row_place(work, r)
+            mine = inside & (self.lane % 4 == 0)
+            _store_at(work.queries.head(_of_part(target, work.part), h), q, value, mine)
 
     def row_place(self, work, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
@@ -590,9 +600,9 @@ def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
 
 
 @cute.jit
-def _store_lse(lse, q: Int32, value: Float32, mine: Boolean):
+def _store_at(target, q: Int32, value: Float32, mine: Boolean):
     if mine:
-        lse[q] = value
+        target[q] = value
 
 
 @cute.jit
@@ -642,9 +652,12 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
 
     of_head = (heads, q_len) if layout.q == "packed" else (batch, heads, q_len)
     of_part = (size(), *of_head) if plan.is_split else of_head
-    lse = out = None
-    if plan.return_lse or plan.is_split:
-        lse = make_fake_tensor(Float32, of_part, (*(stride() for _ in of_part[1:]), 1), assumed_align=4)
+    out = None
+
+    def statistic(there):
+        strides = (*(stride() for _ in of_part[1:]), 1)
+        return make_fake_tensor(Float32, of_part, strides, assumed_align=4) if there else None
+
     if plan.is_split:
         strides = (*(stride(divisibility=8) for _ in of_part), 1)
         out = make_fake_tensor(Float32, (*of_part, plan.head_dim_v), strides, assumed_align=16)
@@ -653,7 +666,8 @@ def fake_arguments(plan: ForwardPlan) -> tuple:
         tensor(layout.kv, kv_heads, kv_len, plan.head_dim),
         tensor(layout.kv, kv_heads, kv_len, plan.head_dim_v),
         tensor(layout.q, heads, q_len, plan.head_dim_v) if out is None else out,
-        lse,
+        statistic(plan.return_lse or plan.is_split),
+        statistic(plan.return_max_scores),
         Float32(1.0),
         fake_sequences(layout),
         make_fake_tensor(Int32, (size(), 2), (2, 1), assumed_align=8) if plan.listed else None,

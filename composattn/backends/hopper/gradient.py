@@ -177,5 +177,5 @@ class HopperGradient:
     def _streamed(self, known: Known, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
-        out, _ = streaming.forward(known.q, known.k, known.v, known.captured)
+        out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
         return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))

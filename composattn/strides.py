@@ -1,0 +1,45 @@
+"""Memory in the order of dimensions of another tensor: an output lies as q does, a gradient as what it belongs to.
+
+So `out.transpose(1, 2).reshape(B, S, -1)` of a (B, S, H, D) caller copies nothing, as after torch's own attention. The
+last dimension is always innermost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
+    """Uninitialised memory (*t.shape[:-1], width) in t's dtype, its other dimensions in the order of t's strides."""
+    order = _order(t)
+    if order is None:
+        return t.new_empty((*t.shape[:-1], width))
+    strides, step = [1] * t.ndim, width
+    for d in reversed(order):
+        strides[d] = step
+        step = step * t.shape[d]
+    return t.new_empty_strided((*t.shape[:-1], width), strides)
+
+
+def in_order_of(form: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """`t`, or a copy of it, with its dimensions but the last in the order of those of `form`; differentiable."""
+    order = _order(form)
+    if order is None:
+        return t.contiguous()
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return t.permute(*order, -1).contiguous().permute(*back, -1)
+
+
+def _order(t: torch.Tensor) -> list[int] | None:
+    """Dimensions but the last, outermost first, where that is not their own order.
+
+    A tensor that repeats one row in many places (stride 0) has no order but theirs.
+    """
+    if t.is_contiguous():
+        return None
+    strides = t.stride()[:-1]
+    own = list(range(len(strides)))
+    order = sorted(own, key=strides.__getitem__, reverse=True)  # of equal ones the first stays first
+    return None if order == own or 0 in strides else order

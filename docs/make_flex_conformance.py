@@ -1,0 +1,53 @@
+"""Writes docs/flex_conformance.md: where ca.flex_attention differs from torch's flex_attention, and why.
+
+Run it from the repository: `python docs/make_flex_conformance.py`. The rows are data of the tests, which hold each of
+them to be true; another test compares the page with what this makes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.cpu.flex_conformance.differences import DIFFERENCES, PENDING
+
+PAGE = Path(__file__).with_name("flex_conformance.md")
+
+HEAD = """# From FlexAttention
+
+`composattn.flex_attention` takes the arguments of `torch.nn.attention.flex_attention.flex_attention` (torch 2.11 to
+2.13), `BlockMask` and `return_aux` included, and returns what it returns; one import changes. It needs no
+`torch.compile`. `tests/cpu/flex_conformance` holds it to torch's semantics: torch's tests, written anew by idea (score
+mods, block masks, captured tensors, gradients, lse and the largest scores, strides, shared heads, decoding, torch's
+`PagedAttention`, errors). The truth there is plain attention in fp64 with autograd; the mean error of a result and of
+every gradient is at most 10 times (half precision: 1.1 times) that of plain PyTorch in the same type, and a rounding.
+
+Errors that torch raises too have torch's type among their bases, so `except ValueError` stays as it is.
+
+## What differs
+
+| | torch | composattn | why |
+|---|---|---|---|"""
+
+PENDING_HEAD = """
+Served as torch means them or refused by name, as [the tracer](../composattn/graph/trace.py) can: {}.
+"""
+
+
+def lines() -> Iterator[str]:
+    yield HEAD
+    for d in DIFFERENCES:
+        yield f"| {d.what} | {d.torchs} | {d.ours} | {d.why} |"
+    yield PENDING_HEAD.format("; ".join(what for what, _ in PENDING))
+
+
+def page() -> str:
+    return "\n".join(lines()).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE}: {len(DIFFERENCES)} differences")

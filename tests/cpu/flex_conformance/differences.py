@@ -1,0 +1,145 @@
+"""Where ca.flex_attention differs from torch's, and why: one table, true by row; docs/flex_conformance.md shows it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+import composattn as ca
+from composattn import errors
+from tests.cpu.flex_conformance.truth import Mods
+
+LENGTH = 32
+Q, K, V = (torch.randn(2, 4, LENGTH, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+HALVES = [t.to(torch.float8_e4m3fn) for t in (Q, K, V)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`shown` is a call of ours: it gives `error`, or with None what torch's documentation promises."""
+
+    what: str
+    torchs: str
+    ours: str
+    why: str
+    shown: Callable[[], Any]
+    error: type[errors.ComposattnError] | None = None
+
+
+MEANS = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(3))
+CHOSEN = torch.tensor([[0, 1], [1, 0]])
+
+
+def distance_of_vectors(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score * torch.exp(-(MEANS[q] - MEANS[kv]).pow(2).sum(-1).sqrt())
+
+
+def sum_of_a_row(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + MEANS[b].sum(-1)
+
+
+def one_of_a_row(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (CHOSEN[q // 16] == (kv // 16).unsqueeze(-1)).any(-1)
+
+
+class StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score: Any, visible: Any) -> Any:
+        return torch.where(visible, score, -math.inf)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+def with_a_rule_of_its_own(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return StraightThrough.apply(score, q >= kv)
+
+
+def quiet(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Without the warning that options have no effect."""
+
+    def run() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return call()
+
+    return run
+
+
+def gradients() -> Any:
+    q, k, v = (t.clone().requires_grad_() for t in (Q, K, V))
+    return torch.autograd.grad(ca.flex_attention(q, k, v).sum(), (q, k, v))
+
+
+DIFFERENCES = [
+    Difference(
+        "fp8 q, k, v", "taken by its GPU kernels", "`UnsupportedDType`", "no kernel of ours multiplies fp8 yet",
+        lambda: ca.flex_attention(*HALVES), errors.UnsupportedDType,
+    ),
+    Difference(
+        "k and v narrower than q", "taken", "`DTypeMismatch`",
+        "the kernels multiply one type; cast k and v before the call",
+        lambda: ca.flex_attention(Q, K.half(), V.half()), errors.DTypeMismatch,
+    ),
+    Difference(
+        "three dimensions", "`NotImplementedError`", "`WrongRank`, a `ValueError`",
+        "three dimensions are packed sequences here, which `ca.Varlen` describes; the error says so",
+        lambda: ca.flex_attention(Q[0], K[0], V[0]), errors.WrongRank,
+    ),
+    Difference(
+        "`kernel_options`", "tune its kernels", "a warning, nothing else",
+        "the kernels are others; `ca.Schedule` is what ours take",
+        quiet(lambda: ca.flex_attention(Q, K, V, kernel_options={"BLOCK_M": 16})),
+    ),
+    Difference(
+        "keys of one batch for all queries", "asks for a BlockMask of all batches", "taken with or without a mask",
+        "nothing here needs the mask's batch size", lambda: ca.flex_attention(Q, K[:1], V[:1]),
+    ),
+    Difference(
+        "gradients on a CPU", "`NotImplementedError`", "there", "the streaming backend recomputes by tiles", gradients
+    ),
+    Difference(
+        "the largest scores on a CPU", "`NotImplementedError`", "there", "every backend finds them on its way",
+        lambda: ca.flex_attention(Q, K, V, return_aux=AuxRequest(max_scores=True)),
+    ),
+    Difference(
+        "blocks of 96", "refused by its GPU kernels, whose tiles do not divide them", "taken",
+        "kernels have tiles of their own; blocks are multiples of 16",
+        lambda: ca.flex_attention(
+            Q, K, V, block_mask=create_block_mask(lambda b, h, q, kv: q >= kv, 2, 4, LENGTH, LENGTH, "cpu", 96)
+        ),
+    ),
+    Difference(
+        "blocks of 1 or 8", "taken by `create_block_mask`, refused by its GPU kernels", "`UnsupportedBlockSize`",
+        "tiles of keys and queries are multiples of 16",
+        lambda: ca.flex_attention(
+            Q, K, V, block_mask=create_block_mask(lambda b, h, q, kv: q >= kv, 2, 4, LENGTH, LENGTH, "cpu", 8)
+        ),
+        errors.UnsupportedBlockSize,
+    ),
+    Difference(
+        "`return_lse=True`", "a `FutureWarning`, once", "no warning", "it stays; `return_aux` says the same",
+        lambda: ca.flex_attention(Q, K, V, return_lse=True),
+    ),
+]  # fmt: skip
+
+# Pending, as the tracer is being changed: served as torch means it or refused by name, nothing else.
+PENDING = [
+    ("vectors of a captured tensor, reduced by a sum", Mods.of(distance_of_vectors)),
+    ("a sum over a row of a captured tensor", Mods.of(sum_of_a_row)),
+    ("a row of ids that any key's may equal (attn-gym's VSA)", Mods.of(None, one_of_a_row)),
+    ("a torch.autograd.Function in a mod", Mods.of(with_a_rule_of_its_own)),
+]

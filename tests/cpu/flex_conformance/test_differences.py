@@ -1,0 +1,48 @@
+"""Every row of the table of differences is true, and the page shows the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import composattn as ca
+from tests.cpu.flex_conformance.differences import DIFFERENCES, PENDING, Difference, K, Q, V
+from tests.cpu.flex_conformance.truth import Mods, check
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_flex_conformance", DOCS / "make_flex_conformance.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_current() -> None:
+    made = maker()
+    assert made.PAGE.read_text() == made.page(), "run: python docs/make_flex_conformance.py"
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.what)
+def test_a_difference_is_as_the_table_says(difference: Difference) -> None:
+    if difference.error is None:
+        found = difference.shown()
+        assert not any(t.isnan().any() for t in torch.utils._pytree.tree_leaves(found) if t is not None)
+        return
+    with pytest.raises(difference.error):
+        difference.shown()
+    assert difference.error.__name__ in difference.ours
+
+
+@pytest.mark.parametrize("mods", [mods for _, mods in PENDING], ids=[what for what, _ in PENDING])
+def test_what_is_pending_is_right_or_refused_by_name(mods: Mods, generator: torch.Generator) -> None:
+    try:
+        check(mods, Q, K, V, generator)
+    except ca.ComposattnError as error:
+        assert len(str(error)) > 30  # it says something
