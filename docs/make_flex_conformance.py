@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.cpu.flex_conformance.differences import DIFFERENCES, PENDING
+from tests.cpu.flex_conformance.differences import DIFFERENCES
 
 PAGE = Path(__file__).with_name("flex_conformance.md")
 
@@ -32,16 +32,11 @@ Errors that torch raises too have torch's type among their bases, so `except Val
 | | torch | composattn | why |
 |---|---|---|---|"""
 
-PENDING_HEAD = """
-Served as torch means them or refused by name, as [the tracer](../composattn/graph/trace.py) can: {}.
-"""
-
 
 def lines() -> Iterator[str]:
     yield HEAD
     for d in DIFFERENCES:
         yield f"| {d.what} | {d.torchs} | {d.ours} | {d.why} |"
-    yield PENDING_HEAD.format("; ".join(what for what, _ in PENDING))
 
 
 def page() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ class StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(score: Any, visible: Any) -> Any:
-        return torch.where(visible, score, -math.inf)
+    def forward(score: Any) -> Any:
+        return torch.round(score)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -61,11 +60,11 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient, None
+        return gradient
 
 
 def with_a_rule_of_its_own(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return StraightThrough.apply(score, q >= kv)
+    return StraightThrough.apply(score)
 
 
 def quiet(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -134,12 +133,17 @@ DIFFERENCES = [
         "`return_lse=True`", "a `FutureWarning`, once", "no warning", "it stays; `return_aux` says the same",
         lambda: ca.flex_attention(Q, K, V, return_lse=True),
     ),
+    Difference(
+        "a torch.autograd.Function with a backward of its own in a mod", "its backward is taken",
+        "`UnsupportedOperation`",
+        "a mod becomes a formula, whose derivative it has; one that equals it is served",
+        lambda: ca.flex_attention(Q, K, V, score_mod=with_a_rule_of_its_own), errors.UnsupportedOperation,
+    ),
 ]  # fmt: skip
 
-# Pending, as the tracer is being changed: served as torch means it or refused by name, nothing else.
-PENDING = [
-    ("vectors of a captured tensor, reduced by a sum", Mods.of(distance_of_vectors)),
-    ("a sum over a row of a captured tensor", Mods.of(sum_of_a_row)),
-    ("a row of ids that any key's may equal (attn-gym's VSA)", Mods.of(None, one_of_a_row)),
-    ("a torch.autograd.Function in a mod", Mods.of(with_a_rule_of_its_own)),
-]
+VECTORS = {
+    "vectors of a captured tensor, reduced by a sum": Mods.of(distance_of_vectors),
+    "a sum over a row of a captured tensor": Mods.of(sum_of_a_row),
+    "a row of ids that any key's may equal (attn-gym's VSA)": Mods.of(None, one_of_a_row),
+}
+"""Rows of captured tensors that mods reduce."""
