@@ -14,7 +14,7 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 
 from .errors import GradientUnsupported
-from .graph.lent import Lending, current
+from .graph.lent import Lending, current, lent_again
 from .sequences import Sequences
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -84,11 +84,6 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 _AS_IT_IS = nullcontext()
 
 
-def lent_again(call: Differentiable) -> AbstractContextManager[Any]:
-    """Inside, the captured tensors that the forward was lent are there again."""
-    return _AS_IT_IS if call.lending is None else call.lending.again()
-
-
 class _Attend(torch.autograd.Function):
     """Outside of transforms (see `composattn.transforms`), which ask for a `setup_context`: it costs 25 µs a call."""
 
@@ -111,7 +106,7 @@ class _Attend(torch.autograd.Function):
             if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
                 grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
             else:
-                with without_autocast(q), lent_again(ctx.call):
+                with without_autocast(q), lent_again(ctx.call.lending):
                     grads = ctx.call.backward(known)
             return tuple([g if w else None for g, w in zip(grads, wanted, strict=True)])
 
@@ -152,7 +147,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
-        with without_autocast(q), lent_again(call):
+        with without_autocast(q), lent_again(call.lending):
             grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 

@@ -17,6 +17,7 @@ from ..errors import CapturedIndexOutOfRange
 from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
+from ..graph.lent import current, lent_again
 from ..graph.program import Program
 from ..problem import Problem
 from ..sequences import NO_SEQUENCES, Sequences
@@ -144,6 +145,7 @@ class _Dense:
         self.precision = precision
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
+        self.lending = current()
         captures, _ = program.read_by_mods
         refresh(captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
@@ -152,6 +154,11 @@ class _Dense:
         self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
+        with lent_again(self.lending):  # a recomputation runs when the call is over
+            return self.computed(q, k, v, b0, h0)
+
+    def computed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
+        """(out, lse, largest scores)."""
         out_dtype, lse_dtype = q.dtype, _lse_dtype(q.dtype)
         q, k, v = (x.to(self.precision) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]

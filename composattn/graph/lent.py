@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,14 @@ class Lending:
 def current() -> Lending | None:
     """What is lent in this thread, for who has to lend it again later."""
     return _local.now
+
+
+def lent_again(lending: Lending | None) -> AbstractContextManager[None]:
+    """Inside, what was lent for a call is there again; a recomputation or a backward runs when the call is over."""
+    return _NOTHING if lending is None else lending.again()
+
+
+_NOTHING = nullcontext()
 
 
 def capture_of(tensor: torch.Tensor) -> Capture:

@@ -43,7 +43,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_beside_the_clone_finds_the_package(parent: Path) -> None:
     # as site does at the start of Python, without what else is installed in this environment
     (parent / "my.py").write_text(
-        "import site, sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
+        f"import site, sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}];"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
         "site.addsitedir(sys.argv[1]); import composattn; print(composattn.__file__, composattn.attention.__name__)"
     )
     found = parent / "composattn" / "composattn" / "__init__.py"
@@ -52,7 +53,8 @@ def test_a_script_beside_the_clone_finds_the_package(parent: Path) -> None:
 
 def test_the_command_line_works_beside_the_clone(parent: Path) -> None:
     code = (
-        "import runpy, site, sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
+        f"import runpy, site, sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}];"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
         f"site.addsitedir({str(parent / 'site')!r}); sys.argv = ['composattn', '--version'];"
         "runpy.run_module('composattn', run_name='__main__')"
     )

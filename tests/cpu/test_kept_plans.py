@@ -366,3 +366,20 @@ def test_global_tokens_and_other_masks_that_make_tensors_still_work_inline(input
         found = ca.attention(*inputs, mask_mod=global_tokens(places) | sliding_window(4))
     wanted = ca.Attention(mask_mod=global_tokens(places) | sliding_window(4), backend="reference")(*inputs)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_what_is_recomputed_in_the_backward_finds_its_tensors(
+    backend: str, inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("composattn.backends.reference.PAIRS_AT_ONCE", LENGTH * LENGTH)  # one head at a time: recomputed
+    q, k, v = (t.requires_grad_() for t in inputs)
+    bias = BIAS.clone().requires_grad_()
+
+    def gradient(call: Callable[..., Any]) -> Any:
+        out = call(score_mod=lambda s, b, h, i, j: s + bias[h, j], mask_mod=document(IDS), backend=backend)
+        return torch.autograd.grad(out.sin().sum(), [q, k, v, bias])
+
+    found = gradient(lambda **mods: ca.attention(q, k, v, **mods))
+    for x, y in zip(found, gradient(lambda **mods: ca.Attention(**mods)(q, k, v)), strict=True):
+        torch.testing.assert_close(x, y)
