@@ -215,10 +215,11 @@ class Artifact:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A machine instruction: its name without suffixes, and for a branch the number of the one it jumps to."""
+    """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text."""
 
     name: str
     target: int | None
+    text: str
 
 
 def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
@@ -292,7 +293,7 @@ def _instructions(cubin: Path) -> tuple[Instruction, ...]:
     if tool is None:
         return ()
     text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    rows: list[tuple[str, str | None]] = []
+    rows: list[tuple[str, str | None, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         label, found = _LABEL.match(line), _INSTRUCTION.match(line)
@@ -300,5 +301,5 @@ def _instructions(cubin: Path) -> tuple[Instruction, ...]:
             labels[label.group(1)] = len(rows)
         elif found:
             jump = _JUMP.search(found.group(2)) if found.group(1) == "BRA" else None
-            rows.append((found.group(1), jump.group(1) if jump else None))
-    return tuple(Instruction(name, labels.get(jump) if jump else None) for name, jump in rows)
+            rows.append((found.group(1), jump.group(1) if jump else None, found.group(1) + found.group(2)))
+    return tuple(Instruction(name, labels.get(jump) if jump else None, text) for name, jump, text in rows)

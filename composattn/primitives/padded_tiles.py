@@ -42,8 +42,14 @@ def query_grid(workspace: cute.Tensor, work: cute.Tensor | None) -> tuple[Any, A
 
 
 def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
-    """(number of the tile in its sequence, head, sequence) of this block; the sequence is -1 where there is no work."""
+    """(number of the tile in its sequence, head, sequence) of this block; the sequence is -1 where there is no work.
+
+    The last heads come first: the main kernel goes from the first to the last, and what was written before it, or is
+    read behind it, is in L2 so far as it fits.
+    """
     number, head, b = cute.arch.block_idx()
+    _, heads, entries = cute.arch.grid_dim()
+    head, b = heads - 1 - head, entries - 1 - b
     return (number, head, b) if work is None else (work[number, 1], head, work[number, 0])
 
 

@@ -44,6 +44,11 @@ def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
         )
 
 
+def aligned(pointer: cute.Pointer) -> cute.Pointer:
+    """`pointer` to device memory, known to lie at whole 16 bytes: what is found at run time counts as 4 otherwise."""
+    return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+
+
 def bits_before(count: Any) -> Any:
     """A word with its first `count` bits set, `count` from 0; all of them from 32 on."""
     if _known(count):

@@ -172,6 +172,33 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
     assert not made.stack and made.spills == 0
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_the_small_kernels_move_16_bytes_an_access(d: int, folder: Path) -> None:
+    steps = plans("plain-full", d)
+    tile = steps.main.tiling
+    made = {name: compile_offline(getattr(steps, name), folder) for name in ("prepare", "finish")}
+    if made["finish"].instructions:
+        cleared, loaded = (
+            sum(i.text.startswith(access) for i in made[name].instructions)
+            for name, access in (("prepare", "STG.E.128"), ("finish", "LDG.E.128"))
+        )
+        assert cleared == tile.tile_m * tile.d // (4 * 256)
+        assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
+
+
+def test_a_kernel_that_starts_early_waits_before_it_reads_what_was_computed(folder: Path) -> None:
+    steps = plans("plain-causal", 64)
+    wait, go = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    prepare, main, finish = (
+        compile_offline(getattr(steps, name), folder).ptx_path.read_text() for name in ("prepare", "main", "finish")
+    )
+    assert go in prepare and go in main and wait not in prepare
+    assert "ld.global" not in finish[: finish.index(wait)]
+    copies = main[: main.index(wait)].count("cp.async.bulk.tensor.4d.shared")
+    assert copies == 2 * steps.main.tiling.d // 64  # K and V alone
+    assert "red.relaxed" not in main[: main.index(wait)]
+
+
 def test_query_tiles_are_visited_once_and_cover_the_intervals() -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     for _ in range(500):

@@ -136,6 +136,7 @@ class HopperBackward:
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -143,6 +144,7 @@ class HopperBackward:
         self, tmas, tensors, layouts, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group
     ):
         tiling = self.tiling
+        cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         call = Call(tmas, tensors, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -215,6 +217,8 @@ class HopperBackward:
         bar = block.kv_edge.acquire(Slot.first(1))
         cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
         cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
+        # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
+        cute.arch.griddepcontrol_wait()
         q_slot, do_slot = Slot.first(tiling.q_stages), Slot.first(tiling.do_stages)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member

@@ -9,7 +9,7 @@ from cutlass.memory import SmemAllocator
 from ...plan_backward import BackwardPlan
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
-from ...primitives.values import narrow
+from ...primitives.values import aligned, narrow
 from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, store_if, wait_if
 from .forward import WARPGROUP, _partition, fake_sequences, tile_layout
 
@@ -44,10 +44,12 @@ class BackwardFinish:
             grid=query_grid(dq_sum, work),
             block=(tiling.warpgroups * WARPGROUP, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, tma, tensor, layout, dq_sum, scale, queries, work):
+        cute.arch.griddepcontrol_wait()  # for the main kernel's sums
         tile, head, b = query_tile(work)
         if const_expr(work is None):
             self.finish(tma, tensor, layout, dq_sum, scale, queries, tile, head, b)
@@ -82,12 +84,12 @@ class BackwardFinish:
         wait_if(is_first)
 
     def load(self, source: cute.Tensor, registers: cute.Tensor, warpgroup: Int32, thread: Int32) -> None:
-        """The twin of `Consumer.add_dq`."""
+        """The twin of `add_to_sum`."""
         count = cute.size(registers)
         start = source.iterator + (warpgroup * (count * WARPGROUP) + thread * 4)
         for j in range(count // 4):
             four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(cute.make_tensor(start + j * 4 * WARPGROUP, cute.make_layout(4)), four)
+            cute.autovec_copy(cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)), four)
             for e in range(4):
                 registers[4 * j + e] = four[e]
 

@@ -9,7 +9,7 @@ from ...plan_backward import BackwardPlan
 from ...primitives.delta import row_product, row_statistics
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
-from ...primitives.values import choose
+from ...primitives.values import aligned, choose
 from .backward import fake_rows, fake_tensor, fake_work
 from .forward import _permuted, fake_sequences
 
@@ -54,6 +54,7 @@ class BackwardPrepare:
 
     @cute.kernel
     def kernel(self, out, dout, lse, dlse, statistics, dq_sum, queries, work):
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         tile, head, b = query_tile(work)
         if const_expr(work is None):
             self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
@@ -91,7 +92,7 @@ class BackwardPrepare:
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         for chunk in range(self.tiling.tile_m * self.tiling.d // (4 * THREADS)):
-            place = whole.iterator + (chunk * THREADS + thread) * 4
+            place = aligned(whole.iterator + (chunk * THREADS + thread) * 4)
             cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
 
 
@@ -103,16 +104,12 @@ def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, 
     for tensor in (out, dout):
         row = tensor[q, None]
         registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
-        cute.autovec_copy(cute.make_tensor(_aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
+        cute.autovec_copy(cute.make_tensor(aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
         parts.append(registers)
     product = Float32(0.0)
     for e in range(ELEMENTS):
         product = product + parts[0][e].to(Float32) * parts[1][e].to(Float32)
     return choose(inside, product, Float32(0.0))
-
-
-def _aligned(pointer: cute.Pointer) -> cute.Pointer:
-    return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
 
 
 @cute.jit
