@@ -59,6 +59,8 @@ CASES = {
     "softcap-gqa2-d64": ("softcap", torch.bfloat16, 2, 1, 150, 150, 64, 64, False, False),
     "relative-d64": ("relative", torch.bfloat16, 2, 1, 150, 150, 64, 64, True, False),
     "choice-d80-dv40": ("choice", torch.float16, 1, 1, 150, 150, 80, 40, True, False),
+    "causal-gqa2-d96": ("causal", torch.bfloat16, 2, 1, 200, 150, 96, 96, True, False),
+    "plain-d160-dv96": ("plain", torch.float16, 1, 1, 130, 150, 160, 96, False, False),
     "causal-d128-in-order": ("causal", torch.bfloat16, 1, 1, 300, 300, 128, 128, False, True),
     "causal-d256": ("causal", torch.bfloat16, 1, 1, 150, 150, 256, 256, True, False),
     "softcap-d192-dv128": ("softcap", torch.float16, 1, 1, 150, 150, 192, 128, True, False),

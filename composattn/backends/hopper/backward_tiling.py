@@ -15,7 +15,7 @@ from .tiling import has_costly_test, has_opaque_test, reads_any, reads_pairs
 
 def padded(d: int) -> int:
     """Head dimension on chip: what the swizzles of K, Q and dO take both as rows and as columns."""
-    return 32 if d <= 32 else -(-d // 64) * 64
+    return -(-d // 32) * 32
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool = False) -> BackwardTiling:
