@@ -32,8 +32,9 @@ class BackwardTiling:
     A block owns `tile_n` keys, a warpgroup 64 of them with their dK and dV in registers (or, `shared_keys`, one has dV
     and one dK of all of them), and walks over queries in tiles of `tile_m`, Q in a ring of `q_stages`, dO in one of
     `do_stages`, dS in `ds_stages` buffers. `d` and `dv` are the head dimensions as stored on chip. `dq_split` says how
-    the warpgroups share dQ of a tile: by its columns, by its rows, or transposed (rows of dQᵀ). `early_dv`: the
-    product for dV starts before dS is computed, at the price of registers. `l2`: bytes of what the heads that are
+    the warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed
+    while dPᵀ runs, and dS written before the product for dV starts; else P and dS are computed together (always where
+    the derivative of a score looks at the score). `l2`: bytes of what the heads that are
     worked on together read and add to, unless `heads_together` says how many key/value heads those are. `distances`:
     numbers in shared memory of their own through which sums of gradients by distance pass.
     """
@@ -49,7 +50,7 @@ class BackwardTiling:
     dq_split: Split
     consumer_registers: int
     producer_registers: int
-    early_dv: bool
+    p_early: bool
     l2: int
     shared_keys: bool = False
     distances: int = 0

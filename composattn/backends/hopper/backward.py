@@ -52,7 +52,7 @@ class HopperBackward:
 
     Edges: kv (1 stage, never refilled), q (Q and LSE), do (dO and D). Timeline of a warpgroup for query tile i:
 
-        Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dV issued | dS (while dV runs) | all: dS written | dQ, dK issued |
+        Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dS | dS written | dV issued | all: dS written | dQ, dK issued |
         dQ to memory (while dK runs)
 
     For a head group (GQA) the walk goes over the queries of all its heads, so dK and dV are summed without atomics.
@@ -490,13 +490,13 @@ class Consumer(Fixed):
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
-        if const_expr(self.tiling.early_dv and not self.one_pass):
+        p_early = self.tiling.p_early and not self.one_pass
+        if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
-            narrow(tVrP, tSrS)
-            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
-            warpgroup.wait_group(1)
+            warpgroup.wait_group(0)
             self.mods.score_gradients(at, gradients, delta)
+            narrow(tVrP, tSrS)
         else:
             warpgroup.wait_group(0)
             self.mods.both(at, lse, gradients, delta, tested)
@@ -508,6 +508,8 @@ class Consumer(Fixed):
         stage = ds_slot.index
         copy = self.store_ds
         cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
+        if const_expr(p_early):
+            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()
         # with two buffers, whoever passes here has read the buffer that will be written next
         self.sync_consumers()

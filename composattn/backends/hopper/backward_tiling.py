@@ -55,7 +55,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         dq_split="rows" if tall else "transposed" if wide else "columns",
         consumer_registers=240,
         producer_registers=24,
-        early_dv=not (tall or wide),
+        p_early=not wide,  # costs registers that tiles of 80 queries do not have
         l2=16 << 20,
         heads_together=problem.schedule.heads_together,
         distances=2 * 4096 if sums_by_distance(program) else 0,
@@ -72,7 +72,7 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardT
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = BackwardTiling(
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
-        consumer_registers=240, producer_registers=24, early_dv=True, l2=16 << 20, shared_keys=True,
+        consumer_registers=240, producer_registers=24, p_early=False, l2=16 << 20, shared_keys=True,
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
