@@ -11,7 +11,7 @@ import torch
 from .compile import compile_plan
 from .graph.derived import Upkeep
 from .launch import at_least_1d, device_of
-from .plan_backward import BackwardPlan, BackwardPlans
+from .plan_backward import COUNTER, BackwardPlan, BackwardPlans
 from .sequences import NO_SEQUENCES, Sequences
 from .strides import ordered
 
@@ -44,6 +44,10 @@ class BackwardLauncher:
     def finish(self) -> Kernel:
         return self.kernel_of(self.plans.finish)
 
+    @cached_property
+    def gather(self) -> Kernel | None:
+        return None if self.plans.gather is None else self.kernel_of(self.plans.gather)
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -61,7 +65,8 @@ class BackwardLauncher:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it.
-        Extra memory: 4 bytes * Sq * (padded D + 2) a query head.
+        Extra memory: 4 bytes * Sq * (padded D + 2) a query head, and 512 bytes * (padded D + padded Dv) a piece of
+        a tile of keys.
         """
         layout = self.plans.main.layout
         dq = _gradient_of(q, layout.used_q or not k.numel())
@@ -73,14 +78,17 @@ class BackwardLauncher:
         rows, keys = self._work(q, k, sequences, captured)
         batch, heads, tiles = self._workspace(q, sequences)
         turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
-        statistics = q.new_empty((2, batch, heads, tiles * self.tiling.tile_m), dtype=torch.float32)
+        statistics = q.new_empty(COUNTER + 2 * batch * heads * tiles * self.tiling.tile_m, dtype=torch.float32)
         dq_sum = q.new_empty((batch, heads, tiles, self.tiling.tile_m * self.tiling.d), dtype=torch.float32)
         q, k, v, out, dout = (copyable(t) for t in (q, k, v, out, dout))
         reads, numbers = tuple(at_least_1d(t) for t in captured) or None, tuple(scalars) or None
         with device_of(q):
             self.prepare(out, dout, lse, dlse if self.has_dlse else None, statistics, dq_sum, places, rows)
-            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, turns, scale, places, keys, reads, numbers)
+            pieces = self._pieces(q)
+            self.main(q, k, v, dout, statistics, dq_sum, dk, dv, pieces, turns, scale, places, keys, reads, numbers)
             self.finish(dq_sum, dq, scale, places, rows)
+            if self.gather is not None:
+                self.gather(pieces, dk, dv)
         return dq, dk, dv
 
     def _work(
@@ -94,6 +102,14 @@ class BackwardLauncher:
             None if rows is None else rows(sequences, None, q.shape[0]),
             None if main.work is None else main.work(sequences.mirrored, counts, k.shape[0] if packed else None),
         )
+
+    def _pieces(self, q: torch.Tensor) -> tuple[torch.Tensor | int, ...] | None:
+        """Memory for the sums of pieces, and how tiles are cut; see `composattn.primitives.pieces`."""
+        cut, t = self.plans.main.cut, self.tiling
+        if cut is None:
+            return None
+        size = cut.cut * (cut.pieces * t.tile_n * (t.d + t.dv) + 4)
+        return q.new_empty(size, dtype=torch.float32), cut.whole, cut.cut, cut.pieces
 
     def _workspace(self, q: torch.Tensor, sequences: Sequences) -> tuple[int, int, int]:
         """(entries, heads, tiles of each) of the workspaces, see `composattn.primitives.padded_tiles`."""

@@ -234,17 +234,17 @@ def work_tables(
 
 def ascends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
     """Whether later query tiles of dense queries never visit less; None where tensors or run-time numbers decide."""
-    visits = _fixed_visits(problem, intervals, tile_m, tile_n)
+    visits = fixed_visits(problem, intervals, tile_m, tile_n)
     return None if visits is None else bool((visits[:, 1:] >= visits[:, :-1]).all())
 
 
 def descends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
     """Whether later query tiles of dense queries never visit more; None where tensors or run-time numbers decide."""
-    visits = _fixed_visits(problem, intervals, tile_m, tile_n)
+    visits = fixed_visits(problem, intervals, tile_m, tile_n)
     return None if visits is None else bool((visits[:, 1:] <= visits[:, :-1]).all())
 
 
-def _fixed_visits(
+def fixed_visits(
     problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int
 ) -> torch.Tensor | None:
     """How many tiles of keys each query tile visits: (B|1, tiles), on the host."""

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .seqlen import DenseSequence, Sequence
 from .values import Fixed
@@ -30,6 +30,20 @@ class PaddedTiles(Fixed):
         if isinstance(sequence, DenseSequence):
             return PaddedTiles(b, 0)
         return PaddedTiles(0, sequence.start // tile + b)
+
+
+def statistics_of(workspace: cute.Tensor, first: int, dq_sum: cute.Tensor, tile: int) -> cute.Tensor:
+    """(2, B, H, rows padded to tiles) in a workspace of fp32 numbers, from `first` on; dq_sum: (B, H, tiles, ...)."""
+    entries, heads, tiles, _ = dq_sum.shape
+    rows = cute.assume(Int64(tiles) * tile, divby=tile)
+    strides = (entries * heads * rows, heads * rows, rows, 1)
+    layout = cute.make_layout((2, entries, heads, Int32(rows)), stride=strides)
+    return cute.make_tensor(workspace.iterator + first, layout)
+
+
+def counter_of(workspace: cute.Tensor) -> cute.Tensor:
+    """The counter at the beginning of that workspace: int32 (1,)."""
+    return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout(1))
 
 
 # --- kernels with a block a tile of queries --------------------------------------------------------------------
@@ -53,4 +67,4 @@ def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
     return (number, head, b) if work is None else (work[number, 1], head, work[number, 0])
 
 
-__all__ = ["PaddedTiles", "query_grid", "query_tile"]
+__all__ = ["PaddedTiles", "counter_of", "query_grid", "query_tile", "statistics_of"]

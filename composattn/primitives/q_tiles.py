@@ -33,6 +33,12 @@ class QueryRun(Fixed):
     def visits(self, tile: Any) -> Any:
         return (tile >= self.first) & (tile < self.first + self.count)
 
+    def piece(self, index: Any, count: Any) -> QueryRun:
+        """The `index`-th of `count` runs that together are this one."""
+        length = larger(self.count, 0)
+        start, stop = length * index // count, length * (index + 1) // count
+        return QueryRun(self.first + start, stop - start, self.full_start, self.full_stop)
+
 
 @dataclasses.dataclass
 class ListedQueryRun(Fixed):

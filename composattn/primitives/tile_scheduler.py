@@ -35,17 +35,24 @@ class WorkOrder(Bundle):
     Entries that are too many have sequence -1.
     """
 
-    def __init__(self, blocks, heads, batch, kv_heads, kv_bytes, l2: int, together: int | None, table=None) -> None:
+    def __init__(
+        self, blocks, heads, batch, kv_heads, kv_bytes, l2: int, together: int | None, least: int = 0, table=None
+    ) -> None:
         """On the host; `kv_bytes` is the size of K and V of one key/value head (of all sequences, with a table).
 
-        `together`: how many key/value heads a section has, None: as many as fit in `l2` bytes.
+        `together`: how many key/value heads a section has, None: as many as fit in `l2` bytes, and at least as many as
+        have `least` work tiles, since the longest tiles of the last section start when little is left to run beside
+        them.
         """
         divisor = cute.fast_divmod_create_divisor_v2
         self.blocks = Int32(blocks)
         total = Int32(heads * batch)
         fitting = Int32(smaller(Int64(l2) // larger(Int64(kv_bytes), Int64(1)), Int64(1 << 16)))
         group = heads // kv_heads
-        most = smaller((larger(fitting, Int32(1)) if together is None else Int32(together)) * group, total)
+        busy = Int32(cute.ceil_div(least, self.blocks * group))
+        most = smaller(
+            (larger(fitting, larger(busy, Int32(1))) if together is None else Int32(together)) * group, total
+        )
         sections = Int32(cute.ceil_div(total, most))
         section = smaller(Int32(cute.ceil_div(cute.ceil_div(total, sections), group)) * group, most)
         short = total - (Int32(cute.ceil_div(total, section)) - 1) * section
@@ -60,14 +67,18 @@ class WorkOrder(Bundle):
         self.parts = ("tiles", "tiles_in_section", "blocks", "section", "first_section", "heads", "group", *given)
 
     @staticmethod
-    def of(q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int, together: int | None = None) -> "WorkOrder":
+    def of(
+        q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
+    ) -> "WorkOrder":
         """Row blocks of equally long sequences, from the last to the first."""
-        return WorkOrder(cute.ceil_div(q_len, tile_m), heads, batch, kv_heads, kv_bytes, l2, together)
+        return WorkOrder(cute.ceil_div(q_len, tile_m), heads, batch, kv_heads, kv_bytes, l2, together, least)
 
     @staticmethod
-    def listed(table: cute.Tensor, heads, kv_heads, kv_bytes, l2: int, together: int | None = None) -> "WorkOrder":
+    def listed(
+        table: cute.Tensor, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
+    ) -> "WorkOrder":
         """Row blocks of any sequences, in the order of a table."""
-        return WorkOrder(table.shape[0], heads, 1, kv_heads, kv_bytes, l2, together, table)
+        return WorkOrder(table.shape[0], heads, 1, kv_heads, kv_bytes, l2, together, least, table)
 
     def tile(self, number: Int32) -> WorkTile:
         """The work tile with this number, 0 <= number < tiles."""

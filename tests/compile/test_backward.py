@@ -19,7 +19,7 @@ from composattn.graph.program import Program
 from composattn.graph.score import Score
 from composattn.mods import causal, document, neighborhood, prefix_lm
 from composattn.plan_backward import BackwardPlans, plan_backward
-from composattn.primitives.q_tiles import query_runs
+from composattn.primitives.q_tiles import QueryRun, query_runs
 from composattn.problem import DENSE, Layout, Problem
 from composattn.target import HOPPER
 
@@ -197,6 +197,29 @@ def test_a_kernel_that_starts_early_waits_before_it_reads_what_was_computed(fold
     copies = main[: main.index(wait)].count("cp.async.bulk.tensor.4d.shared")
     assert copies == 2 * steps.main.tiling.d // 64  # K and V alone
     assert "red.relaxed" not in main[: main.index(wait)]
+
+
+@pytest.mark.parametrize(("mods", "d"), [("plain-full", 64), ("plain-causal", 96), ("alibi-causal", 128)])
+def test_probabilities_are_computed_while_dp_runs(mods: str, d: int, folder: Path) -> None:
+    made = compile_offline(plans(mods, d).main, folder)
+    if made.instructions:
+        kinds = [i.text for i in made.instructions]
+        waits = [n for n, text in enumerate(kinds) if text.startswith("WARPGROUP.DEPBAR")]
+        exponentials = [n for n, text in enumerate(kinds) if text.startswith("MUFU.EX2")]
+        one_may_run, none_may = waits[:2]
+        assert "0x1" in kinds[one_may_run] and "0x0" in kinds[none_may]
+        assert sum(one_may_run < n < none_may for n in exponentials) > len(exponentials) // 2
+        stored = next(n for n, text in enumerate(kinds) if text.startswith("STSM"))
+        dv_starts = next(n for n, text in enumerate(kinds) if n > none_may and text.startswith("HGMMA"))
+        assert stored < dv_starts
+
+
+def test_pieces_of_a_run_are_the_run() -> None:
+    for _ in range(200):
+        first, count = int(torch.randint(0, 9, ())), int(torch.randint(0, 40, ()))
+        pieces = int(torch.randint(1, 17, ()))
+        parts = [QueryRun(first, count, 3, 7).piece(i, pieces) for i in range(pieces)]
+        assert [p.tile(i) for p in parts for i in range(p.count)] == list(range(first, first + count))
 
 
 def test_query_tiles_are_visited_once_and_cover_the_intervals() -> None:

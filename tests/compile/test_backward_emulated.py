@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 from composattn.backends import reference
 from composattn.compile import compile_offline
+from composattn.cut import Cut
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import Stream
 from composattn.graph.mask import Mask
@@ -23,7 +25,7 @@ from composattn.graph.score import Score
 from composattn.launch_backward import BackwardLauncher
 from composattn.plan_backward import BackwardPlan, plan_backward
 from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.target import HOPPER, Target
 from tests.support import outlier_normal
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70
@@ -77,7 +79,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
-    mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse, in_order = CASES[case]
+    check(case, folder, generator)
+
+
+STAY, LEAVE = {"persistent": True}, {"persistent": False}
+# facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
+SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
+    "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), LEAVE, (2, 0, 2)),
+    "all-cut-in-order": (("window", torch.float16, 2, 1, 200, 200, 128, 96, False, True), LEAVE, (2, 0, 3)),
+    "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
+    "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (3, 2, 2)),
+    "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
+    "stay-d96": (("window", torch.float16, 3, 3, 150, 270, 96, 80, False, False), STAY, None),
+    "stay-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), STAY, None),
+    "stay-in-order": (("causal", torch.bfloat16, 2, 2, 300, 300, 64, 64, False, True), STAY, None),
+    "stay-cut": (("plain", torch.bfloat16, 4, 2, 200, 270, 64, 64, False, False), STAY, (6, 4, 2)),
+    "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generator: torch.Generator) -> None:
+    facts, changes, cut = SHARED[case]
+    target = dataclasses.replace(HOPPER, sms=2)
+    check(facts, folder, generator, target, None if cut is None else Cut(*cut), **changes)
+
+
+def check(
+    case: Any,
+    folder: Path,
+    generator: torch.Generator,
+    target: Target = HOPPER,
+    cut: Cut | Literal["auto"] | None = "auto",
+    **changes: Any,
+) -> None:
+    mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse, in_order = (
+        CASES[case] if isinstance(case, str) else case
+    )
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
 
@@ -101,7 +139,11 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
         kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
         return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
-    plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=through_lse, deterministic=in_order)
+    given: dict[str, Any] = {"has_dlse": through_lse, "deterministic": in_order, "cut": cut}
+    plans = plan_backward(Problem.of(q, k, v), program, target, **given)
+    if changes:
+        tiling = dataclasses.replace(plans.main.tiling, **changes)
+        plans = plan_backward(Problem.of(q, k, v), program, target, **given, tiling=tiling)
     found = BackwardLauncher(plans, kernel_of)(
         q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
         [c.tensor for c in plans.main.captured], [s.value for s in program.scalars],

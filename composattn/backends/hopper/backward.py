@@ -11,19 +11,21 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from ...plan_backward import BackwardPlan, BackwardTiling
+from ...plan_backward import COUNTER, BackwardPlan, BackwardTiling
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import query_tiles_of
-from ...primitives.padded_tiles import PaddedTiles
+from ...primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
+from ...primitives.pieces import Piece, Pieces
 from ...primitives.pipelines import Edge, Slot
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, rows_of
+from ...primitives.tile_queue import TileQueue
 from ...primitives.tile_scheduler import WorkOrder
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import Fixed, aligned, narrow
 from .forward import (
     WARPGROUP,
     _fake_capture,
@@ -56,6 +58,11 @@ class HopperBackward:
         dQ to memory (while dK runs)
 
     For a head group (GQA) the walk goes over the queries of all its heads, so dK and dV are summed without atomics.
+    Where tiles are few they are cut into pieces, runs of query tiles, which leave what they have of dK and dV apart, in
+    fp32 and in the order of registers; `backward_gather` sums it, in a fixed order too.
+
+    Where shared memory has room a block stays for many tiles (`TileQueue`): the next K, V, Q and dO arrive while dK and
+    dV leave.
     """
 
     def __init__(self, plan: BackwardPlan):
@@ -73,10 +80,11 @@ class HopperBackward:
         k: cute.Tensor,  # (B, Hkv, Skv, D)
         v: cute.Tensor,  # (B, Hkv, Skv, Dv)
         dout: cute.Tensor,  # (B, Hq, Sq, Dv)
-        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32: LSE in log2 units, D; see PaddedTiles
+        workspace: cute.Tensor,  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; `statistics_of`
         dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
         dk: cute.Tensor,  # (B, Hkv, Skv, D)
         dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
+        pieces,  # of tiles that are cut, see `Pieces.of`; None: none is
         turns: cute.Tensor | None,  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
         scale: Float32,
         sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
@@ -89,13 +97,14 @@ class HopperBackward:
         dtype = self.dtype = q.element_type
         queries, keys = rows_of(self.plan.layout, q, k, sequences)
         mQ, mdO = [queries.for_copies(t) for t in (q, dout)]
-        mK, mV, mdK, mdV = [keys.for_copies(t) for t in (k, v, dk, dv)]
+        mK, mV = [keys.for_copies(t) for t in (k, v)]
         q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
         do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
         ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         row_layout = cute.make_layout((tiling.tile_m,))
+        statistics = statistics_of(workspace, COUNTER, dq_sum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         first = [0, 1]
         copies = [
@@ -103,28 +112,44 @@ class HopperBackward:
             cpasync.make_tiled_tma_atom(load, mdO, cute.select(do_layout, first), (tiling.tile_m, tiling.dv)),
             cpasync.make_tiled_tma_atom(load, mK, k_layout, (tiling.tile_n, tiling.d)),
             cpasync.make_tiled_tma_atom(load, mV, v_layout, (tiling.tile_n, tiling.dv)),
-            cpasync.make_tiled_tma_atom(store, mdK, k_layout, (tiling.tile_n, tiling.d)),
-            cpasync.make_tiled_tma_atom(store, mdV, v_layout, (tiling.tile_n, tiling.dv)),
             cpasync.make_tiled_tma_atom(load, _permuted(statistics, (3, 2, 1, 0)), row_layout, (tiling.tile_m,)),
         ]
+        dk_layout, dv_layout = k_layout, v_layout
+        rows = tiling.tile_n
+        if const_expr(tiling.persistent):
+            rows = ROWS
+            dk_layout, dv_layout = [
+                tile_layout(dtype, rows, width, tiling.warpgroups) for width in (tiling.d, tiling.dv)
+            ]
+        for tensor, layout, width in ((dk, dk_layout, tiling.d), (dv, dv_layout, tiling.dv)):
+            box = cute.select(layout, first)
+            copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (rows, width)))
         kv_heads = mK.shape[2]
         group = mQ.shape[2] // kv_heads
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = q.shape[2] if self.plan.layout.is_dense else q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
-        section = (q_bytes, tiling.l2, tiling.heads_together)
+        section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
         if const_expr(work is None):
             order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
         else:
             order = WorkOrder.listed(work, kv_heads, kv_heads, *section)
+        if const_expr(tiling.in_pieces):
+            pieces = pieces_of(tiling, pieces)
+        blocks = numbers = order.tiles if pieces is None else pieces.numbers
+        if const_expr(tiling.persistent):
+            blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
             tuple(c[0] for c in copies),
             tuple(c[1] for c in copies),
-            (q_layout, do_layout, k_layout, v_layout, ds_layout),
+            (q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout),
             statistics,
             dq_sum,
             turns,
+            counter_of(workspace),
             order,
+            pieces,
+            numbers,
             scale,
             captured,
             scalars,
@@ -132,7 +157,7 @@ class HopperBackward:
             keys,
             group,
         ).launch(
-            grid=(order.tiles, 1, 1),
+            grid=(blocks, 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -141,23 +166,40 @@ class HopperBackward:
 
     @cute.kernel
     def kernel(
-        self, tmas, tensors, layouts, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group
+        self,
+        tmas,
+        tensors,
+        layouts,
+        statistics,
+        dq_sum,
+        turns,
+        counter,
+        order,
+        pieces,
+        numbers,
+        scale,
+        captured,
+        scalars,
+        queries,
+        keys,
+        group,
     ):
         tiling = self.tiling
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
-        call = Call(tmas, tensors, statistics, dq_sum, turns, order, scale, captured, scalars, queries, keys, group)
+        given = statistics, dq_sum, turns, order, pieces, numbers, scale, captured, scalars, queries, keys, group
+        call = Call(tmas, tensors, *given)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas:
                 cpasync.prefetch_descriptor(tma)
-        block = Block(tiling, layouts, self.dtype, self.plan.deterministic)
+        block = Block(tiling, layouts, self.dtype, self.plan.deterministic, counter)
         if warp == 0:
             with cute.arch.elect_one():
                 for edge in block.edges:
                     edge.init()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(order.table is None):
+        if const_expr(order.table is None or tiling.persistent):
             self.share_roles(call, block, warp)
         else:
             if order.tile(cute.arch.block_idx()[0]).exists:
@@ -177,20 +219,27 @@ class HopperBackward:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
 
-    def work_tile(self, call) -> "KeyTile":
-        """This block's keys: the first ones first, as a causal mask lets most queries see them, or as a table says.
+    def work_tile(self, call, number) -> "KeyTile":
+        """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
         In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
         has the tiles of each sequence from the first to the last.
         """
         tile_n = self.tiling.tile_n
-        work = call.order.tile(cute.arch.block_idx()[0])
+        piece = None
+        if call.pieces is not None:
+            number, piece = call.pieces.split(number)
+        work = call.order.tile(number)
         queries, keys = call.queries.sequence(work.b), call.keys.sequence(work.b)
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
         padded = PaddedTiles.of(queries, work.b, self.tiling.tile_m)
-        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded)
+        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece)
+
+    def exists(self, call, number):
+        """Whether a table has a tile of this number."""
+        return True if call.order.table is None else call.order.tile(number).exists
 
     def leaves(self, call, work, head, n=None) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
@@ -199,27 +248,47 @@ class HopperBackward:
         return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
 
     def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
-        """The query tiles that a tile of keys (this block's, or `n`) visits for one head; all roles ask alike."""
-        return self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
+        """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
+        runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
+        if work.piece is None or n is not None:
+            return runs
+        return [run.piece(work.piece.index, work.piece.count) for run in runs]
 
     # --- producer ------------------------------------------------------------------------------------------
 
     @cute.jit
     def produce(self, call, block):
         tiling = self.tiling
-        work = self.work_tile(call)
-        tma_q, tma_do, tma_k, tma_v, _, _, tma_rows = call.tmas
-        tQ, tdO, tK, tV, _, _, tRows = call.tensors
+        slots = (Slot.first(1), Slot.first(tiling.q_stages), Slot.first(tiling.do_stages))
+        number = cute.arch.block_idx()[0]
+        if const_expr(not tiling.persistent):
+            self.produce_tile(call, block, number, *slots)
+        else:
+            lane = cute.arch.lane_idx()
+            next_slot = Slot.first(block.queue.edge.edge.stages)
+            while number < call.numbers:
+                if self.exists(call, number):
+                    slots = self.produce_tile(call, block, number, *slots)
+                cute.arch.griddepcontrol_wait()  # for the counter
+                number = block.queue.draw(lane)
+                block.queue.announce(next_slot, number, lane)
+                next_slot = next_slot.next()
+
+    @cute.jit
+    def produce_tile(self, call, block, number, kv_slot, q_slot, do_slot):
+        tiling = self.tiling
+        work = self.work_tile(call, number)
+        tma_q, tma_do, tma_k, tma_v, tma_rows = call.tmas[:5]
+        tQ, tdO, tK, tV, tRows = call.tensors[:5]
         gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
         gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = _partition(tma_k, block.sK, gK)
         tVsV, tVgV = _partition(tma_v, block.sV, gV)
-        bar = block.kv_edge.acquire(Slot.first(1))
+        bar = block.kv_edge.acquire(kv_slot)
         cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
         cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
-        q_slot, do_slot = Slot.first(tiling.q_stages), Slot.first(tiling.do_stages)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
             gQ = work.queries.tiles(tQ, head, (tiling.tile_m, tiling.d))
@@ -243,22 +312,38 @@ class HopperBackward:
                     cute.copy(tma_do, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
                     cute.copy(tma_rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
+        return kv_slot.next(), q_slot, do_slot
 
     # --- consumers -----------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call, block):
-        work = self.work_tile(call)
-        self.walk(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP, work))
+        self.walk(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
 
     @cute.jit
     def walk(self, call, block, me):
-        """One warpgroup over all query tiles of all heads of the group."""
-        tiling, work = self.tiling, me.work
-        turn_slot = Slot.first(1)
-        q_slot, do_slot, ds_slot = [Slot.first(n) for n in (tiling.q_stages, tiling.do_stages, tiling.ds_stages)]
+        """One warpgroup over the tiles of its block."""
+        tiling = self.tiling
+        slots = tuple(Slot.first(n) for n in (1, tiling.q_stages, tiling.do_stages, tiling.ds_stages, 1))
+        number = cute.arch.block_idx()[0]
+        if const_expr(not tiling.persistent):
+            self.walk_tile(call, block, me, number, *slots)
+        else:
+            next_slot = Slot.first(block.queue.edge.edge.stages)
+            while number < call.numbers:
+                if self.exists(call, number):
+                    slots = self.walk_tile(call, block, me, number, *slots)
+                number = block.queue.hear(next_slot, me.lane)
+                next_slot = next_slot.next()
+        me.drain_stores()
+
+    @cute.jit
+    def walk_tile(self, call, block, me, number, kv_slot, q_slot, do_slot, ds_slot, turn_slot):
+        """All query tiles of all heads of the group, or of the tile's part of it."""
+        tiling, work = self.tiling, self.work_tile(call, number)
+        me.begin(work)
         ragged = (work.n + 1) * tiling.tile_n > work.keys.length
-        block.kv_edge.wait(Slot.first(1))
+        block.kv_edge.wait(kv_slot)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
@@ -269,12 +354,18 @@ class HopperBackward:
                     q_slot = q_slot.next()
                     do_slot = do_slot.next()
                     ds_slot = ds_slot.next()
+        if const_expr(tiling.persistent):
+            block.kv_edge.release(kv_slot, me.lane)
         me.finish(call)
+        return kv_slot.next(), q_slot, do_slot, ds_slot, turn_slot
 
 
 @dataclasses.dataclass
 class Call(Fixed):
-    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, dK, dV, row statistics."""
+    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, row statistics, dK, dV.
+
+    `numbers`: how many pieces of work there are.
+    """
 
     tmas: tuple
     tensors: tuple
@@ -282,6 +373,8 @@ class Call(Fixed):
     dq_sum: cute.Tensor
     turns: cute.Tensor | None
     order: WorkOrder
+    pieces: Pieces | None
+    numbers: Int32
     scale: Float32
     captured: tuple
     scalars: tuple
@@ -301,14 +394,15 @@ class KeyTile(Fixed):
     queries: Sequence
     keys: Sequence
     padded: PaddedTiles
+    piece: Piece | None
 
 
 class Block(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
-    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool):
+    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
         self.dtype = dtype
-        q_layout, do_layout, k_layout, v_layout, ds_layout = layouts
+        q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout = layouts
         wide = dtype.width // 8
         warps = tiling.warpgroups * 4
         statistic = 4 * tiling.tile_m
@@ -318,6 +412,8 @@ class Block(Fixed):
             Edge(tiling.do_stages, tiling.tile_m * tiling.dv * wide + statistic, warps),
             # full: this block may add to dQ; empty: it has
             *((Edge(1, 0, warps),) if deterministic else ()),
+            # numbers of the tiles that follow, for all warps but the copying one
+            *((Edge(2, 0, warps + deterministic),) if tiling.persistent else ()),
         )
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
@@ -328,6 +424,9 @@ class Block(Fixed):
         self.edges = tuple(bound)
         self.kv_edge, self.q_edge, self.do_edge = bound[:3]
         self.turn_edge = bound[3] if deterministic else None
+        self.queue = None
+        if tiling.persistent:
+            self.queue = TileQueue(bound[-1], smem.allocate_array(Int32, edges[-1].stages), counter)
 
         def row_statistics(stages):
             layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
@@ -341,6 +440,10 @@ class Block(Fixed):
         self.sK, self.sV = tiles(k_layout), tiles(v_layout)
         self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
         self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
+        # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
+        self.sdK = self.sdV = None
+        if tiling.persistent:
+            self.sdK, self.sdV = tiles(dk_layout), tiles(dv_layout)
         self.sLines = None
         if tiling.distances:
             self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
@@ -398,6 +501,25 @@ def add_to_sum(target: cute.Tensor, tQrdQ: cute.Tensor, warpgroup_index, thread)
         )
 
 
+def store_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
+    """As `add_to_sum`, to memory that nobody else writes."""
+    for j, place in enumerate(_fours(target, registers, warpgroup_index, thread)):
+        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
+
+
+def load_part(source: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
+    """What `add_to_sum` and `store_part` have left."""
+    for j, place in enumerate(_fours(source, registers, warpgroup_index, thread)):
+        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
+
+
+def _fours(memory: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> list[cute.Tensor]:
+    """Where a thread's registers lie in fp32 memory, 16 bytes each; see `add_to_sum`."""
+    count = cute.size(registers)
+    start = memory.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
+    return [cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)) for j in range(count // 4)]
+
+
 def _dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part) -> cute.Tensor:
     """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
     if tiling.dq_split == "transposed":
@@ -409,8 +531,8 @@ def _dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part) 
 class Consumer(Fixed):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
-    def __init__(self, tiling: BackwardTiling, block: Block, thread, work):
-        self.tiling, self.block, self.work = tiling, block, work
+    def __init__(self, tiling: BackwardTiling, block: Block, thread):
+        self.tiling, self.block = tiling, block
         self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
         self.thread = thread % WARPGROUP
         self.lane = cute.arch.lane_idx()
@@ -438,8 +560,6 @@ class Consumer(Fixed):
         self.tVrdV = cute.make_rmem_tensor(dv.partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(dk.partition_shape_C((ROWS, tiling.d)), Float32)
         self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
-        self.tVrdV.fill(0.0)
-        self.tKrdK.fill(0.0)
         self._bind_dq(dtype)
         self.diagonals = None
         if tiling.distances:
@@ -447,8 +567,15 @@ class Consumer(Fixed):
         # rows of the seam are queries (columns of this transposed product), columns are keys
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32, block=16)
-        self.first_kv = work.n * tiling.tile_n + self.warpgroup * ROWS + (self.thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
+
+    def begin(self, work: KeyTile) -> None:
+        """Another tile of keys."""
+        self.work = work
+        first = work.n * self.tiling.tile_n + self.warpgroup * ROWS
+        self.first_kv = first + (self.thread // 32) * 16 + self.lane // 4
+        self.tVrdV.fill(0.0)
+        self.tKrdK.fill(0.0)
 
     def _bind_dq(self, dtype):
         tiling, block = self.tiling, self.block
@@ -539,32 +666,79 @@ class Consumer(Fixed):
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.tiling.warpgroups * WARPGROUP)
 
     def finish(self, call):
-        """dK and dV through the shared memory of K and V to their tensors, rows beyond the end left out by the copy."""
-        block, tiling = self.block, self.tiling
+        """dK and dV to memory: rounded, through shared memory, or as the sums of a piece.
+
+        Rows beyond the end are left out by the copy.
+        """
         for i in range(cute.size(self.tKrdK)):
             self.tKrdK[i] = self.tKrdK[i] * call.scale
+        if const_expr(call.pieces is None):
+            self.write_keys(call)
+        else:
+            whole_or_piece(self, call, self.work.piece.is_whole)
+
+    def write_keys(self, call):
+        if self.tiling.persistent:
+            self.send_keys(call)
+        else:
+            self.round_keys(call)
+
+    def leave_piece(self, call):
+        for target, registers in zip(call.pieces.sums, (self.tKrdK, self.tVrdV), strict=True):
+            store_part(target[self.work.piece.slot, None], registers, self.warpgroup, self.thread)
+        call.pieces.note(self.work, (self.warpgroup == 0) & (self.thread == 0))
+
+    def send_keys(self, call):
+        """Through shared memory of their own, each warpgroup its keys, while the next tile's K and V arrive."""
+        tiling, block, work = self.tiling, self.block, self.work
+        is_first = self.thread // 32 == 0
+        wait_if(is_first)  # the last tile's copies have read it
+        self.sync_warpgroup()
+        shared = [t[None, None, self.warpgroup] for t in (block.sdK, block.sdV)]
+        self.to_shared(self.mma_dk, self.tKrdK, shared[0])
+        self.to_shared(self.mma_dv, self.tVrdV, shared[1])
+        cute.arch.fence_view_async_shared()
+        self.sync_warpgroup()
+        for number, columns in enumerate((tiling.d, tiling.dv)):
+            tma, tensor = call.tmas[5 + number], call.tensors[5 + number]
+            tiles = work.keys.tiles(tensor, work.kv_head, (ROWS, columns))
+            source, target = _partition(tma, shared[number], tiles)
+            store_if(is_first, tma, source, target[None, work.n * tiling.warpgroups + self.warpgroup])
+
+    def to_shared(self, mma, registers: cute.Tensor, shared: cute.Tensor) -> None:
+        """A sum, rounded, into this warpgroup's rows."""
+        rounded = cute.make_rmem_tensor_like(registers, self.block.dtype)
+        narrow(rounded, registers)
+        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.block.dtype)
+        copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(self.thread)
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+
+    def sync_warpgroup(self):
+        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
+
+    def drain_stores(self):
+        """Shared memory stays until copies have read it."""
+        wait_if(self.thread // 32 == 0)
+
+    def round_keys(self, call):
+        block, tiling = self.block, self.tiling
         self.sync_consumers()  # K has been read by all products
         mine = (self.warpgroup, 0)
         for mma, registers, shared, columns in (
             (self.mma_dk, self.tKrdK, block.sK, tiling.d),
             (self.mma_dv, self.tVrdV, block.sV, tiling.dv),
         ):
-            rounded = cute.make_rmem_tensor_like(registers, block.dtype)
-            narrow(rounded, registers)
-            to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
-            copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(self.thread)
-            cute.copy(copy, copy.retile(rounded), copy.partition_D(cute.local_tile(shared, (ROWS, columns), mine)))
+            self.to_shared(mma, registers, cute.local_tile(shared, (ROWS, columns), mine))
         cute.arch.fence_view_async_shared()
         self.sync_consumers()
         work = self.work
         is_first = (self.warpgroup == 0) & (self.thread // 32 == 0)
         for tma, tensor, shared, columns in (
-            (call.tmas[4], call.tensors[4], block.sK, tiling.d),
-            (call.tmas[5], call.tensors[5], block.sV, tiling.dv),
+            (call.tmas[5], call.tensors[5], block.sK, tiling.d),
+            (call.tmas[6], call.tensors[6], block.sV, tiling.dv),
         ):
             source, target = _partition(tma, shared, work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns)))
             store_if(is_first, tma, source, target[None, work.n])
-        wait_if(is_first)
 
 
 class RowStatistic(Fixed):
@@ -586,6 +760,14 @@ class RowStatistic(Fixed):
 def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:
     """The registers of a transposed score product as (query, key)."""
     return _permuted(row_column_view(accumulator), (1, 0))
+
+
+@cute.jit
+def whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Boolean):
+    if is_whole:
+        me.write_keys(call)
+    else:
+        me.leave_piece(call)
 
 
 @cute.jit
@@ -617,6 +799,21 @@ def fake_rows(plan: BackwardPlan, batch, heads, length, d):
     return fake_tensor(element_type(plan), shape)
 
 
+def pieces_of(tiling: BackwardTiling, given: tuple) -> Pieces:
+    """The pieces of a launch, on the host."""
+    return Pieces.of(given, tiling.tile_n * tiling.d, tiling.tile_n * tiling.dv)
+
+
+def fake_pieces(plan: BackwardPlan):
+    """Memory for pieces to compile with, and how tiles are cut; see `Pieces.of`."""
+    return (fake_workspace(), Int32(0), Int32(1), Int32(1)) if plan.tiling.in_pieces else None
+
+
+def fake_workspace():
+    """Statistics of rows and a counter to compile with; see `statistics_of`."""
+    return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
+
+
 def fake_work(plan: BackwardPlan):
     """A table of the order of tiles to compile with, see `composattn.work`."""
     return make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8) if plan.listed else None
@@ -627,17 +824,17 @@ def fake_arguments(plan: BackwardPlan) -> tuple:
     size, tiling = cute.sym_int, plan.tiling
     batch, heads, kv_heads, q_len, kv_len, tiles = size(), size(), size(), size(), size(), size()
     entries = batch if plan.layout.is_dense else size()
-    rows = cute.sym_int(divisibility=tiling.tile_m)
     d, dv = plan.head_dim, plan.head_dim_v
     return (
         fake_rows(plan, batch, heads, q_len, d),
         fake_rows(plan, batch, kv_heads, kv_len, d),
         fake_rows(plan, batch, kv_heads, kv_len, dv),
         fake_rows(plan, batch, heads, q_len, dv),
-        fake_tensor(Float32, (2, entries, heads, rows), divisibility=4),
+        fake_workspace(),
         fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
         fake_rows(plan, batch, kv_heads, kv_len, d),
         fake_rows(plan, batch, kv_heads, kv_len, dv),
+        fake_pieces(plan),
         fake_tensor(Int32, (entries, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,
         Float32(1.0),
         fake_sequences(plan.layout),

@@ -1,7 +1,7 @@
 """After the backward kernel on Hopper: the fp32 sums of dQ, scaled and rounded, into the tensor."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -9,8 +9,8 @@ from cutlass.memory import SmemAllocator
 from ...plan_backward import BackwardPlan
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
-from ...primitives.values import aligned, narrow
-from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, store_if, wait_if
+from ...primitives.values import narrow
+from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, load_part, store_if, wait_if
 from .forward import WARPGROUP, _partition, fake_sequences, tile_layout
 
 
@@ -67,7 +67,7 @@ class BackwardFinish:
         shared = SmemAllocator().allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         mma, part = dq_product(tiling, dtype)
         registers = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C(part), Float32)
-        self.load(dq_sum[padded.b, head, padded.first + tile, None], registers, warpgroup, thread)
+        load_part(dq_sum[padded.b, head, padded.first + tile, None], registers, warpgroup, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
         rounded = cute.make_rmem_tensor_like(registers, dtype)
@@ -82,16 +82,6 @@ class BackwardFinish:
         is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
         store_if(is_first, tma, source, target[None, tile])
         wait_if(is_first)
-
-    def load(self, source: cute.Tensor, registers: cute.Tensor, warpgroup: Int32, thread: Int32) -> None:
-        """The twin of `add_to_sum`."""
-        count = cute.size(registers)
-        start = source.iterator + (warpgroup * (count * WARPGROUP) + thread * 4)
-        for j in range(count // 4):
-            four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)), four)
-            for e in range(4):
-                registers[4 * j + e] = four[e]
 
 
 def kernel(plan: BackwardPlan) -> tuple:

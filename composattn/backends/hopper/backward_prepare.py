@@ -5,12 +5,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
-from ...plan_backward import BackwardPlan
+from ...plan_backward import COUNTER, BackwardPlan
 from ...primitives.delta import row_product, row_statistics
-from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
+from ...primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
-from .backward import fake_rows, fake_tensor, fake_work
+from .backward import fake_rows, fake_tensor, fake_work, fake_workspace
 from .forward import _permuted, fake_sequences
 
 THREADS = 256
@@ -39,7 +39,7 @@ class BackwardPrepare:
         dout: cute.Tensor,  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
         lse: cute.Tensor,  # (B, Hq, Sq) fp32, packed (Hq, total)
         dlse: cute.Tensor | None,  # (B, Hq, Sq) fp32, packed (Hq, total)
-        statistics: cute.Tensor,  # (2, B, Hq, rows padded to tiles) fp32; see PaddedTiles
+        workspace: cute.Tensor,  # fp32: a counter of the main kernel, statistics of rows; see `statistics_of`
         dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32
         sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
         work: cute.Tensor | None,  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
@@ -48,13 +48,16 @@ class BackwardPrepare:
         queries, _ = rows_of(self.plan.layout, out, out, sequences)
         if const_expr(work is not None):
             out, dout = [_permuted(t, (1, 0, 2)) for t in (out, dout)]
-        self.kernel(out, dout, lse, dlse, statistics, dq_sum, queries, work).launch(
+        statistics = statistics_of(workspace, COUNTER, dq_sum, self.tiling.tile_m)
+        self.kernel(out, dout, lse, dlse, statistics, dq_sum, counter_of(workspace), queries, work).launch(
             grid=query_grid(dq_sum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_sum, queries, work):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_sum, counter, queries, work):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
+        if const_expr(self.tiling.persistent):
+            _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         tile, head, b = query_tile(work)
         if const_expr(work is None):
             self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
@@ -112,6 +115,17 @@ def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, 
     return choose(inside, product, Float32(0.0))
 
 
+def _is_first_block() -> Boolean:
+    x, y, z = cute.arch.block_idx()
+    return (x == 0) & (y == 0) & (z == 0)
+
+
+@cute.jit
+def _clear_if(counter: cute.Tensor, condition: Boolean):
+    if condition:
+        counter[0] = Int32(0)
+
+
 @cute.jit
 def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
     if mine:
@@ -130,7 +144,6 @@ def kernel(plan: BackwardPlan) -> tuple:
     size, stride, tiling = cute.sym_int, cute.sym_int64, plan.tiling
     batch, heads, q_len, tiles = size(), size(), size(), size()
     entries = batch if plan.layout.is_dense else size()
-    rows = cute.sym_int(divisibility=tiling.tile_m)
 
     def statistic():
         shape = (batch, heads, q_len) if plan.layout.is_dense else (heads, q_len)
@@ -141,7 +154,7 @@ def kernel(plan: BackwardPlan) -> tuple:
         fake_rows(plan, batch, heads, q_len, plan.head_dim_v),
         statistic(),
         statistic() if plan.has_dlse else None,
-        fake_tensor(Float32, (2, entries, heads, rows), divisibility=4),
+        fake_workspace(),
         fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
         fake_sequences(plan.layout),
         fake_work(plan),

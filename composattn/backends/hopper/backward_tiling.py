@@ -7,10 +7,12 @@ import dataclasses
 from ...errors import UnsupportedHeadDim
 from ...graph.captured_gradient import GradientProgram, Pattern
 from ...graph.program import Program
-from ...plan_backward import BackwardTiling
+from ...plan_backward import BackwardTiling, queries_of_a_key
 from ...problem import Problem
 from ...target import Target
 from .tiling import has_costly_test, has_opaque_test, reads_any, reads_pairs
+
+SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens
 
 
 def padded(d: int) -> int:
@@ -42,8 +44,10 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     tall = d <= 64 and dv <= 64 and not reads
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)
+    # where few queries see a key, what tiles that end on no multiple of 64 visit too much is more than they save
     wide = d == 128 and not reads and program.score is None and not has_costly_test(program.mask)
-    return BackwardTiling(
+    wide = wide and (deterministic or queries_of_a_key(problem, program) > SHORT)
+    tiling = BackwardTiling(
         tile_m=128 if tall else 80 if wide else 64,
         tile_n=128,
         d=d,
@@ -57,9 +61,20 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         producer_registers=24,
         p_early=not wide,  # costs registers that tiles of 80 queries do not have
         l2=16 << 20,
+        section_tiles=_section_tiles(target),
         heads_together=problem.schedule.heads_together,
         distances=2 * 4096 if sums_by_distance(program) else 0,
     )
+    if wide or (deterministic and not tall):
+        return tiling
+    # blocks that stay have room of their own for dK and dV
+    stays = dataclasses.replace(tiling, persistent=True)
+    return stays if stays.shared_memory(2) <= target.shared_memory else tiling
+
+
+def _section_tiles(target: Target) -> int:
+    """Of heads that run together: with 24 query heads on 3, a section a head left 23 % of the multiprocessors idle."""
+    return 3 * target.sms // 2
 
 
 def sums_by_distance(program: Program) -> bool:
@@ -72,7 +87,8 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardT
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = BackwardTiling(
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
-        consumer_registers=240, producer_registers=24, p_early=False, l2=16 << 20, shared_keys=True,
+        consumer_registers=240, producer_registers=24, p_early=False, l2=16 << 20, section_tiles=_section_tiles(target),
+        shared_keys=True,
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory

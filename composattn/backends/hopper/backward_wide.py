@@ -15,13 +15,16 @@ from .backward import (
     ROWS,
     Block,
     HopperBackward,
+    KeyTile,
     RowStatistic,
     _queries_first,
     add_to_sum,
     bind_dq,
     fake_arguments,
     store_if,
+    store_part,
     wait_if,
+    whole_or_piece,
 )
 from .forward import WARPGROUP, _issue, _partition, _permuted
 
@@ -45,19 +48,18 @@ class HopperBackwardWide(HopperBackward):
 
     @cute.jit
     def consume(self, call, block):
-        work = self.work_tile(call)
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
-            self.walk(call, block, ProbabilitySide(self.tiling, block, thread, work, 0))
+            self.walk(call, block, ProbabilitySide(self.tiling, block, thread, 0))
         else:
-            self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, work, 1))
+            self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
 
 
 class Side(Fixed):
     """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
 
-    def __init__(self, tiling: BackwardTiling, block: Block, thread, work, number: int):
-        self.tiling, self.block, self.work = tiling, block, work
+    def __init__(self, tiling: BackwardTiling, block: Block, thread, number: int):
+        self.tiling, self.block = tiling, block
         self.warpgroup, self.thread = number, thread
         self.lane = cute.arch.lane_idx()
         stationary, moving, partner, columns = self.operands()
@@ -77,13 +79,20 @@ class Side(Fixed):
         self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
         self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
         self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
-        self.total.fill(0.0)
         self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
         queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
         self.shape = FragmentShape(queries, (0, 8), 32, block=16)
-        self.first_kv = work.n * tiling.tile_n + (thread // 32) * 16 + self.lane // 4
         self.row = (self.lane % 4) * 2
         self.diagonals = Diagonals(block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
+
+    def scale_sum(self, call):
+        """The factor that is left for the end."""
+
+    def begin(self, work: KeyTile) -> None:
+        """A tile of keys."""
+        self.work = work
+        self.first_kv = work.n * self.tiling.tile_n + (self.thread // 32) * 16 + self.lane // 4
+        self.total.fill(0.0)
 
     def begin_head(self, mods: BackwardMods, head, leaves):
         self.head = head
@@ -128,9 +137,20 @@ class Side(Fixed):
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=2 * WARPGROUP)
 
     def finish(self, call):
-        """The sum through the shared memory of the stationary operand to its tensor."""
+        """The sum through the shared memory of the stationary operand to its tensor, or to a piece's sums."""
+        self.scale_sum(call)
+        if const_expr(call.pieces is None):
+            self.write_keys(call)
+        else:
+            whole_or_piece(self, call, self.work.piece.is_whole)
+
+    def leave_piece(self, call):
+        store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, 0, self.thread)
+        call.pieces.note(self.work, (self.result == 0) & (self.thread == 0))
+
+    def write_keys(self, call):
         block, tiling, work = self.block, self.tiling, self.work
-        shared, number, columns = self.result(call)
+        shared, columns = ((block.sK, tiling.d), (block.sV, tiling.dv))[self.result]
         self.sync_consumers()  # K has been read by all products
         rounded = cute.make_rmem_tensor_like(self.total, block.dtype)
         narrow(rounded, self.total)
@@ -139,16 +159,21 @@ class Side(Fixed):
         cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=WEIGHTS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
-        tensor = call.tensors[number]
+        tma, tensor = call.tmas[5 + self.result], call.tensors[5 + self.result]
         tiles = work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns))
-        source, target = _partition(call.tmas[number], shared, tiles)
+        source, target = _partition(tma, shared, tiles)
         is_first = self.thread // 32 == 0
-        store_if(is_first, call.tmas[number], source, target[None, work.n])
-        wait_if(is_first)
+        store_if(is_first, tma, source, target[None, work.n])
+
+    def drain_stores(self):
+        """Shared memory stays until copies have read it."""
+        wait_if(self.thread // 32 == 0)
 
 
 class ProbabilitySide(Side):
     """S, P and dV."""
+
+    result = 1  # of dK, dV
 
     def operands(self):
         block = self.block
@@ -186,12 +211,11 @@ class ProbabilitySide(Side):
         warpgroup.wait_group(0)
         self.add_dq(call, m, tQrdQ, turn_slot)
 
-    def result(self, call):
-        return self.block.sV, 5, self.tiling.dv
-
 
 class GradientSide(Side):
     """dP, dS and dK, and the sums of captured gradients, which come from dS."""
+
+    result = 0  # of dK, dV
 
     def operands(self):
         block = self.block
@@ -235,10 +259,9 @@ class GradientSide(Side):
         copy = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
         return copy, copy.partition_D(_permuted(self.block.sdS, (1, 0, 2)))  # (keys, queries, stage)
 
-    def result(self, call):
+    def scale_sum(self, call):
         for i in range(cute.size(self.total)):
             self.total[i] = self.total[i] * call.scale
-        return self.block.sK, 4, self.tiling.d
 
 
 def kernel(plan: BackwardPlan) -> tuple:

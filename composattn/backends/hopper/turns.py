@@ -21,9 +21,23 @@ class Turns(Fixed):
 
     @cute.jit
     def take(self, call, block):
-        work = self.kernel.work_tile(call)
+        slot, number = Slot.first(1), cute.arch.block_idx()[0]
+        if const_expr(not self.kernel.tiling.persistent):
+            self.take_tile(call, block, number, slot)
+        else:
+            lane = cute.arch.lane_idx()
+            next_slot = Slot.first(block.queue.edge.edge.stages)
+            while number < call.numbers:
+                if self.kernel.exists(call, number):
+                    slot = self.take_tile(call, block, number, slot)
+                number = block.queue.hear(next_slot, lane)
+                next_slot = next_slot.next()
+
+    @cute.jit
+    def take_tile(self, call, block, number, slot):
+        """Turns of one tile of keys."""
+        work = self.kernel.work_tile(call, number)
         lane = cute.arch.lane_idx()
-        slot = Slot.first(1)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
@@ -38,6 +52,7 @@ class Turns(Fixed):
                     # empty again: all consumers have added their parts
                     block.turn_edge.wait_empty(slot)
                     _publish_if(turn, before + 1, lane == 0)
+        return slot
 
     def before(self, call, work, head, run, i, lane):
         """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""

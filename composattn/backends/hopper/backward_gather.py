@@ -1,0 +1,110 @@
+"""After the backward kernel on Hopper: fp32 sums of the pieces of tiles of keys, added up and rounded to dK and dV."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+
+from ...plan_backward import BackwardPlan
+from ...primitives.seqlen import DenseRows
+from ...primitives.values import narrow
+from .backward import ROWS, fake_pieces, fake_rows, load_part, pieces_of, store_if, wait_if
+from .forward import WARPGROUP, _partition, tile_layout
+
+
+class BackwardGather:
+    """A block 64 keys of a cut tile, of dK or of dV: registers as the product left them, through shared memory.
+
+    Pieces are added in their order, so that a sum has the same bits in every run.
+    """
+
+    def __init__(self, plan: BackwardPlan):
+        self.plan, self.tiling = plan, plan.tiling
+
+    def __repr__(self):
+        return "backward_gather"  # becomes part of the kernel's name
+
+    @cute.jit
+    def __call__(
+        self,
+        pieces,  # see `composattn.primitives.pieces`
+        dk: cute.Tensor,  # (B, Hkv, Skv, D)
+        dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
+        stream,
+    ):
+        tiling = self.tiling
+        self.dtype = dk.element_type
+        outputs = []
+        for tensor, columns in ((dk, tiling.d), (dv, tiling.dv)):
+            layout = tile_layout(self.dtype, ROWS, columns)
+            outputs.append(
+                cpasync.make_tiled_tma_atom(
+                    cpasync.CopyBulkTensorTileS2GOp(), DenseRows.for_copies(tensor), layout, (ROWS, columns)
+                )
+            )
+        _, _, cut, count = pieces
+        made = pieces_of(tiling, pieces)
+        tmas, tensors = tuple(o[0] for o in outputs), tuple(o[1] for o in outputs)
+        self.kernel(tmas, tensors, made.sums, made.places, count).launch(
+            grid=(cut, tiling.tile_n // ROWS, 2), block=(WARPGROUP, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, tmas, tensors, sums, places, count):
+        cute.arch.griddepcontrol_wait()  # for the main kernel's sums
+        _, _, number = cute.arch.block_idx()
+        if number == 0:
+            self.gather(tmas[0], tensors[0], sums[0], places, count, self.tiling.d)
+        else:
+            self.gather(tmas[1], tensors[1], sums[1], places, count, self.tiling.dv)
+
+    @cute.jit
+    def gather(self, tma, tensor, sums, places, count, columns: cutlass.Constexpr):
+        tile, rows, _ = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
+        mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, columns)
+        )
+        total = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
+        load_part(sums[tile * count, None], total, rows, thread)
+        for piece in cutlass.range(1, count, unroll=1):
+            more = cute.make_rmem_tensor_like(total, Float32)
+            load_part(sums[tile * count + piece, None], more, rows, thread)
+            _add(total, more)
+        layout = tile_layout(self.dtype, ROWS, columns)
+        shared = SmemAllocator().allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+        rounded = cute.make_rmem_tensor_like(total, self.dtype)
+        narrow(rounded, total)
+        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
+        tiles = cute.local_tile(tensor[None, None, head, b], (ROWS, columns), (None, 0))
+        source, target = _partition(tma, shared, tiles)
+        is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        store_if(is_first, tma, source, target[None, n * (self.tiling.tile_n // ROWS) + rows])
+        wait_if(is_first)
+
+
+def _add(total: cute.Tensor, more: cute.Tensor) -> None:
+    for i in range(cute.size(total)):
+        total[i] = total[i] + more[i]
+
+
+def kernel(plan: BackwardPlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    size = cute.sym_int
+    batch, kv_heads, kv_len = size(), size(), size()
+    arguments = (
+        fake_pieces(plan),
+        fake_rows(plan, batch, kv_heads, kv_len, plan.head_dim),
+        fake_rows(plan, batch, kv_heads, kv_len, plan.head_dim_v),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    return BackwardGather(plan), arguments

@@ -1,0 +1,61 @@
+"""Work tiles handed out one at a time: a counter in device memory, and how a block's warps hear of the next tile.
+
+Blocks that stay for many tiles take the next one when they are free, as the hardware hands blocks to multiprocessors;
+a fixed stride does not even out tiles of different lengths. The first tile of a block is the block's own number.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from .pipelines import BoundEdge, Slot
+from .values import Fixed
+
+
+class TileQueue(Fixed):
+    """One warp draws numbers and announces them on `edge`, whose stages hold one each; all others hear them in order.
+
+    `counter`: int32 (1,), zero when the kernel starts.
+    """
+
+    def __init__(self, edge: BoundEdge, numbers: cute.Pointer, counter: cute.Tensor) -> None:
+        self.edge, self.numbers, self.counter = edge, numbers, counter
+
+    def draw(self, lane: Int32) -> Int32:
+        """The next number, in all lanes of the warp that announces."""
+        number = _one_more(self.counter.iterator, lane == 0)
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(number, 0)
+
+    def announce(self, slot: Slot, number: Int32, lane: Int32) -> None:
+        """To the warps of this block, once all have heard what `slot` held before."""
+        self.edge.wait_empty(slot)
+        _put_if(self.numbers + slot.index, number, self.edge.full + slot.index, lane == 0)
+
+    def hear(self, slot: Slot, lane: Int32) -> Int32:
+        """The number that is announced on `slot`."""
+        self.edge.wait(slot)
+        number = cute.arch.make_warp_uniform(cute.make_tensor(self.numbers + slot.index, cute.make_layout(1))[0])
+        cute.arch.sync_warp()
+        self.edge.release(slot, lane)
+        return number
+
+
+@cute.jit
+def _one_more(counter: cute.Pointer, condition: Boolean) -> Int32:
+    """What was there before it grew by one, where the condition holds."""
+    found = Int32(0)
+    if condition:
+        found = cute.arch.inline_ptx(
+            "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[counter]
+        )
+    return found
+
+
+@cute.jit
+def _put_if(place: cute.Pointer, number: Int32, barrier: cute.Pointer, condition: cutlass.Boolean):
+    if condition:
+        cute.make_tensor(place, cute.make_layout(1))[0] = number
+        cute.arch.mbarrier_arrive(barrier)
+
+
+__all__ = ["TileQueue"]

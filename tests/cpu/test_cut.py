@@ -1,0 +1,44 @@
+"""Which tiles of keys are computed in pieces: few enough, never short ones, and runs of query tiles that lose none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from composattn.cut import SHORTEST, best_cut
+
+SMS = 132
+
+
+def triangle(tiles: int, group: int = 1) -> list[int]:
+    return [2 * (tiles - n) * group for n in range(tiles)]
+
+
+# lengths of the tiles of a head, heads; whole tiles, pieces of the others
+CASES = {
+    "many-of-one-length": ([100] * 64, 16, 1024, 1),
+    "many-of-many-lengths": (triangle(64), 32, 2048, 1),
+    "groups-of-8-on-3-heads-of-two-entries": (triangle(64, 8), 6, 0, 2),
+    "groups-of-8-on-2-heads": (triangle(32, 8), 2, 0, 4),
+    "one-round-of-many-lengths": (triangle(32), 4, 0, 2),
+    "one-round-of-one-length": ([100] * 132, 1, 132, 1),
+    "one-round-and-a-little": ([100] * 140, 1, 132, 7),
+    "one-short-tile": ([3], 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiles_are_cut_where_multiprocessors_would_idle(case: str) -> None:
+    lengths, repeats, whole, pieces = CASES[case]
+    cut = best_cut(lengths, repeats, SMS)
+    assert (cut.tiles, cut.whole, cut.pieces) == (len(lengths) * repeats, whole, pieces)
+
+
+def test_no_piece_is_short() -> None:
+    for _ in range(200):
+        lengths = sorted((random.randint(0, 60) for _ in range(random.randint(1, 40))), reverse=True)
+        cut = best_cut(lengths, random.randint(1, 9), SMS)
+        assert 0 <= cut.whole <= cut.tiles
+        assert cut.pieces == 1 or max(lengths) >= cut.pieces * SHORTEST
+        assert (cut.cut == 0) == (cut.pieces == 1)
