@@ -195,22 +195,31 @@ class Case:
         return self.batch * self.heads * count
 
 
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+# batch, tokens, query heads, key/value heads: the last two have fewer tiles of keys than a GPU has multiprocessors
+GROUPS = ((2, 8192, 24, 3), (2, 8192, 32, 4), (1, 4096, 32, 4), (1, 4096, 16, 2))
 HIDDEN = 2048
 TOKENS = 16384
 
 
 def _plain(dim: int, length: int, pattern: PatternFactory, direction: Direction, sets: tuple[str, ...]) -> Case:
-    """16k tokens in all, hidden 2048: the shape at which peers publish their numbers."""
+    """16k tokens in all (or one sequence), hidden 2048: the shape at which peers publish their numbers."""
     return Case(
         f"{direction} D{dim} S{length} {pattern.__name__}",
         sets,
         pattern,
-        batch=TOKENS // length,
+        batch=max(1, TOKENS // length),
         heads=HIDDEN // dim,
         q_len=length,
         dim=dim,
         direction=direction,
     )
+
+
+def _grouped(direction: Direction, batch: int, length: int, heads: int, kv_heads: int, pattern: PatternFactory) -> Case:
+    """Query heads that share key/value heads, D 128."""
+    name = f"{direction} D128 B{batch} S{length} GQA {heads}/{kv_heads} {pattern.__name__}"
+    return Case(name, (direction, "gqa"), pattern, batch, heads, length, 128, kv_heads=kv_heads, direction=direction)
 
 
 def _modded(pattern: PatternFactory, direction: Direction, sets: tuple[str, ...], **shape: int) -> Case:
@@ -223,17 +232,24 @@ def _modded(pattern: PatternFactory, direction: Direction, sets: tuple[str, ...]
 def _all() -> Iterable[Case]:
     for direction in ("forward", "backward"):
         for dim in (128, 64, 96, 192, 256):
-            for length in (1024, 4096, 16384):
+            for length in LENGTHS if dim in (64, 128) else (2048, 8192):
                 for pattern in (full, causal):
                     core = dim == 128 and length >= 4096 and direction == "forward"
                     yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
         for pattern in (
-            causal, window, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
+            window, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
         ):  # fmt: skip
             core = direction == "forward" and pattern in (window, alibi, softcap)
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
-        yield _modded(relative, direction, (direction, "mods"), heads=32, dim=64)
-        yield _modded(causal, direction, (direction, "mods"), heads=32, kv_heads=4)
+        for pattern in (relative, window):
+            yield _modded(pattern, direction, (direction, "mods"), heads=32, dim=64)
+        for pattern in (full, causal):
+            shape = {"batch": 2, "heads": 16, "q_len": 8192, "dim": 192, "v_dim": 128}
+            name = f"{direction} D192/128 S8192 {pattern.__name__}"
+            yield Case(name, (direction,), pattern, direction=direction, **shape)  # type: ignore[arg-type]
+        for batch, length, heads, kv_heads in GROUPS:
+            yield _grouped(direction, batch, length, heads, kv_heads, causal)
+        yield _grouped(direction, 2, 8192, 24, 3, full)
     for batch, kv_len in ((16, 32768), (1, 131072)):
         for page_size in (0, 16, 64, 256):
             yield Case(
@@ -286,7 +302,7 @@ def _all() -> Iterable[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(_all())
-SETS: tuple[str, ...] = ("core", "forward", "backward", "mods", "decode", "host", "memory", "smoke")
+SETS: tuple[str, ...] = ("core", "forward", "backward", "mods", "gqa", "decode", "host", "memory", "smoke")
 
 
 def select(sets: Iterable[str], only: str | None = None) -> list[Case]:

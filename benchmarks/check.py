@@ -21,8 +21,11 @@ class Expected:
     truth: torch.Tensor
     baseline: torch.Tensor
 
-    def compare(self, what: str, got: torch.Tensor) -> None:
-        """At most twice the baseline's error plus the rounding of the output type, elementwise on the largest."""
+    def compare(self, what: str, got: torch.Tensor) -> float:
+        """At most twice the baseline's error plus the rounding of the output type, elementwise on the largest.
+
+        Returns the error in norm, of the truth's.
+        """
         if not bool(torch.isfinite(got).all()):
             raise WrongResult(f"{what}: not finite")
         got = got.detach()
@@ -32,6 +35,7 @@ class Expected:
         allowed += torch.finfo(got.dtype).eps * scale
         if not error <= allowed:
             raise WrongResult(f"{what}: error {error:.3g}, allowed {allowed:.3g}, largest value {scale:.3g}")
+        return float((got.double() - self.truth).norm() / self.truth.norm())
 
 
 def _rows(
@@ -112,23 +116,25 @@ class Checker:
         self.rows, self.output = expect_output(case, pattern, inputs)
         self.gradients = expect_gradients(case, pattern, inputs) if case.direction == "backward" else None
 
-    def check_output(self, out: torch.Tensor) -> None:
-        """`out`: (B, H, Sq, Dv)."""
+    def check_output(self, out: torch.Tensor) -> float:
+        """The error of `out` (B, H, Sq, Dv), in norm."""
         shape = (self.case.batch, self.case.heads, self.case.q_len, self.case.v_dim)
         if tuple(out.shape) != shape:
             raise WrongResult(f"output has shape {tuple(out.shape)}, wanted {shape}")
         if not bool(torch.isfinite(out).all()):
             raise WrongResult("output: not finite")
-        self.output.compare("output", out[:, :, self.rows])
+        return self.output.compare("output", out[:, :, self.rows])
 
-    def check_gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """All (B, H, S, D)."""
+    def check_gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> float:
+        """The largest error of the three, all (B, H, S, D), in norm."""
         if self.gradients is None:
             raise ValueError("a forward case has no gradients to check")
         b, kv_head, expected = self.gradients
         group = self.case.heads // self.case.kv_heads
         slices = slice(kv_head * group, (kv_head + 1) * group), *(slice(kv_head, kv_head + 1),) * 2
+        errors = []
         for what, got, heads, one in zip(("dQ", "dK", "dV"), (dq, dk, dv), slices, expected, strict=True):
             if not bool(torch.isfinite(got).all()):
                 raise WrongResult(f"{what}: not finite")
-            one.compare(what, got[b : b + 1, heads])
+            errors.append(one.compare(what, got[b : b + 1, heads]))
+        return max(errors)

@@ -250,6 +250,45 @@ class FlashAttention4:
         return _packed(case, pattern, inputs, call)
 
 
+@dataclass(frozen=True)
+class CudnnFlex:
+    """cudnn.flex_attention of nvidia-cudnn-frontend: masks as intervals of keys that a query sees, told row by row."""
+
+    name: str = "cudnn.flex"
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+        if pattern.score_mod is not None:
+            raise NotServed("no score mods")
+        if case.page_size or case.measure == "tbps":
+            raise NotServed("no decoding")
+        turned = [t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+        ends = interval_ends(case, pattern, inputs.q.device).repeat(1, case.batch)[None].contiguous()
+        plan = create_mask_plan(ends, *turned[:3], build_backward=case.direction == "backward")
+        forward = functools.partial(flex_attn_func, mask_plan=plan)
+        return Job(forward, _leaves(case, *turned[:3]), turned[3], lambda t: t.transpose(1, 2))
+
+
+def interval_ends(case: Case, pattern: Pattern, device: torch.device) -> torch.Tensor:
+    """int32 (odd, Sq): F0, F1, ... of each query, which sees the keys [0, F0) and [F1, F2) and so on."""
+    q, kv = torch.arange(case.q_len, device=device), torch.arange(case.kv_len, device=device)
+    if pattern.mask_mod is None:
+        return torch.full((1, case.q_len), case.kv_len, dtype=torch.int32, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    found = []
+    for rows in q.split(1024):
+        seen = F.pad(pattern.mask_mod(zero, zero, rows[:, None], kv).to(torch.int8), (1, 1))
+        steps = seen.diff(dim=1)  # 1 where a run of keys begins, -1 behind it
+        if int((steps > 0).sum(1).max()) > 1:
+            raise NotServed("more than one interval of keys a query")
+        found.append(torch.stack([(steps > 0).int().argmax(1), (steps < 0).int().argmax(1)]))
+    begins, stops = torch.cat(found, dim=1).to(torch.int32)
+    if not bool(begins.any()):
+        return stops[None]
+    return torch.stack([torch.zeros_like(begins), begins, stops])
+
+
 def _packed(case: Case, pattern: Pattern, inputs: Inputs, call: Forward) -> Job:
     """Packed (total, H, D): every batch entry's documents, one after the other.
 
@@ -311,6 +350,8 @@ def available(device: torch.device, backend: str | None = None) -> list[Implemen
         ]
         if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
             found.append(FlashAttention4())
+        if importlib.util.find_spec("cudnn"):
+            found.append(CudnnFlex())
     else:
         found += [TorchSdpa("torch sdpa", None), FlexAttention()]
     return found

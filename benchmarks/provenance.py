@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("nvidia-cutlass-dsl", "flash-attn-4", "triton", "apache-tvm-ffi", "numpy", "sympy")
+PACKAGES = ("nvidia-cutlass-dsl", "flash-attn-4", "nvidia-cudnn-frontend", "triton", "apache-tvm-ffi", "numpy", "sympy")
 
 
 def _output(*command: str) -> str | None:

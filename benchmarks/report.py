@@ -71,6 +71,13 @@ def fraction_of_gemm(rows: dict[str, Row]) -> float | None:
     return ours["tflops"] / yardstick["tflops"] if "tflops" in ours and "tflops" in yardstick else None
 
 
+def errors(rows: dict[str, Row]) -> str:
+    """Against fp64, in norm: ours, and the best peer's."""
+    peer = best_peer(rows)
+    shown = [rows.get(OURS, {}).get("deviation"), rows[peer[0]].get("deviation") if peer else None]
+    return ", ".join("–" if error is None else f"{error:.1e}" for error in shown)
+
+
 def cell(row: Row | None) -> str:
     if row is None:
         return ""
@@ -101,12 +108,14 @@ def markdown(result: Result) -> str:
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
     names = [n for n in dict.fromkeys(names) if any(is_measured(rows[n]) for rows in table.values() if n in rows)]
-    head = ["case", *names, "to the best peer", "of the GEMM"]
+    deviations = any("deviation" in row for row in result.facts["rows"])
+    head = ["case", *names, "to the best peer", "of the GEMM", *(["error, ours and its"] if deviations else [])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, rows in table.items():
         to_best, packed, of_gemm = ratio_to_best(rows), ratio_to_best(rows, PACKED), fraction_of_gemm(rows)
         ratio = f"{to_best:.2f}×" if to_best else ""
         ends = [f"{ratio}, packed {packed:.2f}×" if packed else ratio, f"{of_gemm:.2f}" if of_gemm else ""]
+        ends += [errors(rows)] if deviations else []
         lines.append("| " + " | ".join([case, *(cell(rows.get(n)) for n in names), *ends]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -62,12 +63,12 @@ def draw(case: Case, device: torch.device) -> Inputs:
     )
 
 
-def checked_call(case: Case, job: Job, checker: Checker) -> Call:
-    """What is timed, once its result was found right."""
+def checked_call(case: Case, job: Job, checker: Checker) -> tuple[Call, float]:
+    """What is timed, once its result was found right, and the error found."""
     if case.direction == "forward":
         with torch.no_grad():
-            checker.check_output(job.to_common(job.forward(*job.leaves)))
-        return functools.partial(job.forward, *job.leaves)
+            error = checker.check_output(job.to_common(job.forward(*job.leaves)))
+        return functools.partial(job.forward, *job.leaves), error
 
     out = job.forward(*job.leaves)
     checker.check_output(job.to_common(out))
@@ -77,8 +78,7 @@ def checked_call(case: Case, job: Job, checker: Checker) -> Call:
     def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, leaves, job.grad, retain_graph=True)
 
-    checker.check_gradients(*(job.to_common(g) for g in backward()[:3]))
-    return backward
+    return backward, checker.check_gradients(*(job.to_common(g) for g in backward()[:3]))
 
 
 def error_row(case: Case, name: str, error: BaseException) -> Row:
@@ -87,37 +87,38 @@ def error_row(case: Case, name: str, error: BaseException) -> Row:
     return {"row": case.name, "impl": name, kind: f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
 
 
-def result_row(case: Case, name: str, timing: Timing, visible: int) -> Row:
+def result_row(case: Case, name: str, timing: Timing, visible: int, error: float | None) -> Row:
     row: Row = {"row": case.name, "impl": name, "ms": timing.ms}
     if case.measure == "tflops":
         row["tflops"] = case.flops(visible) / timing.ms * 1e-9
     elif case.measure == "tbps":
         row["tbps"] = case.kv_bytes() / timing.ms * 1e-9
     row["spread"] = timing.spread
-    return row
+    return row if error is None else row | {"deviation": error}
 
 
 def make_ready(
     case: Case, implementations: Sequence[Implementation], device: torch.device, limit_s: float
-) -> tuple[dict[str, Call], list[Row], int]:
-    """The checked calls of a case, a row for each implementation that has none, and the visible pairs."""
+) -> tuple[dict[str, Call], dict[str, float], list[Row], int]:
+    """The checked calls of a case with their errors, a row for each implementation that has none, visible pairs."""
     pattern = case.pattern(case, device)
     inputs = draw(case, device)
     checker = Checker(case, pattern, inputs)
     calls: dict[str, Call] = {}
+    errors: dict[str, float] = {}
     failed: list[Row] = []
     for implementation in implementations:
         name = implementation.name
         try:
             with time_limit(limit_s):
-                calls[name] = checked_call(case, implementation.prepare(case, pattern, inputs), checker)
+                calls[name], errors[name] = checked_call(case, implementation.prepare(case, pattern, inputs), checker)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # compilers raise what they like; one peer's failure is one row
             failed.append(error_row(case, name, error))
             print(f"    {name}: {failed[-1].get('error') or failed[-1].get('not served')}", flush=True)
         device_alive(device)
-    return calls, failed, case.visible_pairs(pattern, device)
+    return calls, errors, failed, case.visible_pairs(pattern, device)
 
 
 def device_alive(device: torch.device) -> None:
@@ -148,7 +149,7 @@ def run_case(
 ) -> list[Row]:
     if case.measure == "memory" and device.type != "cuda":
         raise NotServed("peak memory is read from the allocator of a GPU")
-    calls, rows, visible = make_ready(case, implementations, device, options.limit)
+    calls, errors, rows, visible = make_ready(case, implementations, device, options.limit)
     if not calls:
         return rows
     if case.measure == "memory":
@@ -160,7 +161,7 @@ def run_case(
     with torch.set_grad_enabled(case.direction == "backward"):
         timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
     for name, timing in timings.items():
-        row = result_row(case, name, timing, visible)
+        row = result_row(case, name, timing, visible, errors.get(name))
         if name == GEMM and yardstick is not None:
             row["tflops"] = yardstick[1] / timing.ms * 1e-9
         rows.append(row)
@@ -171,7 +172,11 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         if "ms" in row:
             rate = next((f"{row[unit]:9.1f} {unit}" for unit in ("tflops", "tbps") if unit in row), " " * 16)
-            print(f"    {row['impl']:18} {row['ms']:10.4f} ms {rate}   spread {row['spread']:.1%}", flush=True)
+            print(
+                f"    {row['impl']:18} {row['ms']:10.4f} ms {rate}   spread {row['spread']:.1%}"
+                f"   error {row.get('deviation', math.nan):.1e}",
+                flush=True,
+            )
         elif "extra_bytes" in row:
             print(f"    {row['impl']:18} {row['extra_bytes'] / 2**20:10.2f} MiB extra", flush=True)
 

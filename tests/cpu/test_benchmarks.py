@@ -12,7 +12,7 @@ import torch
 from benchmarks import cold, planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
-from benchmarks.implementations import Inputs, TorchSdpa
+from benchmarks.implementations import Inputs, TorchSdpa, interval_ends
 
 CPU = torch.device("cpu")
 SMALL = Case("small", (), causal, batch=2, heads=4, kv_heads=2, q_len=96, dim=16, dtype=torch.float32)
@@ -104,7 +104,8 @@ def test_a_run_keeps_what_it_measured_and_what_failed(tmp_path: Path) -> None:
     kept = json.loads(out.read_text())
     assert {"machine", "versions", "commit", "command", "rows"} <= set(kept)
     measured, refused = kept["rows"]
-    assert set(measured) == {"row", "impl", "ms", "tflops", "spread"}
+    assert set(measured) == {"row", "impl", "ms", "tflops", "spread", "deviation"}
+    assert 0 < measured["deviation"] < 1e-5
     assert refused["row"] == "smoke forward alibi"
     assert "not served" in refused
 
@@ -116,7 +117,7 @@ def test_a_failing_implementation_is_a_row() -> None:
         def prepare(self, case, pattern, inputs: Inputs):
             raise AssertionError("deep inside\na compiler")
 
-    calls, rows, _ = run.make_ready(SMALL, [Broken()], CPU, limit_s=60)
+    calls, _, rows, _ = run.make_ready(SMALL, [Broken()], CPU, limit_s=60)
     assert calls == {}
     assert rows == [{"row": "small", "impl": "broken", "error": "AssertionError: deep inside"}]
 
@@ -165,3 +166,18 @@ def test_new_processes_have_a_table_of_their_own() -> None:
 
 def test_the_pages_say_what_the_kept_results_say() -> None:
     assert report.stale() == [], "run: python benchmarks/run.py --report"
+
+
+@pytest.mark.parametrize("pattern", [full, causal, window, prefix, documents])
+def test_interval_ends_say_what_the_mask_says(pattern) -> None:
+    case = dataclasses.replace(SMALL, pattern=pattern, q_len=300, kv_len=300)
+    made = pattern(case, CPU)
+    ends = interval_ends(case, made, CPU)
+    assert ends.shape[0] % 2 == 1 and ends.dtype == torch.int32
+    q, kv = torch.arange(300)[:, None], torch.arange(300)
+    seen = kv < ends[0, :, None]
+    for begin, stop in zip(ends[1::2], ends[2::2], strict=True):
+        seen = seen | ((kv >= begin[:, None]) & (kv < stop[:, None]))
+    zero = torch.zeros((), dtype=torch.int64)
+    wanted = torch.ones(300, 300, dtype=torch.bool) if made.mask_mod is None else made.mask_mod(zero, zero, q, kv)
+    assert torch.equal(seen, wanted.expand(300, 300))
