@@ -1,4 +1,6 @@
-"""How time is taken: implementations take turns round by round, so that what the machine does hits them alike."""
+"""How time is taken: implementations take turns, each behind each other one, so that what the machine does hits them
+alike: a power-limited chip is slower behind a call that drew more power.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,14 @@ def summary(samples: list[float]) -> Timing:
     return Timing(median, (upper - lower) / median)
 
 
+def balanced_orders(names: list[str]) -> list[list[str]]:
+    """Orders in which each name stands behind each other one equally often (Williams 1949): as many, twice if odd."""
+    count = len(names)
+    zigzag = [(n + 1) // 2 if n % 2 else -(n // 2) for n in range(count)]
+    orders = [[names[(turn + step) % count] for step in zigzag] for turn in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
+
+
 def interleaved(
     calls: dict[str, Call],
     stopwatch: Callable[[Call, int], float],
@@ -73,7 +83,7 @@ def interleaved(
     sample_ms: float = 10.0,
     limit_s: float = 60.0,
 ) -> dict[str, Timing]:
-    """Time every call in every round, starting each round one further along; a sample lasts about `sample_ms`.
+    """Time every call in every round, in balanced orders; a sample lasts about `sample_ms`.
 
     Stops early, after at least 4 rounds, when `limit_s` is spent.
     """
@@ -82,13 +92,12 @@ def interleaved(
         stopwatch(call, 3)  # warm: clocks, caches, lazily loaded modules
         counts[name] = max(1, min(1000, round(sample_ms / max(stopwatch(call, 3) / 3, 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
+    orders = balanced_orders(list(calls))
     start = time.perf_counter()
     for number in range(rounds):
         if number >= 4 and time.perf_counter() - start > limit_s:
             break
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in orders[number % len(orders)]:
             samples[name].append(stopwatch(calls[name], counts[name]) / counts[name])
     return {name: summary(taken) for name, taken in samples.items()}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -87,8 +89,17 @@ def test_implementations_take_turns() -> None:
         return clock[order[-1]] * count
 
     timings = timing.interleaved(calls, stopwatch, rounds=4, sample_ms=1.0)
-    assert "".join(order[-12:]) == "abcbcacababc"
+    assert ["".join(order[-12:][n : n + 3]) for n in (0, 3, 6, 9)] == ["abc", "bca", "cab", "cba"]
     assert {name: t.ms for name, t in timings.items()} == clock
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7])
+def test_each_implementation_follows_each_other_one_equally_often(count: int) -> None:
+    names = [str(n) for n in range(count)]
+    orders = timing.balanced_orders(names)
+    assert all(sorted(order) == names for order in orders)
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(behind) == set(itertools.permutations(names, 2)) and len(set(behind.values())) == 1
 
 
 def test_a_time_limit_stops_the_body() -> None:
