@@ -372,7 +372,9 @@ def test_global_tokens_and_other_masks_that_make_tensors_still_work_inline(input
 def test_what_is_recomputed_in_the_backward_finds_its_tensors(
     backend: str, inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composattn.backends.reference.PAIRS_AT_ONCE", LENGTH * LENGTH)  # one head at a time: recomputed
+    monkeypatch.setattr(
+        "composattn.backends.reference.PAIRS_AT_ONCE", LENGTH * LENGTH
+    )  # one head at a time: recomputed
     q, k, v = (t.requires_grad_() for t in inputs)
     bias = BIAS.clone().requires_grad_()
 
