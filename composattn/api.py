@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import errors, operators
@@ -72,6 +73,8 @@ class Attention(Planned):
         self._spoken = operators.spoken(score, mask, options)
         self._number = operators.register(self)  # what compiled code knows this object by, see `composattn.operators`
         self._seen = [_look(t) for t in self._spoken.tensors]
+        if not any(map(is_functorch_wrapped_tensor, self._spoken.tensors)):
+            program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._state

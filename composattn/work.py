@@ -19,7 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from .graph.bands import TileInterval
-from .graph.derived import Derived, version
+from .graph.derived import stamp as stamp_of
+from .graph.derived import version
 from .graph.evaluate import Env, Repeated
 from .graph.expr import Dep, Expr, inputs
 from .graph.keeping import may_keep
@@ -172,7 +173,7 @@ class WorkTables:
         key = (rows, *[id(t) for t in sources])  # which nothing else can have as long as `made` holds them
         stamp: list[Hashable] = [_version(t) for t in sources]
         if self.captures:
-            stamp += [c.version if isinstance(c, Derived) else _version(c.tensor) for c in self.captures]
+            stamp += [stamp_of(c) or object() for c in self.captures]
         if self.scalars:
             stamp += [s.value for s in self.scalars]
         found = self.made.get(key)

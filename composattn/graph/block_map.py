@@ -169,6 +169,7 @@ class TileLists(ABC):
         read = [value_of(c, given) for c in self.sources]
         places = [t for t in (*queries, *keys) if t is not None]
         stamp = (*values, *(v for t in (*read, *places) for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
+        stamp += tuple(c.epoch for c in self.sources if isinstance(c, Lent))
         if stamp != self._seen or None in stamp or (places and _recording()):
             made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
             if not may_keep():

@@ -22,6 +22,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .expr import Capture, Expr, const, read, size
+from .lent import Lent
 from .linear import FAR, larger, smaller
 from .ops import apply
 
@@ -45,7 +46,7 @@ class Derived(Capture):
         return (0, FAR) if is_matches(self) else super().range
 
     def _stamp(self) -> tuple[Hashable, ...]:
-        return tuple(_version(s) for s in self.sources)
+        return tuple(stamp(s) for s in self.sources)
 
     def _compute(self) -> torch.Tensor:
         with _plain_tensors():
@@ -92,7 +93,7 @@ class Upkeep:
     def __call__(self) -> None:
         """To be called before each launch."""
         if self.derived:
-            seen: list[Hashable] = [version(c.tensor) for c in self.written]
+            seen: list[Hashable] = [stamp(c) for c in self.written]
             if seen != self._seen or None in seen:
                 refresh(self.derived)
                 self._seen = seen
@@ -125,8 +126,12 @@ def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
-def _version(source: Capture) -> Hashable:
-    return source.version if isinstance(source, Derived) else version(source.tensor)
+def stamp(source: Capture) -> Hashable:
+    """Changes when what `source` stands for was written to, or it stands for another; None where nobody says so."""
+    if isinstance(source, Derived):
+        return source.version
+    now = version(source.tensor)
+    return (now, source.epoch) if now is not None and isinstance(source, Lent) else now
 
 
 def version(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -3,14 +3,16 @@
 A plan that outlives a call of `ca.attention` must not keep the user's tensors alive. Its graphs read `Lent` captures;
 a `Lending` puts the tensors in their place for a call, and again for its backward. Which tensors a capture stands for
 is told by their memory: the storage (watched by a weak reference, tensors themselves take none without getting in the
-way of `torch.utils.swap_tensors`), where in it they begin, and their form. When the storage goes, so does the capture,
-and with it every plan that reads it.
+way of `torch.utils.swap_tensors`), where in it they begin, and their form. When the storage goes, the capture waits for
+another tensor of that form, with the plans that read it: a new batch's mask is planned as the last one's was, and only
+what is derived from the tensor is computed. Few wait; the others go, and their plans with them.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -26,12 +28,13 @@ _lock = threading.RLock()
 class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
-    __slots__ = ("__weakref__", "_held", "_lenders", "dependents")
+    __slots__ = ("__weakref__", "_held", "_lenders", "dependents", "epoch")
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
         self._lenders = 0
-        self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when the memory is gone
+        self.epoch = 0  # which memory it stands for, the first, the second, ...
+        self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
     @property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
@@ -114,12 +117,15 @@ def capture_of(tensor: torch.Tensor) -> Capture:
 
 _known: dict[Hashable, Lent] = {}
 _watched: dict[int, weakref.ref[Any]] = {}
-_of_storage: dict[int, list[Hashable]] = {}
+_of_storage: dict[int, list[tuple[Hashable, Hashable]]] = {}
+_idle: OrderedDict[Lent, Hashable] = OrderedDict()
+IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
 def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
     """The capture that stands for `tensor`, and for other tensors of the same memory and form.
 
+    A capture whose memory ended takes over new memory of its form: a new batch's mask is planned as the last one's was.
     user: who reads it. What is derived from it is made again in place, which one user may do under another's eyes.
     None where no one can say when the memory ends: a wrapper without storage, a tensor of a torch.func transform.
     """
@@ -127,30 +133,48 @@ def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    place = (id(storage), tensor.storage_offset(), tensor.shape, tensor.stride())
-    key = (user, *place, tensor.dtype, tensor.requires_grad)
+    form = (user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    key = (id(storage), tensor.storage_offset(), form)
     found = _known.get(key)
-    return found if found is not None else _begin(key, storage)
+    return found if found is not None else _begin(key, (*form, tensor.device), storage)
 
 
-def _begin(key: Hashable, storage: torch.UntypedStorage) -> Lent:
+def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent:
     number = id(storage)
 
     def ended(_: Any) -> None:
         _watched.pop(number, None)
-        for gone in _of_storage.pop(number, ()):
+        for gone, form in _of_storage.pop(number, ()):
             capture = _known.pop(gone, None)
-            for key, forget in () if capture is None else list(capture.dependents.items()):
-                forget(key)
+            if capture is not None:
+                _idle[capture] = form
+        while len(_idle) > IDLE_LIMIT:
+            _drop(_idle.popitem(last=False)[0])
 
     with _lock:
         if number not in _watched:
             _watched[number] = weakref.ref(storage, ended)
         found = _known.get(key)
         if found is None:
-            found = _known[key] = Lent()
-            _of_storage.setdefault(number, []).append(key)
+            found = _known[key] = _taken_over(form) or Lent()
+            _of_storage.setdefault(number, []).append((key, form))
         return found
+
+
+def _taken_over(form: Hashable) -> Lent | None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None  # each replay would write to tables that other calls count on
+    for capture, of in _idle.items():
+        if of == form:
+            del _idle[capture]
+            capture.epoch += 1  # nothing that was derived from the memory before holds
+            return capture
+    return None
+
+
+def _drop(capture: Lent) -> None:
+    for key, forget in list(capture.dependents.items()):
+        forget(key)
 
 
 def lend(tensors: Iterable[torch.Tensor], user: str = "eager") -> Lending | None:
