@@ -35,8 +35,8 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     times as long). Few are all cut alike, if at all, or of equally long ones those of the last round.
     """
     tiles = len(lengths) * repeats
-    longest, candidates = max(lengths), [Cut(tiles, tiles, 1)]
-    equal = min(lengths) == longest
+    longest, candidates = max(lengths, default=0), [Cut(tiles, tiles, 1)]
+    equal = min(lengths, default=0) == longest
     if tiles > (2 if equal else MANY) * sms:
         return candidates[0]
     whole = tiles - tiles % sms if equal else 0

@@ -134,24 +134,24 @@ def stamp(source: Capture) -> Hashable:
     return (now, source.epoch) if now is not None and isinstance(source, Lent) else now
 
 
-def version(tensor: torch.Tensor) -> tuple[int, int] | None:
+def version(tensor: torch.Tensor) -> tuple[object, int] | None:
     """Changes when `tensor` is written to or its memory is another; None where nobody says so.
 
     Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors and
     those below a transform of torch.func have neither.
     """
-    if tensor.is_inference() or _distrust.get() or is_functorch_wrapped_tensor(tensor):
+    if tensor.is_inference() or is_functorch_wrapped_tensor(tensor):
         return None
-    return tensor._version, tensor.data_ptr()
+    return _distrust.get() or tensor._version, tensor.data_ptr()
 
 
-_distrust: ContextVar[bool] = ContextVar("distrust", default=False)
+_distrust: ContextVar[object] = ContextVar("distrust", default=None)
 
 
 @contextmanager
 def distrusting() -> Iterator[None]:
-    """Inside, no tensor says that it was not written to: what is derived is computed anew."""
-    token = _distrust.set(True)
+    """Inside, no tensor counts as unwritten since before: what is derived is computed anew, once."""
+    token = _distrust.set(object())
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composattn.cut import SHORTEST, best_cut
+from composattn.cut import SHORTEST, Cut, best_cut
 
 SMS = 132
 
@@ -42,3 +42,7 @@ def test_no_piece_is_short() -> None:
         assert 0 <= cut.whole <= cut.tiles
         assert cut.pieces == 1 or max(lengths) >= cut.pieces * SHORTEST
         assert (cut.cut == 0) == (cut.pieces == 1)
+
+
+def test_a_call_with_no_keys_has_no_tiles_to_cut() -> None:
+    assert best_cut([], 4, 132) == Cut(0, 0, 1)
