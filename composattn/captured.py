@@ -6,22 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from .graph.derived import Derived, refresh, value_of
+from .graph.derived import refresh, value_of
 from .graph.expr import Capture
 from .plan import ForwardPlan
 from .sequences import NO_SEQUENCES, Sequences
 
 
-def originals(captures: Iterable[Capture]) -> tuple[Capture, ...]:
-    """Those that nobody derived: what the mods read, and what the others come from; each once."""
-    found: dict[Capture, None] = {}
-    for capture in captures:
-        found |= dict.fromkeys(originals(capture.sources) if isinstance(capture, Derived) else (capture,))
-    return tuple(found)
-
-
 def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
-    """What is to be read for `captures`, up to date; `replaced` are tensors in place of their `originals`.
+    """What is to be read for `captures`, up to date; `replaced` are tensors in place of captured ones.
 
     Where other memory is given than the captures hold (compiled code copies its inputs at times), what is derived
     from it is computed anew.
