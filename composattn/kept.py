@@ -1,7 +1,7 @@
 """Plans kept between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
 
 A plan is known by what the call asks for: the forms of its mods, its options, and the memory of the captured tensors.
-It holds none of them (see `graph.lent`); when one of them ends, so does the plan.
+It holds none of them (see `graph.lent`); when one of them ends, the plan waits for another of its form.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from . import transforms
 from .graph.form import graphs_of
-from .graph.lent import Lending, lend
+from .graph.lent import Lending, Lent, lend
 from .graph.mod import Mod
 from .graph.program import Program
 from .planned import Options, Planned
 
 KEPT_LIMIT = 1024  # plans; the oldest go first
-_plans: dict[Hashable, tuple[Planned, tuple[Any, ...]]] = {}
+_plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
 _lock = threading.Lock()
 
 
@@ -57,7 +57,12 @@ def planned_of(
     except TypeError:  # an option that can't be hashed is none: refused by name
         return _made(forms, leaves, options), None
     if found is not None:
-        return found[0], lending if tensors else None
+        planned, _, seen = found
+        epochs = [capture.epoch for capture in lending.captures]
+        if epochs != seen:
+            planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
+            seen[:] = epochs
+        return planned, lending if tensors else None
     with lending:
         planned = _made(forms, leaves, options)
     if _may_keep():
@@ -70,11 +75,11 @@ def _made(forms: tuple[str | None, str | None], leaves: Sequence[Any], options: 
     return Planned(Program(*graphs_of(forms, leaves)), checked)
 
 
-def _keep(key: Hashable, planned: Planned, captures: Sequence[Any]) -> None:
+def _keep(key: Hashable, planned: Planned, captures: Sequence[Lent]) -> None:
     with _lock:
         while len(_plans) >= KEPT_LIMIT:
             forget(next(iter(_plans)))
-        _plans[key] = planned, tuple(captures)
+        _plans[key] = planned, tuple(captures), [capture.epoch for capture in captures]
         for capture in captures:
             capture.dependents[key] = forget
 

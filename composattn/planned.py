@@ -116,6 +116,10 @@ class Planned:
             call = self._planned[key] = self._plan(planned)
         return call
 
+    def check_again(self) -> None:
+        """Lets the next call of each form check what its mods read; what was planned stays."""
+        self._prepared.clear()
+
     def _plan(self, problem: Problem) -> backends.Call:
         backend = backends.choose(self.options.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))

@@ -49,7 +49,7 @@ def chains(code: types.CodeType, bound: bool) -> tuple[Chain, ...] | None:
     """(kind of root, its place, attributes) for all that `code` reaches; `bound`: its first argument is an object.
 
     None where it can do more than read. Known by the identity of the code: Python computes its hash from all of its
-    instructions, 2 µs each time.
+    instructions, each time anew.
     """
     known = _chains.get((id(code), bound))
     if known is None:

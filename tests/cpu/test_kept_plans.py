@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import composattn as ca
 from composattn import kept, planned
 from composattn.graph import lent, mod
-from composattn.mods import alibi, causal, document, global_tokens, relative_bias, sliding_window, softcap
+from composattn.mods import alibi, causal, document, global_tokens, padding, relative_bias, sliding_window, softcap
 
 LENGTH = 48
 
@@ -42,7 +42,7 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     counted = Work()
-    form_of, prepare = mod.form_of, planned.Planned._prepare
+    form_of, plan = mod.form_of, planned.Planned._plan
 
     def count_form(*args: Any) -> Any:
         counted.traced += 1
@@ -50,10 +50,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     def count_plan(*args: Any) -> Any:
         counted.planned += 1
-        return prepare(*args)
+        return plan(*args)
 
     monkeypatch.setattr(mod, "form_of", count_form)
-    monkeypatch.setattr(planned.Planned, "_prepare", count_plan)
+    monkeypatch.setattr(planned.Planned, "_plan", count_plan)
     yield counted
 
 
@@ -270,6 +270,18 @@ def test_a_new_tensor_of_the_same_form_takes_over_the_plan(inputs: list[torch.Te
     assert counted == (0, 1)  # the reference's own
 
 
+def test_a_plan_that_was_taken_over_checks_what_its_mods_read(inputs: list[torch.Tensor]) -> None:
+    short = torch.zeros(LENGTH // 2)
+
+    def call(visible: int) -> torch.Tensor:
+        keys = torch.full((2,), visible)
+        return ca.attention(*inputs, mask_mod=padding(keys), score_mod=lambda s, b, h, q, kv: s + short[kv])
+
+    call(LENGTH // 2)  # the mask hides what the table does not have
+    with pytest.raises(ca.errors.CapturedIndexOutOfRange):
+        call(LENGTH)
+
+
 def test_tensors_that_come_and_go_are_told_apart(inputs: list[torch.Tensor]) -> None:
     """Two alive, one gone, one new of its form, and the first again."""
     for first, second in ((3, 5), (7, 11), (2, 9)):
@@ -295,7 +307,7 @@ def test_ten_thousand_plans_leave_nothing_behind(inputs: list[torch.Tensor]) -> 
     capture = lent.lent_for(slopes)
     assert capture is not None and len(capture.dependents) <= 2 * lent.IDLE_LIMIT
     assert len(lent._idle) <= lent.IDLE_LIMIT
-    assert sum(capture in captures for _, captures in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
+    assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
 
 
 def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor]) -> None:
