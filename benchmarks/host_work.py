@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn.backends import Call
+from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import HopperCall
-from composattn.graph.mask import Mask
+from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import causal, document, sliding_window
-from composattn.problem import Problem, softmax_scale
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
 
 
 class Recorded:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import provenance
-from composattn.graph.derived import Derived
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
+from composattn.analysis.derived import Derived
+from composattn.analysis.program import Program
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.mods import causal, document, neighborhood, sliding_window
-from composattn.plan import plan_forward
-from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
 
 LENGTHS = (700, 1500, 300, 2500, 1192, 1000, 500, 500)
 

@@ -2,15 +2,15 @@
 
 from . import backends, errors, mods, nn
 from .api import Attention, attention
-from .block_sparse import BlockSparse
-from .checks import debug_checks
+from .call.block_sparse import BlockSparse
+from .call.checks import debug_checks
+from .call.schedule import Schedule
+from .call.sequences import Paged, Varlen
 from .errors import ComposattnError
 from .flex import flex_attention
-from .graph.mask import Mask
-from .graph.score import Score
 from .graph.trace import Scalar
-from .schedule import Schedule
-from .sequences import Paged, Varlen
+from .mods.mask import Mask
+from .mods.score import Score
 
 __version__ = "0.1.0"
 

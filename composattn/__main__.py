@@ -18,7 +18,7 @@ import torch
 import composattn as ca
 
 if TYPE_CHECKING:
-    from composattn.compile import Artifact
+    from composattn.backends.fused.compile import Artifact
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = ("reference", "streaming", "hopper", "blackwell", "hopper-emulated", "blackwell-emulated")
@@ -90,10 +90,10 @@ def explain(options: argparse.Namespace) -> int:
 
 def compile_kernel(options: argparse.Namespace) -> int:
     """Compile the Hopper kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
-    from composattn.compile import compile_offline
-    from composattn.plan import plan_forward
-    from composattn.problem import Problem
-    from composattn.target import HOPPER
+    from composattn.backends.fused.compile import compile_offline
+    from composattn.backends.fused.plan import plan_forward
+    from composattn.backends.fused.target import HOPPER
+    from composattn.call.problem import Problem
 
     options.device = options.device or "cpu"
     problem = Problem.of(*empty_inputs(options))

@@ -9,15 +9,16 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import errors, operators
-from .checks import check_flag, refuse_keywords
-from .graph.mask import Mask
-from .graph.program import Program
-from .graph.score import Score
-from .kept import planned_for
-from .planned import Options, Planned
-from .schedule import Schedule
-from .sequences import Paged, Varlen
+from . import errors
+from .analysis.program import Program
+from .call.checks import check_flag, refuse_keywords
+from .call.schedule import Schedule
+from .call.sequences import Paged, Varlen
+from .dispatch import operators
+from .dispatch.kept import planned_for
+from .dispatch.planned import Options, Planned
+from .mods.mask import Mask
+from .mods.score import Score
 
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
@@ -71,7 +72,7 @@ class Attention(Planned):
         super().__init__(program, Options(*options))
         self.scale, self.backend, self.deterministic, self.schedule = options
         self._spoken = operators.spoken(score, mask, options)
-        self._number = operators.register(self)  # what compiled code knows this object by, see `composattn.operators`
+        self._number = operators.register(self)  # what compiled code knows this object by
         self._seen = [_look(t) for t in self._spoken.tensors]
         if not any(map(is_functorch_wrapped_tensor, self._spoken.tensors)):
             program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import backends
+from .analysis.derived import refresh
+from .analysis.intervals import Tiles
+from .analysis.program import Program
+from .analysis.symbolic import Names, formula
+from .analysis.tiles import FULL, PARTIAL, useful_cuts
+from .analysis.tiles import kinds as tile_kinds
+from .analysis.wording import visited
 from .backends.rows import arrange
-from .graph.derived import refresh
+from .call.problem import Problem, softmax_scale
+from .call.sequences import Paged, Sequences, Varlen
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
-from .graph.intervals import Tiles
-from .graph.mask import ALL, Mask
-from .graph.program import Program
 from .graph.simplify import simplify
-from .graph.symbolic import Names, formula
-from .graph.tiles import FULL, PARTIAL, useful_cuts
-from .graph.tiles import kinds as tile_kinds
-from .graph.wording import visited
-from .problem import Problem, softmax_scale
-from .sequences import Paged, Sequences, Varlen
+from .mods.mask import ALL, Mask
 
 if TYPE_CHECKING:
     from .api import Attention

@@ -11,10 +11,10 @@ import torch
 
 from . import errors
 from .api import attention
-from .block_sparse import TESTED, VISIBLE, BlockSparse, Table
+from .call.block_sparse import TESTED, VISIBLE, BlockSparse, Table
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
-from .graph.mask import Mask
+from .mods.mask import Mask
 
 KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
 _PAIRS_AT_ONCE = 1 << 24  # elements of a dense mask that are looked at together: 16 MiB of bools

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from .api import MaskMod, ScoreMod, attention
-from .graph.mask import Mask
-from .graph.mod import Mod
-from .graph.score import Score
-from .schedule import Schedule
-from .sequences import Paged, Varlen
+from .call.schedule import Schedule
+from .call.sequences import Paged, Varlen
+from .mods.mask import Mask
+from .mods.mod import Mod
+from .mods.score import Score
 
 
 class Attention(torch.nn.Module):

@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from composattn.graph.mask import Mask
 from composattn.mods import masks, scores
+from composattn.mods.mask import Mask
 
 PAGE = Path(__file__).with_name("mods.md")
 SIZE = 16

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from .. import errors
-from ..graph.program import Program
-from ..problem import Problem
-from ..sequences import NO_SEQUENCES, Sequences
+from ..analysis.program import Program
+from ..call.problem import Problem
+from ..call.sequences import NO_SEQUENCES, Sequences
 
 
 class Call(Protocol):
@@ -104,7 +104,7 @@ BACKENDS = {
         Backend("hopper", "composattn.backends.hopper", "fp16 and bf16 on sm_90", _on_gpu(9, "Hopper"), True),
         Backend("blackwell", "composattn.backends.blackwell", "sm_100", _not_yet("Blackwell kernels")),
         Backend(
-            "hopper-emulated", "composattn.backends.hopper_emulated", "CPU tensors, small sizes", _on_cpu_with_compiler
+            "hopper-emulated", "composattn.backends.fused.emulated", "CPU tensors, small sizes", _on_cpu_with_compiler
         ),
         Backend("blackwell-emulated", "composattn.backends.blackwell_emulated", "CPU", _not_yet("Blackwell kernels")),
     )

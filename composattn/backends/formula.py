@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..call.sequences import Sequences
 from ..graph.evaluate import evaluate
 from ..graph.expr import Expr
-from ..sequences import Sequences
 from .reference import Three, _Dense
 from .rows import arrange
 

@@ -13,15 +13,15 @@ from typing import Protocol
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..analysis.derived import refresh
+from ..analysis.program import Program
+from ..call.problem import Problem
+from ..call.sequences import NO_SEQUENCES, Sequences
+from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange
-from ..graph.derived import refresh
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from ..graph.lent import current, lent_again
-from ..graph.program import Program
-from ..problem import Problem
-from ..sequences import NO_SEQUENCES, Sequences
-from ..strides import in_order_of
 from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]

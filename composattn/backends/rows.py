@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import check_pages
-from ..sequences import Sequences
+from ..call.checks import check_pages
+from ..call.sequences import Sequences
 
 
 class Part(NamedTuple):

@@ -23,17 +23,17 @@ from functools import cached_property
 
 import torch
 
-from ..autograd import Grads, Known, Results, attend
-from ..graph.bands import TileInterval
-from ..graph.derived import refresh
+from ..analysis.bands import TileInterval
+from ..analysis.derived import refresh
+from ..analysis.program import Program
+from ..call.autograd import Grads, Known, Results, attend
+from ..call.problem import Problem
+from ..call.sequences import NO_SEQUENCES, Sequences
+from ..call.strides import in_order_of
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.lent import Lending
-from ..graph.program import Program
-from ..problem import Problem
-from ..sequences import NO_SEQUENCES, Sequences
-from ..strides import in_order_of
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
 
@@ -126,7 +126,7 @@ class StreamingCall:
 
 
 class Streaming:
-    """One call. A `Differentiable` in the sense of `composattn.autograd`."""
+    """One call. A `Differentiable` in the sense of `composattn.call.autograd`."""
 
     lending: Lending | None = None
 

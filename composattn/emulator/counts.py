@@ -13,8 +13,8 @@ from composattn.emulator.opcodes.fp8 import OPCODES
 from composattn.emulator.ptx import Instr
 
 if TYPE_CHECKING:
-    from composattn.graph.program import Program as Mods
-    from composattn.problem import Problem
+    from composattn.analysis.program import Program as Mods
+    from composattn.call.problem import Problem
 
 # The pipe of an instruction that is not arithmetic, by how its name begins.
 _PIPES = (
@@ -81,6 +81,6 @@ def _warp(visits: Any, by_pipe: list[Counter[str]]) -> Counter[str]:
 
 def instruction_counts(problem: Problem, mods: Mods) -> Counts:
     """Emulates the Hopper forward of a call of this form on random inputs and counts."""
-    from composattn.backends.hopper_emulated import random_run
+    from composattn.backends.fused.emulated import random_run
 
     return count(random_run(problem, mods))

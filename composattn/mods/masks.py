@@ -15,10 +15,10 @@ from ..errors import InvalidModArgument
 from ..graph.dynamo import teach_dynamo
 from ..graph.expr import const, index, size
 from ..graph.lent import capture_of
-from ..graph.mask import Mask
 from ..graph.ops import apply
 from ..graph.trace import Proxy, Scalar
 from .arguments import Number, choice, count_at, integer, offsets_of, sequence, tensor
+from .mask import Mask
 
 Window = int | Scalar | torch.Tensor | tuple[Any, Any] | None
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.score import Score
 from ..graph.trace import Scalar
 from .arguments import integer, positive, tensor
+from .score import Score
 
 
 def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:

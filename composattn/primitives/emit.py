@@ -19,9 +19,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
+from ..analysis.program import Program
+from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
-from ..graph.program import Program
-from ..graph.row_limits import RowLimits
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller

@@ -23,12 +23,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.bands import TileInterval
-from ..graph.captured_gradient import GradientProgram
+from ..analysis.bands import TileInterval
+from ..analysis.captured_gradient import GradientProgram
+from ..analysis.program import Program
+from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
-from ..graph.program import Program
-from ..graph.row_limits import RowLimits
 from .diagonals import Diagonals
 from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear, run_ends, run_of
 from .emit_captured import CapturedSums

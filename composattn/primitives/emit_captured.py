@@ -1,6 +1,6 @@
 """Gradients of captured tensors from a tile of dS: summed in registers along the pattern, then added to memory.
 
-Sums in memory are 64-bit fixed point, so their order does not matter (`composattn.graph.captured_gradient`). A thread
+Sums in memory are 64-bit fixed point (`composattn.analysis.captured_gradient`), so their order is free. A thread
 holds columns (keys) 0 and 8 and rows (queries) 8 j + e, e = 0, 1, from its first ones; of the lanes of a warp, lane
 4 b + a begins at column b and row 2 a.
 """
@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..graph.captured_gradient import FusedRead, GradientProgram, Pattern
+from ..analysis.captured_gradient import FusedRead, GradientProgram, Pattern
 from ..graph.expr import Capture, DType, Rate
 from .diagonals import Diagonals
 from .emit import Evaluator

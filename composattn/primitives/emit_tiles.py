@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..graph.block_map import KeyLists, QueryLists
+from ..analysis.tile_lists import KeyLists, QueryLists
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import mods
-from ..block_sparse import BlockSparse
-from ..graph.mask import Mask
-from ..graph.score import Score
+from ..call.block_sparse import BlockSparse
+from ..mods.mask import Mask
+from ..mods.score import Score
 from .packed import draw_paged, draw_varlen
 from .site import SMALL, Choices, Seeded, Site, Space, draw_site, site_of
 from .tolerance import Case, describe

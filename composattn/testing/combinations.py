@@ -19,10 +19,10 @@ import torch
 
 from .. import mods
 from ..api import attention
-from ..block_sparse import BlockSparse
+from ..call.block_sparse import BlockSparse
 from ..errors import ComposattnError
-from ..graph.mask import Mask
-from ..graph.score import Score
+from ..mods.mask import Mask
+from ..mods.score import Score
 from .cases import make_case
 from .packed import make_paged_case, make_varlen_case
 from .tolerance import Case, check, run

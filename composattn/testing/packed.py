@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..sequences import Paged, Varlen
+from ..call.sequences import Paged, Varlen
 from .site import Site, site_of
 from .tolerance import Case
 

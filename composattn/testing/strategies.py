@@ -21,8 +21,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from ..graph.mask import Mask
-from ..graph.score import Score
+from ..mods.mask import Mask
+from ..mods.score import Score
 from .cases import draw_case, draw_mask, draw_score
 from .site import SMALL, Site, Space, draw_site
 from .tolerance import Case

@@ -7,7 +7,7 @@ products and softmax in the dtype of q, differentiated by torch's autograd. A re
 
 in the largest error of each tensor and in its root mean square, for out, lse, dq, dk, dv and every captured gradient;
 rows that see nothing must be exactly 0, -inf and 0. For fp64 tensors the oracle errs as much as plain does, and in long
-sums (a captured table of few numbers) in other ways: there 2 is 4, and u the whole spacing, as both results were rounded.
+sums (a captured table of few numbers) in other ways: there 2 is 8, and u the spacing itself.
 
 One plain run can be right by luck (a softmax over one key has no error at all, the error of a single number may be
 any) or just miss the kink of a score mod. So `plain` stands for nine runs, and the worst counts: as it is, and with
@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
+from ..analysis.program import Program
 from ..backends import reference
 from ..backends.rows import arrange
-from ..graph.mask import ALL, Mask
-from ..graph.program import Program
-from ..graph.score import IDENTITY, Score
-from ..problem import Problem, softmax_scale
-from ..sequences import Paged, Sequences, Varlen
+from ..call.problem import Problem, softmax_scale
+from ..call.sequences import Paged, Sequences, Varlen
+from ..mods.mask import ALL, Mask
+from ..mods.score import IDENTITY, Score
 from .memory import poisoned
 
 Results = dict[str, torch.Tensor]
@@ -178,7 +178,8 @@ def assert_attention_close(
     allowed: dict[str, tuple[float, ...]] = {}
     roundings = 1.0
     if q.dtype == torch.float64:
-        factor, roundings = 2 * factor, 2.0  # the oracle itself then errs as much as plain PyTorch does, and rounds too
+        # the oracle itself then errs as much, sums in its own order and rounds; of 26,500 random calls one reached 5.3
+        factor, roundings = 4 * factor, 2.0
     for run in range(9):
         plain = _reference(case, q.dtype, _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else None)
         for key in errors:

@@ -12,16 +12,16 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.hopper.gradient import HopperGradient
-from composattn.compile import Artifact, compile_offline
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
+from composattn.analysis.program import Program
+from composattn.backends.fused.compile import Artifact, compile_offline
+from composattn.backends.fused.gradient import HopperGradient
+from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document, neighborhood, prefix_lm
-from composattn.plan_backward import BackwardPlans, plan_backward
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from composattn.primitives.q_tiles import QueryRun, query_runs
-from composattn.problem import DENSE, Layout, Problem
-from composattn.target import HOPPER
 
 SLOPES = torch.rand(4)
 BIAS = torch.rand(4, 64)

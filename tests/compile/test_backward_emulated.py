@@ -14,18 +14,18 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.compile import compile_offline
-from composattn.cut import Cut
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.cut import Cut
+from composattn.backends.fused.launch_backward import BackwardLauncher
+from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.target import HOPPER, Target
+from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import Stream
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
-from composattn.launch_backward import BackwardLauncher
-from composattn.plan_backward import BackwardPlan, plan_backward
-from composattn.problem import Problem
-from composattn.target import HOPPER, Target
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from tests.support import outlier_normal
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70

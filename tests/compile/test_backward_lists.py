@@ -11,14 +11,14 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.mods import masks
-from composattn.plan_backward import plan_backward
-from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from tests.support import outlier_normal, sampled
 
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)

@@ -16,18 +16,18 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.compile import compile_offline
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.launch_backward import BackwardLauncher
+from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
+from composattn.call.sequences import Sequences
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import Stream
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
-from composattn.launch_backward import BackwardLauncher
-from composattn.plan_backward import BackwardPlan, plan_backward
-from composattn.problem import Problem
-from composattn.sequences import Sequences
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from composattn.testing import check, make_case, make_varlen_case
 from composattn.testing import run as run_case
 from tests.support import outlier_normal, sampled

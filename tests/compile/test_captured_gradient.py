@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.analysis.captured_gradient import GradientProgram, Pattern, fused_reads
+from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.compile import compile_offline
-from composattn.graph.captured_gradient import GradientProgram, Pattern, fused_reads
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.graph.expr import Capture
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
-from composattn.plan_backward import plan_backward
-from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from tests.support import outlier_normal, sampled, uncancelled_sizes
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")

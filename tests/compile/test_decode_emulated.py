@@ -12,18 +12,18 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.analysis.program import PLAIN, Program
+from composattn.backends.fused.compile import Artifact, compile_offline
+from composattn.backends.fused.plan import CombinePlan, ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import forward_tiling, splits
-from composattn.compile import Artifact, compile_offline
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.errors import InvalidSchedule
-from composattn.graph.mask import Mask
-from composattn.graph.program import PLAIN, Program
-from composattn.graph.score import Score
 from composattn.mods import causal
-from composattn.plan import CombinePlan, ForwardPlan, plan_forward
-from composattn.problem import DENSE, Layout, Problem
-from composattn.schedule import Schedule
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from composattn.testing import check, make_case, make_paged_case, make_varlen_case
 from tests.support import sampled
 
@@ -126,7 +126,7 @@ def test_packed_queries_share_rows_with_heads(schedule: Schedule) -> None:
 
 
 def test_parts_are_the_same_bits_in_every_order() -> None:
-    from composattn.backends.hopper_emulated import emulating
+    from composattn.backends.fused.emulated import emulating
 
     case = make_case(3, heads=4, kv_heads=1, q_len=2, kv_len=600, dim=64, dtype=torch.float16, gradients=False)
     attention = ca.Attention(backend="hopper-emulated", schedule=Schedule(split_kv=3))

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn import compile as compiling
-from composattn.compile import compile_offline, compile_plan
-from composattn.plan_backward import plan_backward
-from composattn.target import HOPPER
+from composattn.backends.fused import compile as compiling
+from composattn.backends.fused.compile import compile_offline, compile_plan
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
 
 ROOT = Path(__file__).parents[2]
 
 # the smallest of a backward's three kernels: half a second
 PLAN = (
-    "import sys, torch, composattn as ca; from composattn.plan_backward import plan_backward;"
-    "from composattn.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
+    "import sys, torch, composattn as ca; from composattn.backends.fused.plan_backward import plan_backward;"
+    "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
     "attn = ca.Attention(); plan = plan_backward(attn.problem(q, q, q), attn.program, HOPPER).prepare;"
 )
 
@@ -46,13 +46,13 @@ def run(code: str, folder: Path) -> str:
 
 
 def test_a_kept_kernel_is_loaded_without_the_kernel_language(tmp_path: Path) -> None:
-    code = "from composattn.compile import compile_plan; compile_plan(plan); print('cutlass' in sys.modules)"
+    code = "from composattn.backends.fused import compile; compile.compile_plan(plan); print('cutlass' in sys.modules)"
     assert [run(code, tmp_path / "kernels") for _ in range(2)] == ["True", "False"]
 
 
 def test_compiling_reaches_nothing_that_the_key_leaves_out(tmp_path: Path) -> None:
     code = (
-        "from composattn.compile import compile_plan; from composattn import toolchain;"
+        "from composattn.backends.fused.compile import compile_plan; from composattn import toolchain;"
         "[compile_plan(p) for p in (plan, plan_backward(attn.problem(q, q, q), attn.program, HOPPER).main)];"
         "files = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'composattn'};"
         "print(sorted(files - {str(p) for p in toolchain.sources()}))"

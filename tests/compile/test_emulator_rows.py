@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.compile import compile_offline
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.emulator.program import Program
 from composattn.errors import ComposattnError
 from composattn.graph.expr import DType
 from composattn.graph.ops import ARITY, OPS
-from composattn.plan import plan_forward
-from composattn.plan_backward import plan_backward
-from composattn.problem import Problem
-from composattn.target import HOPPER
 
 TOGETHER = 24  # terms of a kernel: a compilation takes seconds, and more of them wait for registers
 INTEGERS = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

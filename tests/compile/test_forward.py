@@ -11,15 +11,15 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+from composattn.analysis.program import Program
+from composattn.backends.fused.compile import Artifact, compile_offline, content_hash
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import forward_tiling
-from composattn.compile import Artifact, compile_offline, content_hash
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
-from composattn.graph.score import Score
-from composattn.plan import ForwardPlan, plan_forward
-from composattn.problem import DENSE, Layout, Problem
-from composattn.schedule import AUTO, Schedule
-from composattn.target import HOPPER
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import AUTO, Schedule
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 
 WINDOW = 512
 PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True, split_kv=1)

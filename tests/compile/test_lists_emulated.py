@@ -11,14 +11,14 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.hopper_emulated import EmulatedForward
-from composattn.graph.mask import Mask
-from composattn.graph.picture import tiles_of
-from composattn.graph.program import Program
+from composattn.analysis.picture import tiles_of
+from composattn.analysis.program import Program
+from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.mods import masks, scores
-from composattn.plan import plan_forward
-from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
 from tests.support import qkv, sampled
 
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)

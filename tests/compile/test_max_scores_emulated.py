@@ -11,8 +11,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal
-from composattn.schedule import Schedule
 from composattn.testing import Case, make_case, make_paged_case, make_varlen_case
 
 SLOPES = torch.tensor([0.5, 0.25])

@@ -11,14 +11,14 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.hopper_emulated import EmulatedForward
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
+from composattn.analysis.program import Program
+from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
+from composattn.call.sequences import NO_SEQUENCES, Sequences
+from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
-from composattn.plan import ForwardPlan, plan_forward
-from composattn.problem import Problem
-from composattn.sequences import NO_SEQUENCES, Sequences
-from composattn.target import HOPPER
 from tests.support import outlier_normal
 
 FEW = dataclasses.replace(HOPPER, sms=3)  # so that persistent blocks walk over several tiles each

@@ -13,9 +13,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.graph.expr import const, index, substitute
-from composattn.graph.mask import Mask
-from composattn.graph.score import Score
+from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, padding, prefix_lm, sliding_window
+from composattn.mods.score import Score
 from composattn.mods.scores import alibi, softcap
 from composattn.testing import assert_attention_close
 from tests.support import outlier_normal, sampled

@@ -17,8 +17,8 @@ import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 
 from composattn import errors
-from composattn.graph.mask import Mask
-from composattn.graph.score import Score
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 
 pytest.importorskip("attn_gym", reason="attn-gym is part of the test extra")
 

@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
 from composattn import errors
-from composattn.checks import refuse_keywords
+from composattn.call.checks import refuse_keywords
+from composattn.call.sequences import unflatten
 from composattn.mods import masks, scores
-from composattn.sequences import unflatten
 
 
 def qkv(

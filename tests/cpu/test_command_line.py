@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import composattn as ca
-from composattn import compile as compiling
 from composattn.__main__ import machine_words, main
+from composattn.backends.fused import compile as compiling
 from tests.support import has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import torch
 
 import composattn as ca
 from composattn import backends
+from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import HopperCall
 from composattn.mods import alibi, causal
-from composattn.target import HOPPER
 
 
 class Compiled(list[Any]):
@@ -49,8 +49,8 @@ def test_explaining_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiles(*arguments: Any) -> Any:
         raise AssertionError("explain compiles")
 
-    monkeypatch.setattr("composattn.compile._run_compiler", compiles)
-    monkeypatch.setattr("composattn.disk_cache.get", compiles)
+    monkeypatch.setattr("composattn.backends.fused.compile._run_compiler", compiles)
+    monkeypatch.setattr("composattn.backends.fused.disk_cache.get", compiles)
     text = str(ca.Attention(mask_mod=causal(), score_mod=alibi(2), backend="hopper").explain(*inputs()))
     assert "plan" in text
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composattn.cut import SHORTEST, Cut, best_cut
+from composattn.backends.fused.cut import SHORTEST, Cut, best_cut
 
 SMS = 132
 

@@ -16,8 +16,8 @@ import torch
 import composattn as ca
 from composattn import errors
 from composattn.graph.expr import captures
-from composattn.graph.mask import Mask
-from composattn.graph.score import Score
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 
 ONE, TWO = (torch.nn.Parameter(torch.tensor(n)) for n in (1.0, 2.0))
 LEARNED = torch.nn.Parameter(torch.arange(1.0, 9.0))

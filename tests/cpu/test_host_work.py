@@ -21,8 +21,8 @@ from benchmarks.host_work import (
     document_step,
     drawn_documents,
 )
-from composattn.graph.mask import Mask
 from composattn.mods import causal, document, sliding_window
+from composattn.mods.mask import Mask
 
 
 @pytest.fixture

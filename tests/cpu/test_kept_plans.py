@@ -14,9 +14,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
-from composattn import kept, planned
-from composattn.graph import lent, mod
-from composattn.mods import alibi, causal, document, global_tokens, padding, relative_bias, sliding_window, softcap
+from composattn.dispatch import kept, planned
+from composattn.graph import lent
+from composattn.mods import alibi, causal, document, global_tokens, mod, padding, relative_bias, sliding_window, softcap
 
 LENGTH = 48
 

@@ -85,7 +85,7 @@ ARCHITECTURE_WORD = re.compile(r"(?<![a-z0-9])sm_?[0-9]{2,3}[af]?(?![a-z0-9])", 
 
 def architecture_words(file: File) -> list[str]:
     # The emulator runs what was generated for a target and reads that name from the PTX.
-    if within(file.module, "composattn.target", "composattn.backends", "composattn.emulator"):
+    if within(file.module, "composattn.backends", "composattn.emulator"):
         return []
     return [
         f"{file.module}:{number} says {found.group()}"
@@ -102,6 +102,9 @@ def says_what_it_owns(file: File) -> list[str]:
 
 
 GRAPH = ("composattn.graph", "composattn.errors")
+ANALYSIS = ("composattn.analysis", *GRAPH)
+MODS = ("composattn.mods", *ANALYSIS)
+CALL = ("composattn.call", *MODS)
 KERNEL_LANGUAGE = ("cutlass", "triton", "cuda")
 
 RULES: dict[str, tuple[Rule, File]] = {
@@ -112,15 +115,23 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "graph_imports_nothing_above_it": (
         may_import_only("composattn.graph", *GRAPH),
-        File("composattn.graph.bands", "from ..primitives import masking"),
+        File("composattn.graph.expr", "from ..analysis import solve"),
     ),
     "graph_knows_no_kernel_language": (
         never_imports("composattn.graph", *KERNEL_LANGUAGE),
         File("composattn.graph.expr", "def f():\n    import cutlass.cute as cute"),
     ),
-    "mods_stand_on_the_graph_alone": (
-        may_import_only("composattn.mods", "composattn.mods", *GRAPH),
-        File("composattn.mods.masks", "from composattn.plan import Plan"),
+    "analysis_stands_on_the_graph_alone": (
+        may_import_only("composattn.analysis", *ANALYSIS),
+        File("composattn.analysis.bands", "from ..call.problem import Problem"),
+    ),
+    "mods_stand_on_graph_and_analysis": (
+        may_import_only("composattn.mods", *MODS),
+        File("composattn.mods.masks", "from composattn.backends.fused.plan import Plan"),
+    ),
+    "a_call_knows_no_backend": (
+        may_import_only("composattn.call", *CALL),
+        File("composattn.call.problem", "from ..backends import choose"),
     ),
     "primitives_see_the_graph_only_in_emit": (
         never_imports("composattn.primitives", "composattn.graph", but="composattn.primitives.emit"),
@@ -140,9 +151,9 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "architecture_words_stay_in_target_and_backends": (
         architecture_words,
-        File("composattn.plan", "tiles = {'sm_90a': 128}"),
+        File("composattn.call.problem", "tiles = {'sm_90a': 128}"),
     ),
-    "every_file_says_what_it_owns": (says_what_it_owns, File("composattn.plan", "import torch")),
+    "every_file_says_what_it_owns": (says_what_it_owns, File("composattn.backends.fused.plan", "import torch")),
 }
 
 

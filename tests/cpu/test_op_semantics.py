@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composattn.graph.gradient import derivative
-from composattn.graph.score import Score
 from composattn.graph.trace import trace_score
+from composattn.mods.score import Score
 
 Mod = Callable[[Any, Any, Any], Any]  # of a float x and two integers i, j
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composattn.graph.mask import Mask
-from composattn.graph.program import Program
+from composattn.analysis.program import Program
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.mods import causal, document, neighborhood, sliding_window
-from composattn.plan import plan_forward
-from composattn.problem import Problem
-from composattn.target import HOPPER
+from composattn.mods.mask import Mask
 
 CPU = torch.device("cpu")
 

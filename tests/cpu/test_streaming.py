@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
+from composattn.analysis.program import Program
 from composattn.backends import streaming
-from composattn.graph.program import Program
 from composattn.mods import (
     alibi,
     bias,

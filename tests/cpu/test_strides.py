@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.call.strides import in_order_of, ordered
 from composattn.mods import causal
-from composattn.strides import in_order_of, ordered
 from tests.support import has_kernel_toolchain
 
 EMULATED = pytest.param(

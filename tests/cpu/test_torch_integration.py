@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
+from composattn.call.sequences import flatten
 from composattn.mods import alibi, causal, document, sliding_window, softcap
-from composattn.sequences import flatten
 from composattn.testing import make_paged_case, make_varlen_case
 
 Tensors = list[torch.Tensor]

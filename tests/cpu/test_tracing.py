@@ -19,12 +19,12 @@ import torch
 import torch.nn.attention.flex_attention as flex
 
 from composattn import errors
-from composattn.block_sparse import BlockSparse
+from composattn.call.block_sparse import BlockSparse
 from composattn.graph import expr as graph
 from composattn.graph.expr import Capture, Rate, captures, content_key, index, scalars, score
-from composattn.graph.mask import Mask
-from composattn.graph.score import Score
 from composattn.graph.trace import Scalar, arity, trace_mask, trace_score
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from tests.support import count_calls
 
 # --- accepted forms -----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.graph.mask import Mask
 from composattn.graph.vectors import LONGEST
+from composattn.mods.mask import Mask
 from tests.support import qkv
 
 BATCH, HEADS, LENGTH = 2, 2, 21

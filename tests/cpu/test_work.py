@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from composattn.graph.bands import EVERYTHING, TileInterval, tile_intervals
-from composattn.graph.block_map import Extent, KeyLists
-from composattn.graph.mask import Mask
-from composattn.problem import DENSE, Layout, Problem
-from composattn.schedule import Order
-from composattn.sequences import NO_SEQUENCES, Sequences
-from composattn.work import WorkTables, ascends, work_tables
+from composattn.analysis.bands import EVERYTHING, TileInterval, tile_intervals
+from composattn.analysis.tile_lists import Extent, KeyLists
+from composattn.backends.fused.work import WorkTables, ascends, work_tables
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import Order
+from composattn.call.sequences import NO_SEQUENCES, Sequences
+from composattn.mods.mask import Mask
 
 TILE = 16
 ORDERS: tuple[Order, ...] = ("in_order", "longest_first", "shortest_first")

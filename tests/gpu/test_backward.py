@@ -16,8 +16,8 @@ import torch
 
 import composattn as ca
 from composattn.backends import reference
-from composattn.graph.mask import Mask
-from composattn.graph.score import Score
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 from tests.support import outlier_normal, poison_cuda_memory, uncancelled_sizes
 
 LENGTH = 700  # longest in the cases below: tables are made for it

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.graph.block_map import Extent, KeyLists, QueryLists
-from composattn.graph.mask import Mask
+from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists
 from composattn.mods import causal, masks
+from composattn.mods.mask import Mask
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, softcap
-from composattn.schedule import Schedule
 from composattn.testing import Case, make_case, make_paged_case, make_varlen_case
 
 SIZES: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda"}

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from ...autograd import Grads, Known, Results, attend
-from ...compile import compile_plan
-from ...graph.derived import Upkeep
+from ...analysis.derived import Upkeep
+from ...analysis.program import Program
+from ...call.autograd import Grads, Known, Results, attend
+from ...call.problem import Problem
+from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
-from ...graph.program import Program
-from ...launch import ForwardLauncher, Outputs
-from ...plan import ForwardPlan, plan_forward
-from ...plan_backward import plan_backward
-from ...problem import Problem
-from ...sequences import NO_SEQUENCES, Sequences
-from ...target import HOPPER, Target
-from .gradient import HopperGradient
+from ..fused.compile import compile_plan
+from ..fused.gradient import HopperGradient
+from ..fused.launch import ForwardLauncher, Outputs
+from ..fused.plan import ForwardPlan, plan_forward
+from ..fused.plan_backward import plan_backward
+from ..fused.target import HOPPER, Target
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> HopperCall:

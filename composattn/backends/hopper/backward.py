@@ -11,7 +11,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from ...plan_backward import COUNTER, BackwardPlan, BackwardTiling
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
@@ -26,6 +25,7 @@ from ...primitives.seqlen import Rows, Sequence, rows_of
 from ...primitives.tile_queue import TileQueue
 from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, aligned, narrow
+from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
 from .forward import (
     WARPGROUP,
     _fake_capture,
@@ -815,7 +815,7 @@ def fake_workspace():
 
 
 def fake_work(plan: BackwardPlan):
-    """A table of the order of tiles to compile with, see `composattn.work`."""
+    """A table of the order of tiles to compile with, see `composattn.backends.fused.work`."""
     return make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8) if plan.listed else None
 
 

@@ -6,10 +6,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from ...plan_backward import BackwardPlan
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
 from ...primitives.values import narrow
+from ..fused.plan_backward import BackwardPlan
 from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, load_part, store_if, wait_if
 from .forward import WARPGROUP, _partition, fake_sequences, tile_layout
 

@@ -8,9 +8,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from ...plan_backward import BackwardPlan
 from ...primitives.seqlen import DenseRows
 from ...primitives.values import narrow
+from ..fused.plan_backward import BackwardPlan
 from .backward import ROWS, fake_pieces, fake_rows, load_part, pieces_of, store_if, wait_if
 from .forward import WARPGROUP, _partition, tile_layout
 

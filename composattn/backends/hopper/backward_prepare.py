@@ -5,11 +5,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
-from ...plan_backward import COUNTER, BackwardPlan
 from ...primitives.delta import row_product, row_statistics
 from ...primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
+from ..fused.plan_backward import COUNTER, BackwardPlan
 from .backward import fake_rows, fake_tensor, fake_work, fake_workspace
 from .forward import _permuted, fake_sequences
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...analysis.captured_gradient import GradientProgram, Pattern
+from ...analysis.program import Program
+from ...call.problem import Problem
 from ...errors import UnsupportedHeadDim
-from ...graph.captured_gradient import GradientProgram, Pattern
-from ...graph.program import Program
-from ...plan_backward import BackwardTiling, queries_of_a_key
-from ...problem import Problem
-from ...target import Target
+from ..fused.plan_backward import BackwardTiling, queries_of_a_key
+from ..fused.target import Target
 from .tiling import has_costly_test, has_opaque_test, reads_any, reads_pairs
 
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens

@@ -5,11 +5,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...plan_backward import BackwardPlan, BackwardTiling
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.values import Fixed, narrow
+from ..fused.plan_backward import BackwardPlan, BackwardTiling
 from .backward import (
     CONSUMERS_BARRIER,
     ROWS,

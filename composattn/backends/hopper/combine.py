@@ -6,9 +6,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from ...plan import CombinePlan
 from ...primitives.split import Weights
 from ...primitives.values import choose, narrow
+from ..fused.plan import CombinePlan
 from .backward import element_type, fake_tensor
 
 WARPS = 4

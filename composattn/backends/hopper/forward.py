@@ -12,7 +12,6 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ...plan import ForwardPlan
 from ...primitives.emit import Leaves, Mods
 from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import kv_tiles_of
@@ -26,6 +25,7 @@ from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, choose, narrow
+from ..fused.plan import ForwardPlan
 
 ROWS = 64  # query rows of one warpgroup's product
 WARPGROUP = 128

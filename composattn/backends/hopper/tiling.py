@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ...analysis.bands import untold
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...call.schedule import MOST_SPLITS
 from ...errors import InvalidSchedule, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
-from ...graph.bands import untold
 from ...graph.expr import Dep, Expr, Rate, walk
-from ...graph.program import Program
-from ...plan import Tiling, slots
-from ...problem import Problem
-from ...schedule import MOST_SPLITS
-from ...target import Target
+from ..fused.plan import Tiling, slots
+from ..fused.target import Target
 
 MAX_HEAD_DIM = 256
 ROWS = 64  # of one warpgroup's product

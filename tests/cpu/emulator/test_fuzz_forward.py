@@ -26,7 +26,7 @@ MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
 def held_in_every_mode(seed: int) -> None:
-    from composattn.backends.hopper_emulated import emulating
+    from composattn.backends.fused.emulated import emulating
 
     case = random_case(seed, SPACE)
     attend = functools.partial(ca.attention, backend="hopper-emulated")

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
 from composattn.emulator.mutate import MODES, Trial, Verdict, judge
 from composattn.emulator.program import Program
 from composattn.mods import causal
-from composattn.problem import Problem
-from composattn.target import HOPPER
 
 HAS_DSL = importlib.util.find_spec("cutlass") is not None
 NEEDS_DSL = pytest.mark.skipif(not HAS_DSL, reason="nvidia-cutlass-dsl is not installed")
@@ -48,7 +48,7 @@ class Calls:
         self.arguments: dict[str, list[Any]] = {}
 
     def kernel_of(self, plan: Any) -> Callable[..., None]:
-        from composattn.backends.hopper_emulated import EmulatedKernel
+        from composattn.backends.fused.emulated import EmulatedKernel
 
         kernel = self.kernels[plan.module] = EmulatedKernel(plan)
 
@@ -60,8 +60,8 @@ class Calls:
 
 
 def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
-    from composattn.launch import ForwardLauncher
-    from composattn.plan import plan_forward
+    from composattn.backends.fused.launch import ForwardLauncher
+    from composattn.backends.fused.plan import plan_forward
 
     q, k, v, _ = _inputs(dim, *shape)
     calls = Calls()
@@ -72,8 +72,8 @@ def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
 
 
 def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
-    from composattn.launch_backward import BackwardLauncher
-    from composattn.plan_backward import plan_backward
+    from composattn.backends.fused.launch_backward import BackwardLauncher
+    from composattn.backends.fused.plan_backward import plan_backward
 
     q, k, v, dout = _inputs(dim, *shape)
     program = ca.Attention(mask_mod=causal()).program

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.graph.bands import tile_intervals
+from composattn.analysis.bands import tile_intervals
+from composattn.analysis.picture import tiles_of
 from composattn.graph.expr import DEEP
-from composattn.graph.mask import Mask
-from composattn.graph.picture import tiles_of
 from composattn.graph.simplify import balanced
+from composattn.mods.mask import Mask
 
 Mod = Callable[..., Any]
 

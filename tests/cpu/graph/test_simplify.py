@@ -8,12 +8,12 @@ import pytest
 import sympy
 import torch
 
+from composattn.analysis.symbolic import Names, formula, latex, to_sympy
 from composattn.graph.evaluate import Env, evaluate
 from composattn.graph.expr import Dep, Expr, const, score
 from composattn.graph.gradient import derivative
 from composattn.graph.ops import ARITY, OPS, apply
 from composattn.graph.simplify import affine_in_score, is_finite, simplify, split_row_constant
-from composattn.graph.symbolic import Names, formula, latex, to_sympy
 from composattn.graph.trace import Scalar, trace_mask, trace_score
 from composattn.mods import masks, scores
 from tests.cpu.graph.programs import SIZE, ScoreProgram

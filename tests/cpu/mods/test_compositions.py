@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composattn import errors
-from composattn.graph.mask import ALL, Mask
-from composattn.graph.score import IDENTITY, Score
 from composattn.mods import alibi, causal, document, padding, prefix_lm, sliding_window, softcap, temperature
+from composattn.mods.mask import ALL, Mask
+from composattn.mods.score import IDENTITY, Score
 
 POINTS = list(itertools.product(range(1), range(2), range(7), range(7)))
 

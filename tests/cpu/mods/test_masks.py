@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composattn import errors
-from composattn.graph.mask import Mask
 from composattn.graph.trace import Scalar
 from composattn.mods import masks
+from composattn.mods.mask import Mask
 
 Rule = Callable[[int, int, int, int], bool]
 

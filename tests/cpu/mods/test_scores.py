@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from composattn import errors
 from composattn.graph.expr import captures, scalars
-from composattn.graph.score import Score
 from composattn.graph.trace import Scalar
 from composattn.mods import scores
+from composattn.mods.score import Score
 
 B, H, SQ, SKV = 2, 3, 11, 13
 

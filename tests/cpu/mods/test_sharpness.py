@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.graph.bands import TileInterval, tile_intervals, transposed
-from composattn.graph.block_map import Extent, KeyLists, QueryLists, made_lists
-from composattn.graph.derived import refresh
+from composattn.analysis.bands import TileInterval, tile_intervals, transposed
+from composattn.analysis.derived import refresh
+from composattn.analysis.picture import tiles_of
+from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, made_lists
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
-from composattn.graph.mask import Mask
-from composattn.graph.picture import tiles_of
 from composattn.mods import masks
+from composattn.mods.mask import Mask
 
 S = 256
 DRAW = torch.Generator().manual_seed(0)

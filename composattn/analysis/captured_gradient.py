@@ -1,0 +1,220 @@
+"""How gradients of captured tensors are summed inside a backward kernel: which reads, along which pattern, how large.
+
+The gradient of one read at one pair is P (dP - D) times d score_mod / d read. What the positions of the read change
+with (its `Pattern`) says over what a kernel sums before it goes to memory. Sums in memory are 64-bit fixed point:
+integers add up to the same bits in any order, so they need no order, no buffer a block and no second pass. The unit is
+chosen from a bound of the whole sum (`FusedRead.bound`, and Σ P = 1 a row), so a read is fused only where the
+derivative has one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..graph.expr import DEEP, Capture, Dep, DType, Expr, captures, const
+from ..graph.gradient import derivative, partials
+from .program import Program
+
+
+class Pattern(enum.Enum):
+    """What the positions of a read change with, within a head."""
+
+    HEAD = "a number a head"
+    ROW = "by row"
+    COLUMN = "by column"
+    DISTANCE = "by distance q - kv"
+    PAIR = "by pair (q, kv)"
+
+
+@dataclass(frozen=True)
+class FusedRead:
+    """One read; `factor` is what dS has to be multiplied by for its gradient, None is 1."""
+
+    leaf: Expr
+    pattern: Pattern
+    factor: Expr | None
+    slope: Expr
+
+    def bound(self, q_len: int, kv_len: int) -> float:
+        """Of |d score_mod / d read| over all pairs."""
+        found = bound(self.slope, q_len, kv_len)
+        assert found is not None
+        return found
+
+
+def fused_reads(program: Program) -> dict[Capture, tuple[FusedRead, ...]]:
+    """The captured tensors whose gradient a kernel can sum, with all their reads."""
+    if program.score is None:
+        return {}
+    slope = derivative(program.score)
+    by_tensor: dict[Capture, list[FusedRead | None]] = {}
+    for leaf, d in partials(program.score).items():
+        if leaf.op == "read":
+            by_tensor.setdefault(leaf.attr, []).append(_fused(leaf, d, slope))
+    return {c: tuple(r for r in reads if r) for c, reads in by_tensor.items() if None not in reads}
+
+
+def _fused(leaf: Expr, d: Expr, slope: Expr) -> FusedRead | None:
+    pattern = pattern_of(leaf)
+    if pattern is None or bound(d, 1, 1) is None or leaf.attr.tensor.numel() >= 2**31:
+        return None
+    if d is slope:
+        return FusedRead(leaf, pattern, None, d)
+    # dS = P (dP - D) slope: dividing the slope out again would lose the zeros; the score is gone by then
+    if slope is not const(1.0) or d.deps & Dep.SCORE:
+        return None
+    return FusedRead(leaf, pattern, d, d)
+
+
+def pattern_of(leaf: Expr) -> Pattern | None:
+    """The pattern of a read's positions, None where none of them fits."""
+    deps = 0
+    for a in leaf.args:
+        deps |= a.deps
+    rows, columns = bool(deps & Dep.Q), bool(deps & Dep.KV)
+    if not columns:
+        return Pattern.ROW if rows else Pattern.HEAD
+    if not rows:
+        return Pattern.COLUMN
+    if all(map(follows_distance, leaf.args)):
+        return Pattern.DISTANCE
+    forms = [coefficients(a) for a in leaf.args]
+    apart = any(f and f[0] and not f[1] for f in forms) and any(f and f[1] and not f[0] for f in forms)
+    return Pattern.PAIR if apart else None
+
+
+def follows_distance(node: Expr) -> bool:
+    """Whether an integer stays the same along q - kv."""
+    if not node.deps & (Dep.Q | Dep.KV):
+        return True
+    if node.depth > DEEP:
+        return False
+    form = coefficients(node)
+    if form is not None:
+        return form[0] == -form[1]
+    return bool(node.args) and all(map(follows_distance, node.args))
+
+
+def coefficients(node: Expr) -> tuple[int, int] | None:
+    """(a, b) where the integer `node` is a·q + b·kv + something that changes with neither."""
+    if not node.deps & (Dep.Q | Dep.KV):
+        return 0, 0
+    if node.op == "index":
+        return int(node.attr == "q"), int(node.attr == "kv")
+    if not node.dtype.is_integer or node.op not in ("add", "sub", "neg", "mul") or node.depth > DEEP:
+        return None
+    parts = [coefficients(a) for a in node.args]
+    if None in parts:
+        return None
+    x, *more = [p for p in parts if p is not None]
+    if node.op == "neg":
+        return -x[0], -x[1]
+    if node.op == "mul":
+        for k, form in ((node.args[0], more[0]), (node.args[1], x)):
+            if k.is_const:
+                return int(k.attr) * form[0], int(k.attr) * form[1]
+        return None
+    sign = 1 if node.op == "add" else -1
+    return x[0] + sign * more[0][0], x[1] + sign * more[0][1]
+
+
+_AT_MOST_ONE = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")
+
+
+def bound(node: Expr, q_len: int, kv_len: int) -> float | None:
+    """A bound of |node| known without any data but the lengths; None where there is none."""
+    if node.is_const:
+        return abs(float(node.attr))
+    if node.op == "index" and node.attr in ("q", "kv"):
+        return float(q_len if node.attr == "q" else kv_len)
+    if node.op in _AT_MOST_ONE or node.dtype is DType.BOOL:
+        return 1.0
+    if node.depth > DEEP:
+        return None
+    if node.op not in ("add", "sub", "mul", "neg", "abs", "cast_float", "where", "maximum", "minimum"):
+        return None
+    parts = [bound(a, q_len, kv_len) for a in node.args[int(node.op == "where") :]]
+    known = [p for p in parts if p is not None]
+    if len(known) < len(parts):
+        return None
+    if node.op == "mul":
+        return known[0] * known[1]
+    return sum(known) if node.op in ("add", "sub") else max(known)
+
+
+class GradientProgram(Program):
+    """A program whose backward kernel also sums the gradients of some captured tensors.
+
+    Beside what the mods read, the kernel receives a flat int64 tensor for each of them (`totals`), which it adds
+    into, and the number of units in 1 of each (`units`, fp32).
+    """
+
+    def __init__(self, program: Program, reads: dict[Capture, tuple[FusedRead, ...]]) -> None:
+        super().__init__(program.score, program.mask)
+        self.__dict__["intervals"] = program.intervals
+        self.reads = reads
+        # placeholders: which tensor stands for them is said at the call
+        self.totals = {c: Capture(torch.empty(1, dtype=torch.int64)) for c in reads}
+        self.units = Capture(torch.empty(1, dtype=torch.float32))
+
+    @cached_property
+    def roots(self) -> tuple[Expr, ...]:
+        found = list(super().roots)
+        for number, reads in enumerate(self.reads.values()):
+            for read in reads:
+                kind = const(list(Pattern).index(read.pattern))
+                found += [const(number), kind, read.leaf, const(1.0) if read.factor is None else read.factor]
+        return tuple(found)
+
+    @cached_property
+    def captures(self) -> tuple[Capture, ...]:
+        return (*captures(*self.roots), *self.totals.values(), self.units)
+
+
+def unit_counts(
+    reads: Iterable[tuple[FusedRead, ...]],
+    dout: torch.Tensor,
+    v: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q_len: int,
+    kv_len: int,
+    rows_in_use: torch.Tensor | None = None,
+    keys_in_use: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Units in 1 for each tensor, powers of two, on v's device with no synchronisation.
+
+    |dP| and |D| are at most |dO| |V| a row, Σ P = 1 a row: a sum over all rows stays below 2^62 units. Positions are
+    below `q_len` and `kv_len`. dO and V are (B, H, S, D), or packed (total, H, D) and dLSE (H, total): then only rows
+    and keys in use, bool (total,), count, whatever others hold.
+    """
+    most = 2.0 * _longest(dout, rows_in_use) * _longest(v, keys_in_use)
+    if dlse is not None and dlse.numel():
+        sizes = dlse.float().abs()
+        most = most + (sizes if rows_in_use is None else torch.where(rows_in_use, sizes, 0.0)).amax()
+    rows = max(1, dout.numel() // dout.shape[-1])
+    bounds = [max(sum(r.bound(q_len, kv_len) for r in group), 1e-6) * rows for group in reads]
+    sums = torch.stack([most * b for b in bounds])  # no copy from the host: CUDA graphs can't capture one
+    # a factor of 4 for the rounding of P, dP and D
+    units = torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
+    return torch.where(torch.isfinite(sums), units, torch.nan)
+
+
+def _longest(t: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
+    if not t.numel():
+        return t.new_zeros((), dtype=torch.float32)
+    lengths = torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32)
+    return (lengths if in_use is None else torch.where(in_use[:, None], lengths, 0.0)).amax()
+
+
+def in_numbers(total: torch.Tensor, units: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A sum of units as a gradient of `like`; NaN where the units say that a gradient was not finite."""
+    value = total.double() / units.double()
+    return value.to(like.dtype).view(like.shape)
+
+
+__all__ = ["FusedRead", "GradientProgram", "Pattern", "bound", "fused_reads", "in_numbers", "unit_counts"]

@@ -1,0 +1,77 @@
+"""A score mod and a mask together: what one attention call computes besides q·k, and what it reads at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+
+from ..graph.expr import Capture, Expr, const, content_key, inputs, score
+from ..graph.simplify import balanced
+from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
+from .row_limits import RowLimits
+
+
+class Program:
+    """The mods of a call, as graphs; None stands for a mod that changes nothing.
+
+    `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
+    `key` is what the graphs compute, without tensors: programs with equal keys share a kernel.
+    """
+
+    def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None) -> None:
+        self.score = None if score_mod is score() else score_mod
+        self.mask = None if mask is None or mask is const(True) else balanced(mask)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
+        derived = {name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    @property
+    def is_plain(self) -> bool:
+        return self.score is None and self.mask is None
+
+    @cached_property
+    def intervals(self) -> tuple[TileInterval, ...]:
+        """Which kv positions a query tile visits; derived from the mask."""
+        return EVERYTHING if self.mask is None else tile_intervals(self.mask)
+
+    @cached_property
+    def limits(self) -> RowLimits | None:
+        """Where the keys that a row sees begin and end, if they are one run; derived from the mask."""
+        return row_limits(self.mask)
+
+    @cached_property
+    def of_keys(self) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
+        """The same of queries: which ones a tile of keys (from `first` to `last`) visits, and which ones see a key."""
+        return (EVERY_QUERY, None) if self.mask is None else transposed(self.mask)
+
+    @cached_property
+    def roots(self) -> tuple[Expr, ...]:
+        return tuple(e for e in (self.score, self.mask, *ends_of(self.intervals, self.limits)) if e is not None)
+
+    @cached_property
+    def _inputs(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
+        return inputs(*self.roots)
+
+    @cached_property
+    def read_by_mods(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
+        """Captured tensors and run-time numbers of the mods alone, known without their analysis."""
+        return inputs(*(e for e in (self.score, self.mask) if e is not None))
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        return self._inputs[0]
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        return self._inputs[1]
+
+    @cached_property
+    def key(self) -> Hashable:
+        return content_key(self.score, self.mask, *self.roots)
+
+
+PLAIN = Program()
+"""Attention without mods."""

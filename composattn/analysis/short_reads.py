@@ -1,0 +1,82 @@
+"""Captured tensors that are too short for a call, found from shapes before anything is computed.
+
+Kernels clamp what is read outside of a tensor, at no cost and with no error: a table for 2 heads would serve 4 without
+a word. Most such mistakes show in shapes alone: an index stands for a dimension that is shorter than the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ..errors import CapturedIndexOutOfRange
+from ..graph.evaluate import Env, evaluate
+from ..graph.expr import Expr
+from .program import Program
+from .tiles import FULL, PARTIAL, tiles
+
+_CALLED = {"b": "batch", "h": "query heads", "q": "queries", "kv": "keys"}
+_COARSE = 1024  # tiles of the analysis; bounds of b and h are exact in tiles of any size
+_AT_ONCE = 2**24  # pairs that are looked at together
+
+
+def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Looks at `tensor[..., h, ...]` and the like where `sizes` (of b, h, q, kv, as far as known) exceed the shape.
+
+    A read in a branch of `torch.where` is taken to be guarded, one at pairs that the mask hides is never looked at.
+
+    Raises: `CapturedIndexOutOfRange`.
+    """
+    for root in (program.mask, program.score):
+        for node in () if root is None else _unguarded_reads(root):
+            shape = tuple(node.attr.tensor.shape)
+            for index, length in zip(node.args, shape, strict=True):
+                if index.op != "index" or length >= sizes.get(index.attr, 0):
+                    continue
+                if _sees(program.mask, index.attr, length, sizes, device):
+                    raise CapturedIndexOutOfRange(
+                        f"a captured tensor of shape {shape} is read at {list(node.args)}, and the call has "
+                        f"{sizes[index.attr]} for {_CALLED[index.attr]}; make the tensor larger, clamp the index, or "
+                        "hide those pairs with the mask"
+                    )
+
+
+def _unguarded_reads(root: Expr) -> Iterator[Expr]:
+    stack, seen = [root], {root}
+    while stack:
+        node = stack.pop()
+        if node.op == "read":
+            yield node
+        for argument in node.args[:1] if node.op == "where" else node.args:
+            if argument not in seen:
+                seen.add(argument)
+                stack.append(argument)
+
+
+def _sees(mask: Expr | None, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
+    """Whether the mask leaves a pair visible where index `name` is `first` or more."""
+    if mask is None or not {"q", "kv"} <= sizes.keys():
+        return True
+    # of queries or keys the second tile begins at `first`
+    tile = tuple(first if n == name else _COARSE for n in ("q", "kv"))
+    kinds = tiles(mask, sizes["q"], sizes["kv"], (tile[0], tile[1]), sizes["b"], sizes["h"], device=device)
+    axis = list(_CALLED).index(name)
+    beyond = kinds.expand(sizes["b"], sizes["h"], -1, -1).movedim(axis, 0)[first if axis < 2 else 1 :]
+    if axis < 2 or not bool((beyond == PARTIAL).any()) or bool((beyond == FULL).any()):
+        return bool(beyond.any())
+    return _any_visible(mask, name, first, sizes, device)
+
+
+def _any_visible(mask: Expr, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
+    """The same pair by pair, some positions at a time."""
+    axes = {"b": (-1, 1, 1, 1), "h": (-1, 1, 1), "q": (-1, 1), "kv": (-1,)}
+    at = {n: torch.arange(sizes[n], device=device).view(axes[n]) for n in axes}
+    lengths = {"q_len": sizes["q"], "kv_len": sizes["kv"]}
+    pairs = math.prod(sizes.values()) // sizes[name]
+    for part in torch.arange(first, sizes[name], device=device).split(max(1, _AT_ONCE // pairs)):
+        env = Env({**at, name: part.view(axes[name]), **lengths}, device=device, float_dtype=torch.float32)
+        if bool(evaluate(mask, env).any()):
+            return True
+    return False

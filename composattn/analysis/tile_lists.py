@@ -1,0 +1,315 @@
+"""Lists of the tiles that a kernel visits, for masks of which bands tell too little; on the device, kept up to date.
+
+A mask that `bands` understands needs no list: the kernel computes its loop bounds. What they leave is settled here
+tile by tile: interval arithmetic at the kernel's own tile size (`intervals`), joined with the bands, in work and memory
+of the tiles and of the captured tensors, by torch operations on the device, with no host synchronisation.
+
+`KeyLists` are what a forward visits (the kv tiles of each query tile), `QueryLists` what a backward does (the query
+tiles of each kv tile). Kernels receive them as two or three more captured tensors, `captures`, whose contents
+`of_call` gives: computed when first asked for, and again, into the same memory, when a captured tensor, a run-time
+number or the sequences' lengths changed since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ..errors import UnknownLength
+from ..graph.evaluate import Env, evaluate_all
+from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
+from ..graph.lent import Lent
+from .bands import TileInterval, ends_of, mirrored, tile_intervals, untold
+from .derived import Derived, is_matches, refresh, value_of, version, without_gaps
+from .intervals import Tiles
+from .keeping import may_keep
+from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
+
+T = torch.Tensor
+
+Places = tuple[T | None, T | None]
+"""Where sequences lie: int (B + 1,) first rows of packed ones, int (B,) how many rows are used; None: not given."""
+
+MOST_ENTRIES = 2**28  # of a list, 1 GiB: beyond it a mask is left to its bands
+_AT_ONCE = 2**22  # tiles that are analysed together: some hundred MiB of bounds
+
+
+Lists = TypeVar("Lists", bound="TileLists")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What lists are made for: lengths (of the longest sequence, where there are several), batch, heads, device."""
+
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    device: torch.device
+    ragged: bool = False  # sequences have lengths of their own
+    unbounded: bool = False  # the lengths are those of all packed rows together
+
+    def entries(self, mask: Expr, tile: tuple[int, int]) -> int:
+        """Tiles of all batches and heads that `mask` tells apart."""
+        b, h = (self.batch if self.ragged or mask.deps & Dep.B else 1), (self.heads if mask.deps & Dep.H else 1)
+        return b * h * -(-self.q_len // tile[0]) * -(-self.kv_len // tile[1])
+
+
+def reason_for_lists(kind: type[TileLists], mask: Expr | None, extent: Extent, tile: tuple[int, int]) -> str | None:
+    """Why lists visit fewer tiles than the mask's bands do, in words; None where bands serve, or lists are too large.
+
+    Bands serve where all of the mask is solved for kv (for `QueryLists`: for q). They don't where a condition on
+    (q, kv) stays (a test in every tile of the band), where visible positions are a tile or more apart, or where equal
+    values of a captured tensor lie apart: this looks at the tensor, once.
+
+    Raises: `UnknownLength` where lists would be too large for want of an upper bound of the sequences' lengths.
+    """
+    if mask is None:
+        return None
+    if extent.entries(mask, tile) > MOST_ENTRIES:
+        if extent.unbounded and kind.reason_for(mask, tile):
+            raise UnknownLength(
+                f"this mask needs lists of tiles, which would have {extent.entries(mask, tile)} entries for "
+                f"{extent.batch} sequences of up to {extent.q_len} queries and {extent.kv_len} keys; say how long the "
+                "longest ones are: Varlen(..., max_seqlen_q=, max_seqlen_k=)"
+            )
+        return None
+    return kind.reason_for(mask, tile)
+
+
+def _reason(mask: Expr, size: int, of: str) -> str | None:
+    """Why the bands of `mask` tell too little to whoever visits tiles of `size` keys, which are called `of`."""
+    left = untold(mask)
+    if left.opaque:
+        return f"a part of the mask has no bounds on {of}"
+    if left.step >= size:
+        return f"visible {of} lie tiles apart"
+    ends = ends_of(tile_intervals(mask))
+    if any(map(_has_gaps, {table: None for c in captures(*ends) for table in _matches_behind(c)})):
+        return "equal values of a captured tensor lie apart"
+    return None
+
+
+def made_lists(kind: type[Lists], mask: Expr | None, extent: Extent, tile: tuple[int, int]) -> Lists | None:
+    """Lists of this kind where there is a reason for them; the same ones as long as they are in use."""
+    reason = reason_for_lists(kind, mask, extent, tile)
+    if reason is None or mask is None:
+        return None
+    key = (kind, mask, extent, tile)
+    found = _in_use.get(key)
+    if found is None:
+        found = _in_use[key] = kind(mask, extent, tile, reason)
+    return found  # type: ignore[return-value]
+
+
+_in_use: weakref.WeakValueDictionary[Any, TileLists] = weakref.WeakValueDictionary()
+
+
+def _matches_behind(capture: Capture) -> Iterator[Derived]:
+    """The tables of `derived.matches` that a capture comes from."""
+    if is_matches(capture):
+        yield capture
+    elif isinstance(capture, Derived):
+        for source in capture.sources:
+            yield from _matches_behind(source)
+
+
+def _has_gaps(table: Derived) -> bool:
+    """Whether its ranges have columns between that don't match."""
+    whole = without_gaps(table)
+    whole.refresh()
+    return not bool(whole.tensor.all())
+
+
+class TileLists(ABC):
+    """Lists for one mask, tile size and extent; `captures` stand for the tensors among what a kernel reads."""
+
+    ranks: ClassVar[tuple[int, ...]]
+    dims: ClassVar[tuple[int, ...]]
+
+    @staticmethod
+    @abstractmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        """Why the bands that would serve instead tell too little; None where they do."""
+
+    def __init__(self, mask: Expr, extent: Extent, tile: tuple[int, int], reason: str = "asked for") -> None:
+        self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
+        bands = tile_intervals(mask)
+        self.bands: tuple[TileInterval, ...] = () if all(i.tells_nothing for i in bands) else bands
+        self.ends = ends_of(self.bands)
+        self.sources, self.scalars = inputs(mask, *self.ends)
+        # placeholders: which tensor stands for them is said at the call
+        self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
+        self._made: list[T] = []
+        self._seen: tuple[Any, ...] | None = None
+        self._held: list[T] = []
+
+    def of_call(
+        self,
+        given: Mapping[Capture, T] | None = None,
+        numbers: Mapping[Any, float | int] | None = None,
+        queries: Places = (None, None),
+        keys: Places = (None, None),
+    ) -> list[T]:
+        """The tensors, one for each of `captures`, up to date.
+
+        given: tensors that are read in place of captured ones. numbers: values of run-time numbers, by default those
+        of now. queries, keys: where those of several sequences lie.
+        """
+        given = {} if given is None else given
+        values = [s.value if numbers is None else numbers.get(s, s.value) for s in self.scalars]
+        refresh(self.sources)
+        read = [value_of(c, given) for c in self.sources]
+        places = [t for t in (*queries, *keys) if t is not None]
+        stamp = (*values, *(v for t in (*read, *places) for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
+        stamp += tuple(c.epoch for c in self.sources if isinstance(c, Lent))
+        if stamp != self._seen or None in stamp or (places and _recording()):
+            made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
+            if not may_keep():
+                return made
+            if self._made:
+                for old, new in zip(self._made, made, strict=True):
+                    old.copy_(new)
+            else:
+                self._made = made
+            # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
+            lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
+            own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
+            self._seen, self._held = stamp, [*own, *places]
+        return self._made
+
+    def _compute(self, read: Sequence[T], values: Sequence[Any], q_lens: T | None, kv_lens: T | None) -> tuple[T, ...]:
+        x = self.extent
+        b = x.batch if self.mask.deps & Dep.B or q_lens is not None or kv_lens is not None else 1
+        h = x.heads if self.mask.deps & Dep.H else 1
+        tensors = {id(c.tensor): t for c, t in zip(self.sources, read, strict=True)}
+        numbers = {id(s): v for s, v in zip(self.scalars, values, strict=True)}
+        cuts = useful_cuts(self.mask, x.q_len, x.kv_len, self.tile)
+        grid = Tiles(x.q_len, x.kv_len, self.tile, b, h, x.device, q_lens, kv_lens, tensors, numbers, cuts=cuts)
+        rows, columns = -(-x.q_len // self.tile[0]), -(-x.kv_len // min(self.tile[1], cuts[1] or self.tile[1]))
+        step = max(1, _AT_ONCE // (b * h * columns * -(-self.tile[0] // (cuts[0] or self.tile[0]))))
+        # never inference tensors: those could not be written to again from outside of inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            parts = []
+            for first in range(0, rows, step):
+                part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
+                parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
+            if len(parts) == 1:
+                return self.lists(*parts[0])
+            return self.lists(*(torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), self.dims, strict=True)))
+
+    def _joined(self, found: T, grid: Tiles) -> T:
+        """The kinds of tiles, with what the bands know besides."""
+        if not self.bands:
+            return found
+        grid = dataclasses.replace(grid, cuts=(None, None))  # tiles again
+        q, kv = grid.leaf("q"), grid.leaf("kv")
+        used = {node.attr for node in walk(*self.ends) if node.op == "index"} - {"first", "last"}
+        index = {**{name: grid.leaf(name).low for name in used}, "first": q.low, "last": q.high}
+        env = Env(index, device=grid.device, tensors=grid.tensors, scalars=grid.scalars)
+        ends = evaluate_all(self.ends, env)
+        touched, inside = [], []
+        for n, band in enumerate(self.bands):
+            begin, end, full_begin, full_end = ends[4 * n : 4 * n + 4]
+            touched.append((begin <= kv.high) & (end * (begin < end) > kv.low))
+            if not band.never_full:
+                inside.append((full_begin <= kv.low) & (full_end > kv.high))
+        found = found * functools.reduce(torch.bitwise_or, touched)
+        if not inside:
+            return found
+        return torch.where(functools.reduce(torch.bitwise_or, inside) & (found != EMPTY), FULL, found)
+
+    @abstractmethod
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T, ...]:
+        """What is kept of int8 (B|1, H|1, rows, Tkv) kinds of some query tiles."""
+
+    @abstractmethod
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        """The tensors, from what was kept, joined along `dims`."""
+
+
+class KeyLists(TileLists):
+    """The kv tiles that each query tile visits.
+
+    counts: int32 (2, B|1, H|1, Tq): how many need a test, and how many don't.
+    tiles: int32 (B|1, H|1, Tq, Tkv): those that need a test, descending, then those that don't, descending. A tile that
+    reaches beyond the keys is among the first.
+    """
+
+    ranks = (4, 4)
+    dims = (3, 2)
+
+    @staticmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        return _reason(mask, tile[1], "keys")
+
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T, T]:
+        if grid.kv_lens is not None or grid.kv_len % self.tile[1]:
+            ragged = grid.starts(1) + self.tile[1] > grid.leaf("kv_len").low
+            found = torch.minimum(found, FULL - ragged.view(torch.int8))
+        counted = torch.arange(PARTIAL, FULL + 1, dtype=torch.int8, device=found.device).view(2, 1, 1, 1, 1)
+        counts = (found == counted).sum(-1, dtype=torch.int32)
+        column, above = _numbered(found)
+        rank = -found & 3  # empty 0, full 2, partial 3
+        ordered = torch.add(column, rank, alpha=above).sort(-1, descending=True).values
+        return counts, ordered & (above - 1)
+
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        return kept
+
+
+class QueryLists(TileLists):
+    """The query tiles that each kv tile visits, ascending; tiles are (queries, keys) all the same.
+
+    counts: int32 (B|1, H|1, Tkv).
+    tiles: int32 (B|1, H|1, Tkv, Tq): 2 * query tile + (1 if it needs a test). The test is the mask's: rows and keys
+    that a tile has beyond the last ones need none by this list.
+    before: int32 (B|1, H|1, Tkv, Tq), entry for entry: how many kv tiles beyond visit the same query tile. In a fixed
+    order of dQ they come before.
+    """
+
+    ranks = (3, 4, 4)
+    dims = (2,)
+
+    @staticmethod
+    def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
+        return _reason(mirrored(mask), tile[0], "queries")
+
+    def rows_of(self, found: T, grid: Tiles) -> tuple[T]:
+        return (found,)
+
+    def lists(self, *kept: T) -> tuple[T, ...]:
+        found = kept[0].mT  # (B|1, H|1, Tkv, Tq)
+        visited = found != EMPTY
+        row, above = _numbered(found)
+        entry = 2 * row + (found & PARTIAL)
+        entries = torch.add(entry, ~visited, alpha=2 * above).sort(-1).values & (2 * above - 1)
+        upto = visited.cumsum(-2, dtype=torch.int32)
+        before = (upto[..., -1:, :] - upto).gather(-1, (entries >> 1).long())
+        return visited.sum(-1, dtype=torch.int32), entries, before
+
+
+def _numbered(found: T) -> tuple[T, int]:
+    """Numbers along the last dimension, int32, and a power of two above them: what is sorted by lies above that bit."""
+    count = found.shape[-1]
+    return torch.arange(count, dtype=torch.int32, device=found.device), 1 << count.bit_length()
+
+
+def _lengths(starts: T | None, used: T | None) -> T | None:
+    """How long each sequence is, int (B,); None where all are of one length."""
+    return used if used is not None or starts is None else starts.diff()
+
+
+def _recording() -> bool:
+    """Whether a CUDA graph is being captured: lengths may then change at every replay."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+__all__ = ["Extent", "KeyLists", "QueryLists", "TileLists", "made_lists", "reason_for_lists"]

@@ -1,0 +1,1 @@
+"""The host half of every generated kernel: plans, compiled kernels, their arguments and launches."""

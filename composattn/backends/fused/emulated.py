@@ -1,0 +1,147 @@
+"""The Hopper kernels with no GPU: the real generated code, run by the emulator on CPU tensors of small size."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...emulator.capture import Captured
+from ...emulator.cluster import EAGER, Mode
+from ...emulator.findings import EmulationTooLarge
+from ...emulator.launch import Result, Stream
+from ...emulator.program import KEPT
+from ..hopper import HopperCall
+from .compile import compile_offline, content_hash
+from .launch import ForwardLauncher, leaves_rows_out, tidy
+from .plan import ForwardPlan, plan_forward
+from .target import HOPPER
+
+# Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
+SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
+LIMIT_SECONDS = 600.0
+_kernels: dict[str, Captured] = {}
+_stream = Stream()
+_mode: ContextVar[Mode] = ContextVar("mode", default=EAGER)
+
+
+@contextmanager
+def emulating(mode: Mode) -> Iterator[None]:
+    """Inside, calls of this backend run in `mode` (see `composattn.emulator`)."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def estimate(batch: int, heads: int, q_len: int, kv_len: int, tile_m: int = 128) -> float:
+    """Seconds that a forward will about take if every tile is visited; a gradient takes three times as long."""
+    blocks = batch * heads * -(-q_len // tile_m)
+    return blocks * SECONDS_A_BLOCK + batch * heads * q_len * kv_len * SECONDS_A_SCORE
+
+
+def check_size(problem: Problem) -> None:
+    """Raises `EmulationTooLarge` above COMPOSATTN_EMULATOR_SECONDS (600 if unset) estimated seconds."""
+    limit = float(os.environ.get("COMPOSATTN_EMULATOR_SECONDS", LIMIT_SECONDS))
+    seconds = estimate(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
+    if seconds > limit:
+        raise EmulationTooLarge(
+            f"emulating {problem.batch * problem.q_heads} heads of {problem.q_len} queries and {problem.kv_len} keys "
+            f"would take about {seconds:.0f} s, the limit is {limit:.0f} s; take fewer heads or shorter sequences, "
+            "raise COMPOSATTN_EMULATOR_SECONDS, or use backend='streaming'"
+        )
+
+
+class EmulatedKernel:
+    """Stands for a compiled kernel: called like one, with CPU tensors in the order of the plan's host function.
+
+    `mode` is that of `emulating` if None. `result` is what the last run says beside what it wrote (instruction counts,
+    time). Raises `Finding`s when called.
+    """
+
+    def __init__(self, plan: Any, mode: Mode | None = None) -> None:
+        self.plan, self.mode = plan, mode
+        self.kernel = _captured(plan)
+        self.result: Result | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        target = self.plan.target
+        launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
+        self.result = _stream.run(self.kernel.program, launch, self.mode or _mode.get())
+
+
+def _captured(plan: Any) -> Captured:
+    """The plan's kernel and host function, compiled once a process (the PTX once a cache folder)."""
+    key = content_hash(plan)
+    kernel = _kernels.pop(key, None)
+    if kernel is None:
+        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
+        text = compile_offline(plan).ptx_path.read_text()
+        function, declared = backend.kernel(plan)
+        kernel = Captured(function, declared, plan.target.arch, text)
+    _kernels[key] = kernel  # the last used is last
+    while len(_kernels) > KEPT:
+        del _kernels[next(iter(_kernels))]
+    return kernel
+
+
+class EmulatedForward(ForwardLauncher):
+    """A plan's emulated kernel, launched into poisoned memory: what it doesn't write is NaN."""
+
+    def __init__(self, plan: ForwardPlan) -> None:
+        super().__init__(plan, EmulatedKernel)
+
+    def _launch(self, q, k, v, out, lse, max_scores, scale, ours, work, *rest) -> None:  # type: ignore[no-untyped-def]
+        if not leaves_rows_out(self.plan, k):
+            for t in (out, lse, max_scores):
+                if t is not None:
+                    t.fill_(torch.nan)
+        work = None if work is None else work.cpu()
+        tensors = (tidy(t, name) for t, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out")))
+        self.compiled(*tensors, lse, max_scores, scale, ours, work, *rest)
+
+
+class EmulatedCall(HopperCall):
+    """A prepared call: the plans that an H200 would get, run by the emulator."""
+
+    def __init__(self, problem: Problem, program: Program, scale: float) -> None:
+        super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
+
+    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> EmulatedForward:
+        return EmulatedForward(self.forward_plan(return_lse, return_max_scores))
+
+
+def prepare(problem: Problem, program: Program, scale: float) -> EmulatedCall:
+    """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
+    check_size(problem)
+    return EmulatedCall(problem, program, scale)
+
+
+def random_run(problem: Problem, program: Program) -> Result:
+    """A forward of a call of this form on random inputs, for its counts."""
+    check_size(problem)
+    make = torch.Generator().manual_seed(0)
+
+    def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.randn(problem.batch, heads, length, dim, generator=make).to(problem.dtype)
+
+    q = tensor(problem.q_heads, problem.q_len, problem.head_dim)
+    k = tensor(problem.kv_heads, problem.kv_len, problem.head_dim)
+    v = tensor(problem.kv_heads, problem.kv_len, problem.head_dim_v)
+    here = dataclasses.replace(problem, device=torch.device("cpu"))
+    forward = EmulatedForward(plan_forward(here, program, HOPPER))
+    tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
+    forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
+    result: Result | None = forward.kernel.result
+    if result is None:
+        raise EmulationTooLarge(f"a call with {problem.q_len} queries and {problem.kv_len} keys runs no kernel")
+    return result

@@ -1,0 +1,263 @@
+"""The query tiles of a call and the order in which they are computed, as a table on the device.
+
+Longest first: the tiles that visit most keys start first, so that none of them is left over at the end (Graham 1969).
+How many keys a tile visits comes from the mask's intervals; nothing here waits for the device, and nothing is computed
+again while the tensors that it comes from are the same and unwritten. Results never depend on the order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ...analysis.bands import TileInterval
+from ...analysis.derived import stamp as stamp_of
+from ...analysis.derived import version
+from ...analysis.keeping import may_keep
+from ...call.problem import Problem
+from ...call.schedule import Order
+from ...call.sequences import NO_SEQUENCES, Sequences
+from ...graph.evaluate import Env, Repeated
+from ...graph.expr import Dep, Expr, inputs
+
+
+class QueryTiles(NamedTuple):
+    """The query tiles of all sequences: tile `m` of sequence `b`, int64 (entries,).
+
+    `q_lens`: how many queries each sequence has, int (B,), or one number for all. Of packed queries there may be fewer
+    tiles than entries: `missing` says where, and `b` is the number of sequences there.
+    """
+
+    b: torch.Tensor
+    m: torch.Tensor
+    q_lens: torch.Tensor | int
+    missing: torch.Tensor | None = None
+
+
+def entries(problem: Problem, tile_m: int, rows: int | None = None) -> int:
+    """How many query tiles there are, of packed queries at most, `rows` of them (None: as the problem says)."""
+    if problem.layout.q == "dense":
+        return problem.batch * -(-problem.q_len // tile_m)
+    return (problem.q_len if rows is None else rows) // tile_m + problem.batch
+
+
+def query_tiles(problem: Problem, sequences: Sequences, tile_m: int, rows: int | None = None) -> QueryTiles:
+    """The query tiles of a call, by sequence."""
+    at = torch.arange(entries(problem, tile_m, rows), device=problem.device)
+    if sequences.cu_q is None:
+        tiles = -(-problem.q_len // tile_m)
+        return QueryTiles(at // tiles, at % tiles, problem.q_len)
+    lengths = sequences.cu_q.diff() if sequences.used_q is None else sequences.used_q
+    before = pad(((lengths + (tile_m - 1)) // tile_m).cumsum(0), (1, 0))
+    b = torch.searchsorted(before[1:], at, right=True)
+    return QueryTiles(b, at - before[b], lengths, b == problem.batch)
+
+
+def kv_lengths(problem: Problem, sequences: Sequences) -> Any:
+    """How many keys each sequence has: int (B,), or one number for all."""
+    if sequences.used_k is not None:
+        return sequences.used_k
+    return problem.kv_len if sequences.cu_k is None else sequences.cu_k.diff()
+
+
+class Visits:
+    """How many tiles of keys each query tile visits, by the mask's intervals.
+
+    Called again, it looks at captured tensors and run-time numbers again, not at `sequences`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        sequences: Sequences,
+        tiles: QueryTiles,
+        intervals: tuple[TileInterval, ...],
+        tile_m: int,
+        tile_n: int,
+    ) -> None:
+        self.tiles, self.tile_n = tiles, tile_n
+        b = tiles.b if sequences.cu_q is None else tiles.b.clamp(max=problem.batch - 1)
+        q_len = _of(tiles.q_lens, b)
+        same = sequences.cu_q is not None and all(map(operator.is_, sequences.queries, sequences.keys))
+        self.kv_len = q_len if same else _of(kv_lengths(problem, sequences), b)
+        first = tiles.m * tile_m
+        index: dict[str, Any] = {
+            "b": b, "first": first, "last": (first + (tile_m - 1)).clamp(max=q_len - 1), "h": 0,
+            "q_len": q_len, "kv_len": self.kv_len,
+        }  # fmt: skip
+        if any(end.deps & Dep.H for end in _ends(intervals)):
+            index["h"] = torch.arange(problem.q_heads, device=first.device).view(-1, *(1 for _ in tiles.m.shape))
+        self.from_zero = [i.begin.is_const and i.begin.attr <= 0 for i in intervals]
+        wanted = [e for i, zero in zip(intervals, self.from_zero, strict=True) for e in (i.begin, i.end)[zero:]]
+        self.ends = Repeated(wanted, Env(index=index, device=first.device))
+
+    def __call__(self) -> torch.Tensor:
+        """Summed over the heads if they differ: int64, shaped as the tiles."""
+        values = iter(self.ends())
+        counts = [self._before(next(values)) if zero else self._between(*islice(values, 2)) for zero in self.from_zero]
+        total = functools.reduce(torch.add, counts)
+        total = total.sum(0) if total.ndim > self.tiles.m.ndim else total
+        return total.expand_as(self.tiles.m)
+
+    def _before(self, end: torch.Tensor) -> torch.Tensor:
+        return _whole(end.clamp(max=self.kv_len) + (self.tile_n - 1), self.tile_n).clamp_(min=0)
+
+    def _between(self, begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        begin, end = begin.clamp(min=0), end.clamp(max=self.kv_len)
+        return (_whole(end + (self.tile_n - 1), self.tile_n) - _whole(begin, self.tile_n)).mul_(end > begin)
+
+
+def _of(lengths: Any, b: torch.Tensor) -> Any:
+    """The lengths of sequences `b`: int64, or one number for all."""
+    return lengths if isinstance(lengths, int) else lengths[b].long()
+
+
+def _whole(positions: torch.Tensor, tile: int) -> torch.Tensor:
+    """How many whole tiles lie before the positions."""
+    # a division takes five times as long as a shift: 17 µs of 8192 positions on a CPU
+    return positions // tile if tile & (tile - 1) else positions >> (tile.bit_length() - 1)
+
+
+def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
+    """As `Visits`, from the counts of `KeyLists`, or of `QueryLists` for tiles of keys."""
+    of_all_heads = counts.sum((0, 2)) if counts.ndim == 4 else counts.sum(1)  # (B|1, Tq)
+    return of_all_heads[tiles.b.clamp(max=of_all_heads.shape[0] - 1), tiles.m.clamp(max=of_all_heads.shape[1] - 1)]
+
+
+def table_of(tiles: QueryTiles) -> torch.Tensor:
+    """int32 (entries, 2): sequence and number of each query tile, in their own order; sequence -1: no tile."""
+    b = tiles.b if tiles.missing is None else tiles.b.masked_fill(tiles.missing, -1)
+    return torch.stack([b, tiles.m], 1).to(torch.int32)
+
+
+def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: Order) -> torch.Tensor:
+    """`table_of` the tiles, by their work."""
+    work = work.amax() - work if order == "shortest_first" else work
+    work = work if tiles.missing is None else work.masked_fill(tiles.missing, -1)
+    # stable: tiles of equal work stay by sequence, whose keys are in L2 already
+    return table_of(tiles)[work.argsort(descending=True, stable=True)]
+
+
+class WorkTables:
+    """The work tables of one form of calls, each made when its sequences are first seen or were written to since.
+
+    `intervals` None: lists of tiles say what is visited, and their counts are given at each call.
+    """
+
+    def __init__(
+        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+    ) -> None:
+        self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
+        # tiles in their own order are the same whatever the mask leaves them
+        self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
+        self.dense: Visits | None = None  # where neither the tiles nor the lengths ever change
+        # by the sequences' tensors: those tensors, what they held, the table
+        self.made: OrderedDict[Hashable, tuple[list[torch.Tensor], list[Hashable], torch.Tensor]] = OrderedDict()
+
+    def __call__(
+        self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
+    ) -> torch.Tensor:
+        """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
+        if _recording(self.problem):
+            return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
+        read = sequences.queries if self.order == "in_order" else (*sequences, counts)
+        sources = [t for t in read if t is not None]
+        key = (rows, *[id(t) for t in sources])  # which nothing else can have as long as `made` holds them
+        stamp: list[Hashable] = [_version(t) for t in sources]
+        if self.captures:
+            stamp += [stamp_of(c) or object() for c in self.captures]
+        if self.scalars:
+            stamp += [s.value for s in self.scalars]
+        found = self.made.get(key)
+        if found is not None and found[1] == stamp:
+            return found[2]
+        table = self._make(sequences, counts, rows)
+        if not may_keep():
+            return table
+        self.made[key] = (sources, stamp, table)
+        self.made.move_to_end(key)
+        if len(self.made) > MOST_TABLES:
+            self.made.popitem(last=False)
+        return table
+
+    def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
+        with torch.no_grad():
+            if self.order != "in_order" and counts is None:
+                visits = self._visits(sequences, rows)
+                return sorted_tiles(visits.tiles, visits(), self.order)
+            tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
+            if self.order == "in_order" or counts is None:
+                return table_of(tiles)
+            return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
+
+    def _visits(self, sequences: Sequences, rows: int | None) -> Visits:
+        if self.dense is not None:
+            return self.dense
+        tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
+        visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
+        if may_keep() and not _recording(self.problem) and all(t is None for t in sequences):
+            self.dense = visits
+        return visits
+
+
+def _recording(problem: Problem) -> bool:
+    return problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _version(tensor: torch.Tensor) -> Hashable:
+    # one unlike any other for a tensor that counts no writes: it is read every time
+    return version(tensor) or object()
+
+
+_forms: weakref.WeakValueDictionary[Hashable, WorkTables] = weakref.WeakValueDictionary()
+MOST_TABLES = 8  # of one form: as many micro-batches may be under way
+
+
+def work_tables(
+    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+) -> WorkTables:
+    """The `WorkTables` of this form: layers of one mask share them."""
+    sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device, problem.layout)
+    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order)
+    found = _forms.get(key)
+    if found is None:
+        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order)
+    return found
+
+
+def ascends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
+    """Whether later query tiles of dense queries never visit less; None where tensors or run-time numbers decide."""
+    visits = fixed_visits(problem, intervals, tile_m, tile_n)
+    return None if visits is None else bool((visits[:, 1:] >= visits[:, :-1]).all())
+
+
+def descends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:
+    """Whether later query tiles of dense queries never visit more; None where tensors or run-time numbers decide."""
+    visits = fixed_visits(problem, intervals, tile_m, tile_n)
+    return None if visits is None else bool((visits[:, 1:] <= visits[:, :-1]).all())
+
+
+def fixed_visits(
+    problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int
+) -> torch.Tensor | None:
+    """How many tiles of keys each query tile visits: (B|1, tiles), on the host."""
+    ends = _ends(intervals)
+    if any(inputs(*ends)):
+        return None
+    # of keys in pages each sequence may have less, and all its tiles with it
+    batch = problem.batch if any(end.deps & Dep.B for end in ends) else 1
+    b, m = torch.arange(batch)[:, None], torch.arange(-(-problem.q_len // tile_m)).expand(batch, -1)
+    tiles = QueryTiles(b, m, problem.q_len)
+    return Visits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
+
+
+def _ends(intervals: tuple[TileInterval, ...] | None) -> list[Expr]:
+    return [end for i in intervals or () for end in (i.begin, i.end)]

@@ -1,0 +1,159 @@
+"""Where attention meets torch's autograd: one Function for every backend that computes its own gradients.
+
+A backend hands over an object with `forward` and `backward` (the `Differentiable` protocol below); the tensors that
+a mod captured travel as inputs of their own, so that they get gradients like q, k and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._C._functorch import is_legacy_batchedtensor
+
+from ..errors import GradientUnsupported
+from ..graph.lent import Lending, current, lent_again
+from .sequences import Sequences
+
+Grads = tuple[torch.Tensor | None, ...]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, lse and, where it was asked for, max_scores
+
+
+class Known(NamedTuple):
+    """What a gradient is computed from: what the forward had and gave, and the gradients of what it gave.
+
+    `captured` are the tensors that the mods read, in the order of `captures`; `dlse` is None where nothing flows back
+    through LSE. `wanted` says which gradients matter, of q, k, v and each of `captured`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    captured: Sequence[torch.Tensor]
+    wanted: Sequence[bool]
+
+
+class Differentiable(Protocol):
+    """What a backend knows how to do with one call, given its tensors.
+
+    `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off, and
+    with what was lent for the call (`lending`, see `graph.lent`).
+    """
+
+    lending: Lending | None
+
+    @property
+    def captures(self) -> Sequence[torch.Tensor]:
+        """The captured tensors as the mods hold them."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where the sequences lie."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        """(out, lse, max_scores): nothing flows back through the last, which may be None where nobody asked for it."""
+
+    def backward(self, known: Known) -> Grads:
+        """(dq, dk, dv, *d captured); those that are not wanted may be None.
+
+        Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a backend with
+        an attribute `differentiable_twice` that is False is not called so, and who differentiates again is refused.
+        """
+
+
+def attend(call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+    """What `call` computes, out and lse differentiable in q, k, v and every captured tensor that requires grad."""
+    call.lending = current()
+    out, lse, max_scores = _Attend.apply(call, q, k, v, *call.captures)
+    return out, lse, max_scores
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, autocast is off for the device of `tensor`."""
+    if torch._C._is_any_autocast_enabled():
+        return torch.autocast(tensor.device.type, enabled=False)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+class _Attend(torch.autograd.Function):
+    """Outside of `torch.func`, whose transforms ask for a `setup_context`: it costs 25 µs per call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        with without_autocast(q):
+            found = call.forward(q, k, v, captured)
+        _save(ctx, (call, q, k, v, *captured), found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
+        q, k, v, *captured, out, lse = ctx.saved_tensors[ctx.first :]
+        wanted = ctx.needs_input_grad[1:]
+        if dout is None and dlse is None:
+            return (None,) * (len(wanted) + 1)
+
+        def gradient(dout: Any, dlse: Any) -> Grads:
+            known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
+            if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
+                grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
+            else:
+                with without_autocast(q), lent_again(ctx.call.lending):
+                    grads = ctx.call.backward(known)
+            return tuple([g if w else None for g, w in zip(grads, wanted, strict=True)])
+
+        batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))
+        return None, *(_one_by_one(gradient, dout, dlse) if batched else gradient(dout, dlse))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    call, *tensors = inputs
+    out, lse, max_scores = output
+    if max_scores is not None:
+        ctx.mark_non_differentiable(max_scores)
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+    # saved only so that torch refuses a backward after lengths were written to
+    lengths = [t for t in call.sequences if t is not None]
+    ctx.save_for_backward(*lengths, *tensors, out, lse)
+    ctx.first = len(lengths)
+
+
+def _one_by_one(gradient: Callable[..., Grads], *results: torch.Tensor | None) -> Grads:
+    """Gradients of many at once, `torch.autograd.grad(..., is_grads_batched=True)`, computed one after the other."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    given = [None if t is None else torch._remove_batch_dim(t, level, 1, 0) for t in results]
+    count = max(t.shape[0] for t in given if t is not None)
+    each = [gradient(*(None if t is None else t[i % t.shape[0]] for t in given)) for i in range(count)]
+    stacked = [None if None in of else torch.stack(of) for of in zip(*each, strict=True)]
+    return tuple([None if t is None else torch._add_batch_dim(t, 0, level) for t in stacked])
+
+
+class _Once(torch.autograd.Function):
+    """A backward that can't be differentiated again, where grad mode is on (create_graph=True).
+
+    It refuses only who asks for more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
+        q, k, v, out, lse, dout, dlse, *captured = tensors
+        with without_autocast(q), lent_again(call.lending):
+            grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
+        return tuple(q.new_empty(0) if g is None else g for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise GradientUnsupported(
+            'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
+            "whose gradients are"
+        )

@@ -1,0 +1,394 @@
+"""Masks of blocks: which blocks of queries and keys attend, as tensors say at run time; any lists become one map.
+
+Whatever names the blocks becomes a table on its device, int8 or bool (B|1, H|1, Tq, Tkv), by a few torch operations
+with no host synchronisation, and the mask reads it at (b, h, q // R, kv // C) like any captured tensor. So blocks
+compose with masks and score mods, kernels visit what the table leaves (`graph.block_map`), whatever their own tile size
+is, and the backward's lists are made from the same table.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..analysis.derived import Derived
+from ..graph.expr import Capture
+from ..graph.form import MAKERS, Formed, joined
+from ..graph.lent import capture_of
+from ..mods.mask import Mask
+
+SMALLEST_BLOCK = 16
+
+Blocks = int | tuple[int, int]
+HIDDEN, TESTED, VISIBLE = 0, 1, 2
+
+
+class BlockSparse(Mask):
+    """A mask made of blocks of R queries and C keys: `& | ~` combine it with any other mask.
+
+    tiles: int8, uint8 or bool (B|1, H|1, Tq, Tkv), on q's device; H counts query heads. 0 (False): nothing of the block
+        is visible; 1 (True): of the block is visible what `partial` says, all of it without `partial`; 2: all of it.
+        This is what `Mask.tiles` returns: `BlockSparse(m.tiles(...), block, partial=m)` is `m`.
+    block: (R, C), or one number for both; multiples of 16. They need not match a kernel's tiles.
+    partial: a mask, or a mask_mod, for the blocks of kind 1.
+
+    The tensors are held by reference: write new contents into them, and the next call sees those, with nothing planned
+    or compiled again (by torch operations: torch counts no write through `.data` or numpy). Blocks speak of positions
+    0 to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not visible. A dense call must have as many blocks,
+    else it raises `BlockMaskMismatch`. Numbers out of range name none; with `composattn.debug_checks(True)` a call
+    raises `BlocksOutOfRange` for them.
+
+    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`; of tiles on a
+    CPU `BlocksOutOfRange` for other kinds than 0, 1 and 2.
+    """
+
+    __slots__ = ("block", "count", "source")
+
+    def __init__(self, tiles: torch.Tensor, block: Blocks = 128, *, partial: Any = None) -> None:
+        _check("tiles", tiles, (torch.bool, torch.int8, torch.uint8), "(B|1, H|1, Tq, Tkv)", 4)
+        if type(tiles) is torch.Tensor and tiles.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_range("tiles", tiles, HIDDEN, VISIBLE)  # looking waits for nobody
+        self._set(("map", _block(block), (int(partial is not None),)), (tiles,), partial)
+
+    def _set(self, source: Source, tensors: tuple[torch.Tensor, ...], partial: Any = None) -> None:
+        """`source` and `tensors`: what `MAKERS` makes the table of, see `Table`."""
+        if len({t.device for t in tensors}) > 1:
+            raise errors.DeviceMismatch(
+                f"the tensors of a BlockSparse lie on {sorted(str(t.device) for t in tensors)}; move them to q's"
+            )
+        self.source, self.block, self._expr = source, source[1], None
+        kind = _kind_at(source, [max([t.shape[d] for t in tensors]) > 1 for d in (0, 1)], len(tensors))
+        if partial is None:
+            shown = _compared(kind, "ne", HIDDEN) if source[0] == "listed" else kind  # the others are bool
+            self.form, self.leaves = _steps(len(tensors), shown), tensors
+        else:
+            inner = Mask.of(partial)
+            visible = _steps(len(tensors), _compared(kind, "eq", VISIBLE))
+            tested = joined("and", _steps(len(tensors), _compared(kind, "ne", HIDDEN)), inner.form)
+            self.form = joined("or", visible, tested)
+            self.leaves = (*tensors, *tensors, *inner.leaves)
+        self.count = len(tensors)
+        self.name = f"blocks({source[0]} of {source[1][0]}x{source[1][1]})"
+
+    @classmethod
+    def _of(cls, source: Source, tensors: tuple[torch.Tensor, ...], partial: Any = None) -> BlockSparse:
+        made = cls.__new__(cls)
+        made._set(source, tensors, partial)
+        return made
+
+    @property
+    def table(self) -> Table:
+        """The kinds of the blocks as a tensor, see `Table`."""
+        return table_of(self.source, self.leaves[: self.count])
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return *super().__getstate__(), self.source, self.count
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:3])
+        self.source, self.count = state[3:]
+        self.block = self.source[1]
+
+    @classmethod
+    def topk(cls, indices: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
+        """The blocks of keys that each block of queries picked, as sparse-attention models do at run time.
+
+        indices: int32 or int64 (B|1, H|1, Tq, K), numbers of key blocks in any order, any of them several times; -1 is
+        none. Tq is q_len / R rounded up. Write new indices into the same tensor rather than making a new mask a step.
+
+        Raises: as the class, `ShapeMismatch`.
+        """
+        _check("indices", indices, _INDEX, "(B|1, H|1, Tq, K)", 4)
+        rows, columns = _grid(block, q_len, kv_len)
+        if indices.shape[2] != rows:
+            raise errors.ShapeMismatch(
+                f"indices has rows for {indices.shape[2]} query blocks; {q_len} queries are {rows} blocks of "
+                f"{_block(block)[0]}"
+            )
+        return cls._of(("topk", _block(block), (columns,)), (indices,))
+
+    @classmethod
+    def from_csr(
+        cls, indptr: torch.Tensor, indices: torch.Tensor, block: Blocks, q_len: int, kv_len: int
+    ) -> BlockSparse:
+        """Rows of blocks one after the other: those of query block m are indices[indptr[m]:indptr[m + 1]].
+
+        indptr: int (Tq + 1,) or (B|1, H|1, Tq + 1). indices: int (n,) or (B|1, H|1, n); entries from indptr's last one
+        on are not used, duplicates and any order are fine.
+
+        Raises: as the class, `ShapeMismatch`.
+        """
+        indptr, indices = _with_heads("indptr", indptr), _with_heads("indices", indices)
+        rows, columns = _grid(block, q_len, kv_len)
+        if indptr.shape[2] != rows + 1:
+            raise errors.ShapeMismatch(
+                f"indptr has {indptr.shape[2]} entries; {q_len} queries are {rows} blocks of {_block(block)[0]}, "
+                f"which need {rows + 1}"
+            )
+        _check_lead("indptr", indptr, "indices", indices)
+        return cls._of(("csr", _block(block), (columns,)), (indptr, indices))
+
+    @classmethod
+    def from_coo(cls, rows: torch.Tensor, columns: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
+        """Pairs of blocks in any order, duplicates included.
+
+        rows, columns: int (n,) or (B|1, H|1, n), numbers of query and of key blocks; a pair with a -1 is none.
+
+        Raises: as the class, `ShapeMismatch`.
+        """
+        rows, columns = _with_heads("rows", rows), _with_heads("columns", columns)
+        grid = _grid(block, q_len, kv_len)
+        if rows.shape[2] != columns.shape[2]:
+            raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; they are pairs")
+        _check_lead("rows", rows, "columns", columns)
+        return cls._of(("coo", _block(block), grid), (rows, columns))
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any, partial: Any = None) -> BlockSparse:
+        """torch's `BlockMask`, its lists taken at their word: full blocks whole, partial ones by the mask_mod.
+
+        partial: what stands for its mask_mod, if that is known already as a `Mask`.
+
+        Raises: `NotATensor` for another object; `UnsupportedBlockSize`.
+        """
+        if not all(hasattr(block_mask, name) for name in (*_LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+            raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
+        given = [t for t in (getattr(block_mask, name) for name in _LISTS) if t is not None]
+        block = tuple(block_mask.BLOCK_SIZE)
+        source = ("listed", _block(block), _grid(block, *block_mask.seq_lengths))
+        return cls._of(source, tuple(given), block_mask.mask_mod if partial is None else partial)
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+
+Source = tuple[str, tuple[int, int], tuple[int, ...]]
+"""How a table is made: which of `_RECIPES`, the block, and numbers that the recipe takes."""
+
+
+class Table(Derived, Formed):
+    """int8 or bool (B|1, H|1, Tq + 1, Tkv + 1): the kind of each block, and a last row and column of hidden ones.
+
+    Reads are clamped, so what lies beyond the blocks reads those.
+    """
+
+    __slots__ = ("block", "source")
+
+    def __init__(self, source: Source, sources: tuple[Capture, ...]) -> None:
+        self.source, self.block = source, source[1]
+        super().__init__(functools.partial(_framed, recipe=_RECIPES[source[0]], numbers=source[2]), sources)
+
+    @property
+    def form(self) -> tuple[str, tuple[Any, ...]]:
+        return "blocks", self.source
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        return tuple(s.tensor for s in self.sources)
+
+    @property
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """The least and largest number that each of the tensors may hold."""
+        return _LIMITS[self.source[0]](*self.source[2], *self.leaves)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B|1, H|1, Tq, Tkv)."""
+        batch, heads, rows, columns = self.tensor.shape
+        return batch, heads, rows - 1, columns - 1
+
+    def check_contents(self) -> None:
+        """Looks whether all numbers are in range, which waits for the device. Raises `BlocksOutOfRange`."""
+        for (name, (least, most)), tensor in zip(self.limits.items(), self.leaves, strict=True):
+            _check_range(name, tensor, least, most)
+            if name == "indptr" and bool((tensor.diff(dim=-1) < 0).any()):
+                raise errors.BlocksOutOfRange("indptr falls; it must be the running sums of how many blocks a row has")
+
+    def check(self, batch: int, heads: int, q_len: int | None, kv_len: int | None) -> None:
+        """Whether it was made for a call of this form; a length may be unknown. Raises `BlockMaskMismatch`."""
+        for name, made, given in zip(("batch", "query heads"), self.shape[:2], (batch, heads), strict=True):
+            if made not in (1, given):
+                raise errors.BlockMaskMismatch(
+                    f"the blocks are for {name} {made}, the call has {given}; make them so, or 1"
+                )
+        for name, made, length, size in zip(
+            ("queries", "keys"), self.shape[2:], (q_len, kv_len), self.block, strict=True
+        ):
+            if length is not None and made != -(-length // size):
+                raise errors.BlockMaskMismatch(
+                    f"there are {made} blocks of {size} {name}; {length} {name} are {-(-length // size)} blocks"
+                )
+
+
+_tables: weakref.WeakValueDictionary[Any, Table] = weakref.WeakValueDictionary()
+
+
+def table_of(source: Source, tensors: Sequence[torch.Tensor]) -> Table:
+    """The one table of these tensors."""
+    sources = tuple(map(capture_of, tensors))
+    key = (source, *(c.identity for c in sources))
+    found = _tables.get(key)  # it keeps its sources alive, so an identity in the key can't have been taken over
+    if found is None:
+        found = _tables[key] = Table(source, sources)
+    return found
+
+
+MAKERS["blocks"] = lambda constants, tensors: table_of(constants, tensors)  # type: ignore[arg-type]
+
+
+def _framed(*tensors: torch.Tensor, recipe: Callable[..., torch.Tensor], numbers: tuple[int, ...]) -> torch.Tensor:
+    return torch.nn.functional.pad(recipe(*numbers, *tensors), (0, 1, 0, 1))
+
+
+def _map(test: int, tiles: torch.Tensor) -> torch.Tensor:
+    """A user's map: with a test for some, all three kinds, else bool."""
+    if not test:
+        return tiles != HIDDEN
+    return tiles.to(torch.int8)
+
+
+def _picked(columns: int, indices: torch.Tensor) -> torch.Tensor:
+    return _scattered(indices, columns)
+
+
+def _rows_of(columns: int, indptr: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    lead = torch.broadcast_shapes(indptr.shape[:2], indices.shape[:2])
+    entry = torch.arange(indices.shape[2], device=indices.device).expand(*lead, -1).contiguous()
+    starts = indptr.expand(*lead, -1).contiguous()
+    row = torch.searchsorted(starts, entry.to(starts.dtype), right=True) - 1
+    return _pairs(indptr.shape[2] - 1, columns, row, indices)
+
+
+def _pairs(height: int, width: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    lead = torch.broadcast_shapes(rows.shape[:2], columns.shape[:2])
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    place = torch.where(inside, rows.long() * width + columns, -1).expand(*lead, -1)
+    return _scattered(place, height * width).unflatten(-1, (height, width))
+
+
+def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
+    """torch's lists: (counts, indices) of partial blocks, and of full ones if there are any."""
+    kinds = None
+    for kind, (count, indices) in enumerate(zip(lists[::2], lists[1::2], strict=True), start=TESTED):
+        used = torch.arange(indices.shape[-1], device=count.device) < count[..., None]
+        there = _scattered(torch.where(used, indices, -1), width)[..., :height, :].to(torch.int8) * kind
+        kinds = there if kinds is None else torch.maximum(kinds, there)
+    assert kinds is not None
+    return kinds
+
+
+def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
+    """bool (..., size): True at the places along the last dimension; places outside of it are none."""
+    outside = (places < 0) | (places >= size)
+    # new_zeros, so that below vmap the zeros are as many as the places
+    found = places.new_zeros((*places.shape[:-1], size + 1), dtype=torch.bool)
+    return found.scatter_(-1, torch.where(outside, size, places).long(), True)[..., :size]
+
+
+_RECIPES: dict[str, Callable[..., torch.Tensor]] = {
+    "map": _map,
+    "topk": _picked,
+    "csr": _rows_of,
+    "coo": _pairs,
+    "listed": _listed,
+}
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_LIMITS: dict[str, Callable[..., dict[str, tuple[int, int]]]] = {
+    "map": lambda test, tiles: {"tiles": (HIDDEN, VISIBLE)},
+    "topk": lambda columns, indices: {"indices": (-1, columns - 1)},
+    "csr": lambda columns, indptr, indices: {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)},
+    "coo": lambda height, width, rows, columns: {"rows": (-1, height - 1), "columns": (-1, width - 1)},
+    "listed": lambda height, width, *lists: {
+        name: (0, t.shape[-1] if name.endswith("blocks") else width - 1) for name, t in zip(_LISTS, lists, strict=False)
+    },
+}
+
+
+# --- the mask, as a form: a compiled region can write it down ------------------------------------------------------
+
+
+def _kind_at(source: Source, several: Sequence[bool], count: int) -> list[str]:
+    """Steps that read the kind of the block of (q, kv); `several`: whether batches, heads have blocks of their own."""
+    kind, block, numbers = source
+    tensors = ", ".join([f"'t{n}'" for n in range(count)])
+    b, h = ["'b'" if several[0] else "'x3'", "'h'" if several[1] else "'x3'"]
+    return [
+        f"('made', 'blocks', ('i', {kind!r}, ('i', {block[0]}, {block[1]}), ('i', {', '.join(map(str, numbers))},)), "
+        f"{tensors})",
+        f"('op:const', {block[0]}, 'int32')",
+        f"('op:const', {block[1]}, 'int32')",
+        "('op:const', 0, 'int32')",
+        "('op:floordiv', None, 'q', 'x1')",
+        "('op:floordiv', None, 'kv', 'x2')",
+        f"('op:read', 'x0', {b}, {h}, 'x4', 'x5')",
+    ]
+
+
+def _compared(steps: list[str], op: str, kind: int) -> list[str]:
+    return [*steps, f"('op:const', {kind}, 'int32')", f"('op:{op}', None, 'x6', 'x7')"]
+
+
+def _steps(count: int, steps: list[str]) -> str:
+    return f"('steps', {count}, ({', '.join(steps)},), 'x{len(steps) - 1}')"
+
+
+# --- checks that look at no contents ---------------------------------------------------------------------------
+
+_INDEX = (torch.int32, torch.int64)
+
+
+def _check(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: str, rank: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(tensor).__name__}; pass a tensor of shape {shape}")
+    if tensor.dtype not in dtypes:
+        raise errors.UnsupportedIndexDType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if tensor.ndim != rank:
+        raise errors.WrongRank(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+    if tensor.numel() == 0 and rank == 4:
+        raise errors.EmptyDimension(f"{name} has shape {tuple(tensor.shape)}; it must have blocks")
+
+
+def _block(block: Any) -> tuple[int, int]:
+    pair = block if isinstance(block, (tuple, list)) else (block, block)
+    good = len(pair) == 2 and all(isinstance(n, int) and n > 0 and n % SMALLEST_BLOCK == 0 for n in pair)
+    if not good:
+        raise errors.UnsupportedBlockSize(
+            f"block is {block!r}; it is (queries, keys), or one number for both, in multiples of {SMALLEST_BLOCK}"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _check_range(name: str, tensor: torch.Tensor, least: int, most: int) -> None:
+    """Raises `BlocksOutOfRange`; waits for the device."""
+    if tensor.numel() and not least <= int(tensor.min()) <= int(tensor.max()) <= most:
+        raise errors.BlocksOutOfRange(
+            f"{name} has numbers from {int(tensor.min())} to {int(tensor.max())}; they must be from {least} to {most}"
+        )
+
+
+def _grid(block: Any, q_len: int, kv_len: int) -> tuple[int, int]:
+    rows, columns = _block(block)
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length < 2**31:
+            raise errors.InvalidLength(f"{name} is {length!r}; it is a number of positions from 1 to below 2^31")
+    return -(-q_len // rows), -(-kv_len // columns)
+
+
+def _with_heads(name: str, tensor: Any) -> torch.Tensor:
+    _check(name, tensor, _INDEX, "(n,) or (B|1, H|1, n)", 1 if getattr(tensor, "ndim", 3) == 1 else 3)
+    return tensor[None, None] if tensor.ndim == 1 else tensor  # type: ignore[no-any-return]
+
+
+def _check_lead(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None:
+    if any(a != b and 1 not in (a, b) for a, b in zip(x.shape[:2], y.shape[:2], strict=True)):
+        raise errors.ShapeMismatch(
+            f"{name} is for (batch, heads) {tuple(x.shape[:2])}, {other} for {tuple(y.shape[:2])}; make them one, or 1"
+        )
+
+
+__all__ = ["BlockSparse", "Table"]

@@ -1,0 +1,190 @@
+"""Checks of contents (lengths, blocks, what mods read), not only of forms: off unless asked for, as they wait for GPUs.
+
+In use:
+
+    ca.debug_checks(True)                  # from now on, in every thread
+    with ca.debug_checks(): attend(...)    # here only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from types import TracebackType
+
+import torch
+
+from .. import errors
+from ..analysis.outside_reads import refuse_outside_reads
+from ..analysis.program import Program
+from .block_sparse import Table
+from .sequences import Paged, Sequences, Varlen
+
+_on = False
+
+
+class debug_checks:
+    """From now on, or inside of `with`, every call has checked what its lengths, blocks and indices are.
+
+    That reads them on the host, which waits for the device; a call that is being captured into a CUDA graph can't.
+    Compiled code checks as well, when it runs.
+
+    Raises then, at the call: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`, `PageOutOfRange`,
+    `MaximumExceeded`, `BlocksOutOfRange`, `CapturedIndexOutOfRange` for a mod that reads a captured tensor outside of
+    its shape at a visible pair, which all backends but the reference clamp without a word.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        global _on
+        check_flag("debug_checks", on)
+        self._before, _on = _on, on
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _on
+        _on = self._before
+
+    def __repr__(self) -> str:
+        return f"debug_checks({_on})"
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises `UnsupportedOption` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise errors.UnsupportedOption(f"{name} is {value!r}; it is True or False")
+
+
+_ELSEWHERE = {
+    "is_causal": "write mask_mod=composattn.mods.causal()",
+    "attn_mask": "write mask_mod=lambda b, h, q, kv: mask[b, h, q, kv], of floats score_mod=composattn.mods.bias(mask)",
+    "block_mask": "call composattn.flex_attention, or write mask_mod=composattn.BlockSparse.from_block_mask(...)",
+    "dropout_p": "there is no dropout of attention weights; drop out elsewhere, or leave it out where it is 0",
+    "enable_gqa": "heads are shared wherever k has fewer than q; leave it out",
+    "window_size": "write mask_mod=composattn.mods.sliding_window(...)",
+    "softcap": "write score_mod=composattn.mods.softcap(...)",
+    "alibi_slopes": "write score_mod=composattn.mods.alibi(slopes)",
+    "softmax_scale": "it is called scale here",
+    "causal": "write mask_mod=composattn.mods.causal()",
+    "cu_seqlens_q": "write varlen=composattn.Varlen(cu_seqlens_q, cu_seqlens_k)",
+    "page_table": "write paged=composattn.Paged(page_table, page_size, seqused)",
+    "return_aux": "write return_lse=True, or call composattn.flex_attention",
+    "kernel_options": "write schedule=composattn.Schedule(...)",
+}
+
+
+def refuse_keywords(unknown: Iterable[str]) -> None:
+    """Raises `UnknownKeyword` for a keyword that attention() does not have, with what to write instead."""
+    for name in unknown:
+        raise errors.UnknownKeyword(
+            f"attention has no argument {name!r}; {_ELSEWHERE.get(name, 'see help(attention)')}"
+        )
+
+
+def check_blocks(tables: Iterable[Table]) -> None:
+    """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
+    if _on:
+        for table in tables:
+            table.check_contents()
+
+
+def check_reads(program: Program, q: torch.Tensor, k: torch.Tensor, varlen: Varlen | None, paged: Paged | None) -> None:
+    """Where `debug_checks` are on, checks that what the mods read is inside of the captured tensors.
+
+    q, k, varlen and paged of a call whose contents are checked. Raises: `CapturedIndexOutOfRange`.
+    """
+    if not _on or not program.captures:
+        return
+    if varlen is None and paged is None:
+        batch, heads, q_len, _ = q.shape
+        refuse_outside_reads(program, range(batch), heads, q_len, k.shape[2], q.device)
+        return
+    sequences = Sequences.of(varlen, paged)
+    heads = q.shape[1]
+    kv_lens = _lengths(sequences.cu_k, sequences.used_k)
+    q_lens = [q.shape[2]] * len(kv_lens) if varlen is None else _lengths(sequences.cu_q, sequences.used_q)
+    for b, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        refuse_outside_reads(program, range(b, b + 1), heads, q_len, kv_len, q.device)
+
+
+def _lengths(offsets: torch.Tensor | None, used: torch.Tensor | None) -> list[int]:
+    if used is not None:
+        return used.tolist()  # type: ignore[no-any-return]
+    assert offsets is not None
+    return offsets.diff().tolist()  # type: ignore[no-any-return]
+
+
+def check_contents(q: torch.Tensor, k: torch.Tensor, varlen: Varlen | None, paged: Paged | None) -> None:
+    """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
+    if not _on:
+        return
+    if varlen is not None:
+        lengths = _check_offsets("cu_seqlens_q", varlen.cu_seqlens_q, "q", q.shape[0])
+        used = _check_used("seqused_q", varlen.seqused_q, lengths)
+        _check_maximum("max_seqlen_q", varlen.max_seqlen_q, used)
+        if paged is None:
+            if varlen.cu_seqlens_k is not None:
+                lengths = _check_offsets("cu_seqlens_k", varlen.cu_seqlens_k, "k", k.shape[0])
+                used = lengths
+            used = _check_used("seqused_k", varlen.seqused_k, lengths) if varlen.seqused_k is not None else used
+            _check_maximum("max_seqlen_k", varlen.max_seqlen_k, used)
+    if paged is not None:
+        check_pages(paged.page_table, paged.seqused, paged.page_size, k.shape[0])
+
+
+def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int) -> list[int]:
+    """The lengths that `offsets` say."""
+    at = offsets.tolist()
+    if at[0] != 0:
+        raise errors.OffsetsOutOfRange(f"{name} begins with {at[0]}; it must begin with 0: the running sums of lengths")
+    lengths = [end - start for start, end in pairwise(at)]
+    for b, length in enumerate(lengths):
+        if length < 0:
+            raise errors.OffsetsNotMonotone(
+                f"{name} falls from {at[b]} to {at[b + 1]} at sequence {b}; it must be the running sums of lengths"
+            )
+    if at[-1] != total:
+        raise errors.OffsetsOutOfRange(
+            f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
+            "with seqused 0"
+        )
+    return lengths
+
+
+def _check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> list[int]:
+    """How many rows of each sequence are used."""
+    if used is None:
+        return lengths
+    counts: list[int] = used.tolist()
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise errors.UsedOutOfRange(f"{name} is {count} for sequence {b}, which has room for {length}")
+    return counts
+
+
+def _check_maximum(name: str, maximum: int | None, lengths: list[int]) -> None:
+    if maximum is not None and max(lengths) > maximum:
+        raise errors.MaximumExceeded(
+            f"{name} is {maximum}, and sequence {lengths.index(max(lengths))} has {max(lengths)}; leave it out, or "
+            "give an upper bound"
+        )
+
+
+def check_pages(page_table: torch.Tensor, seqused: torch.Tensor, page_size: int, num_pages: int) -> None:
+    """Looks whether all pages that hold keys are there, which waits for the device.
+
+    Raises: `UsedOutOfRange`, `PageOutOfRange`.
+    """
+    table: list[list[int]] = page_table.tolist()
+    room = len(table[0]) * page_size
+    counts = _check_used("seqused", seqused, [room] * len(table))
+    for b, (row, count) in enumerate(zip(table, counts, strict=True)):
+        for i, page in enumerate(row[: -(-count // page_size)]):
+            if not 0 <= page < num_pages:
+                raise errors.PageOutOfRange(
+                    f"page_table[{b}, {i}] is {page}, and there are {num_pages} pages; entries up to "
+                    f"ceil(seqused / {page_size}) must be pages of k"
+                )

@@ -1,0 +1,296 @@
+"""The facts of one call: shapes, dtype, device; checked once, frozen, holding no tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import Literal
+
+import torch
+
+from .. import errors
+from ..graph.expr import has_no_shape
+from ..graph.linear import MOST
+from .schedule import AUTO, Schedule
+from .sequences import Paged, Varlen
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the sequences of a call lie in memory; where they do is for run time (`composattn.call.sequences.Sequences`).
+
+    q: "dense" (B, H, S, D), or "packed" (total, H, D). kv: likewise, or "paged" in pages of `page_size` rows (0
+    elsewhere). `used_q`, `used_kv`: whether a tensor says how many rows of each sequence are used. `max_q_len`,
+    `max_kv_len`: upper bounds of the lengths of packed sequences, None where unknown.
+    """
+
+    q: Literal["dense", "packed"] = "dense"
+    kv: Literal["dense", "packed", "paged"] = "dense"
+    page_size: int = 0
+    used_q: bool = False
+    used_kv: bool = False
+    max_q_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
+    max_kv_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.q == self.kv == "dense"
+
+    @property
+    def mirrored(self) -> Layout:
+        """With queries and keys exchanged."""
+        assert self.kv != "paged"
+        return Layout(self.kv, self.q, 0, self.used_kv, self.used_q, self.max_kv_len, self.max_q_len)
+
+
+DENSE = Layout()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """q (batch, q_heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim), v (..., kv_len, head_dim_v).
+
+    Packed, `q_len` and `kv_len` are the rows of all sequences together and `batch` is their number; paged, `kv_len`
+    is what the page table of one sequence has room for. `deterministic`: gradients are bitwise repeatable; None is as
+    torch is set when they are computed.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool | None = None
+    layout: Layout = DENSE
+    schedule: Schedule = AUTO
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def rounded(self) -> Problem:
+        """What is planned for: packed rows rounded up by an eighth at most, so that new totals find others' plans."""
+        q_len, kv_len = self.q_len, self.kv_len
+        if self.layout.q == "packed":
+            q_len = _rounded(q_len, self.batch)
+        if self.layout.kv == "packed":
+            kv_len = _rounded(kv_len, self.batch)
+        return dataclasses.replace(self, q_len=q_len, kv_len=kv_len)
+
+    def flops(self, visible_pairs: int | None = None) -> int:
+        """Floating-point operations of the forward over `visible_pairs` (q, kv) pairs, summed over batch and heads.
+
+        Two products, a multiply and an add each. None: every pair of a dense call.
+        """
+        pairs = self.batch * self.q_heads * self.q_len * self.kv_len if visible_pairs is None else visible_pairs
+        return 2 * pairs * (self.head_dim + self.head_dim_v)
+
+    @staticmethod
+    def of(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None = None, paged: Paged | None = None
+    ) -> Problem:
+        """The problem that q, k and v pose.
+
+        Raises: `NotATensor`, `WrongRank`, `ShapeMismatch`, `GroupMismatch`, `EmptyDimension`, `DTypeMismatch`,
+        `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`,
+        `InvalidLength`.
+        """
+        layout = _layout(varlen, paged)
+        _check_rank("q", q, layout.q)
+        _check_rank("k", k, layout.kv)
+        _check_rank("v", v, layout.kv)
+        _check_types({"q": q, "k": k, "v": v})
+        if paged is not None:
+            _check_page_size(paged, k)
+        _check_shapes(q, k, v, layout)
+        batch, q_heads, q_len, head_dim = _sizes(q, layout.q)
+        _, kv_heads, kv_len, head_dim_v = _sizes(v, layout.kv)
+        if varlen is not None:
+            _check_varlen(varlen, q, k, layout)
+            batch = varlen.batch
+        if paged is not None:
+            _check_paged(paged, batch, q.device)
+            kv_len = paged.page_table.shape[1] * paged.page_size
+        longest = min(q_len, layout.max_q_len or q_len), min(kv_len, layout.max_kv_len or kv_len)
+        _check_sizes(batch, q_heads, *longest)
+        return Problem(batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, q.dtype, q.device, layout=layout)
+
+
+def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
+    if varlen is not None and not isinstance(varlen, Varlen):
+        raise errors.SequencesMismatch(f"varlen is a {type(varlen).__name__}; pass ca.Varlen(cu_seqlens_q, ...)")
+    if paged is not None and not isinstance(paged, Paged):
+        raise errors.SequencesMismatch(
+            f"paged is a {type(paged).__name__}; pass ca.Paged(page_table, page_size, seqused)"
+        )
+    if varlen is None:
+        return DENSE if paged is None else Layout(kv="paged", page_size=paged.page_size, used_kv=True)
+    used_q = varlen.seqused_q is not None
+    if paged is None:
+        used_kv = varlen.seqused_k is not None or (used_q and varlen.cu_seqlens_k is None)
+        max_kv_len = varlen.max_seqlen_q if varlen.cu_seqlens_k is None else varlen.max_seqlen_k
+        return Layout("packed", "packed", 0, used_q, used_kv, varlen.max_seqlen_q, max_kv_len)
+    if varlen.cu_seqlens_k is not None or varlen.seqused_k is not None:
+        raise errors.SequencesMismatch(
+            "the keys lie in pages, so paged says how many there are; leave cu_seqlens_k and seqused_k out of varlen"
+        )
+    return Layout("packed", "paged", paged.page_size, used_q, True, varlen.max_seqlen_q)
+
+
+def _rounded(rows: int, batch: int) -> int:
+    """Rows of all sequences, where each has as many as there are on average, in four significant bits."""
+    average = -(-rows // batch)
+    step = 1 << max(0, average.bit_length() - 4)
+    return batch * (-(-average // step) * step)
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DIMENSIONS = {"dense": "(B, H, S, D)", "packed": "(total, H, D)", "paged": "(num_pages, H, page_size, D)"}
+_WAYS_OUT = {
+    "dense": "a (B, S, H, D) tensor passes as x.transpose(1, 2), uncopied; packed (total, H, D) tensors need "
+    "varlen=ca.Varlen(cu_seqlens)",
+    "packed": "with varlen, sequences lie one after the other: x.flatten(0, 1) of a (B, S, H, D) tensor",
+    "paged": "a cache (num_pages, page_size, H, D) passes as cache.transpose(1, 2), uncopied",
+}
+
+
+def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor of shape {_DIMENSIONS[lies]}")
+    refuse_foreign(name, t)
+    if has_no_shape(t):
+        raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
+    if t.is_nested:
+        raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
+    if t.ndim != (3 if lies == "packed" else 4):
+        raise errors.WrongRank(f"{name} has shape {tuple(t.shape)}; it must be {_DIMENSIONS[lies]}: {_WAYS_OUT[lies]}")
+
+
+def refuse_foreign(name: str, t: torch.Tensor) -> None:
+    """Raises `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace."""
+    if hasattr(t, "to_local"):
+        raise errors.UnsupportedTransform(
+            f"{name} is a {type(t).__name__}; attend to local tensors, .to_local(), with mods that read what "
+            "belongs to the heads or the batch of this rank; DTensor.from_local(out, ...) after"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise errors.UnsupportedTransform(
+            "torch.jit.trace records no call of composattn: which tiles it visits depends on the inputs; use "
+            "torch.export or torch.compile"
+        )
+
+
+def _sizes(t: torch.Tensor, lies: str) -> tuple[int, int, int, int]:
+    """(batch or pages, heads, length or rows, dim), with 1 for the batch of packed rows."""
+    if lies == "packed":
+        rows, heads, dim = t.shape
+        return 1, heads, rows, dim
+    batch, heads, length, dim = t.shape
+    return batch, heads, length, dim
+
+
+def _check_types(tensors: dict[str, torch.Tensor]) -> None:
+    dtypes = {name: t.dtype for name, t in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise errors.DTypeMismatch(f"q, k and v must have one dtype, got {dtypes}; cast two of them")
+    dtype = dtypes["q"]
+    if dtype not in _DTYPES:
+        raise errors.UnsupportedDType(f"q, k and v are {dtype}; attention takes {', '.join(map(str, _DTYPES))}")
+    devices = {name: str(t.device) for name, t in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
+    for name, t in tensors.items():
+        if t.layout is not torch.strided or t.is_quantized:
+            raise errors.UnsupportedLayout(f"{name} is {t.layout}; pass a dense tensor: {name}.to_dense()")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    q_batch, q_heads, _, q_dim = _sizes(q, layout.q)
+    k_batch, k_heads, k_len, k_dim = _sizes(k, layout.kv)
+    v_batch, v_heads, v_len, _ = _sizes(v, layout.kv)
+    if k_batch != v_batch and layout.kv == "paged":
+        raise errors.ShapeMismatch(f"k and v must have the same number of pages, got {shapes}")
+    if layout.is_dense and not q_batch == k_batch == v_batch:
+        raise errors.ShapeMismatch(f"q, k, v must have one batch size, got {shapes}; .expand({q_batch}, ...) shares")
+    if k_heads != v_heads:
+        raise errors.ShapeMismatch(f"k and v must have the same number of heads, got {shapes}")
+    if k_len != v_len:
+        raise errors.ShapeMismatch(f"k and v must have the same length, got {shapes}")
+    if q_dim != k_dim:
+        raise errors.ShapeMismatch(f"q and k must have the same head dimension, got {shapes}")
+    for name, t, lies in (("q", q, layout.q), ("k", k, layout.kv), ("v", v, layout.kv)):
+        may_be_zero = {"dense": 2, "packed": 0, "paged": -1}[lies]
+        for dim, size in enumerate(t.shape):
+            # no queries or no keys are ordinary: the output is empty, or all rows see nothing
+            if size == 0 and dim != may_be_zero:
+                only = "no size" if lies == "paged" else "only the length"
+                raise errors.EmptyDimension(f"{name} has shape {tuple(t.shape)}; {only} may be zero")
+    if q_heads % k_heads:
+        raise errors.GroupMismatch(
+            f"{q_heads} query heads can't share {k_heads} key/value heads evenly; "
+            "the number of query heads must be a multiple (GQA), or both the same (MHA)"
+        )
+
+
+def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int) -> None:
+    for name, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
+        if size > MOST[name]:
+            raise errors.InvalidLength(
+                f"{name} is {size}; positions are 32-bit numbers and masks are followed up to {MOST[name]}: "
+                "split the call, and join the parts by their lse"
+            )
+
+
+def _check_varlen(varlen: Varlen, q: torch.Tensor, k: torch.Tensor, layout: Layout) -> None:
+    if varlen.cu_seqlens_q.device != q.device:
+        raise errors.DeviceMismatch(
+            f'cu_seqlens_q lies on {varlen.cu_seqlens_q.device}, q on {q.device}; move it: .to("{q.device}")'
+        )
+    if layout.kv == "packed" and varlen.cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+        raise errors.ShapeMismatch(
+            f"q has {q.shape[0]} rows, k {k.shape[0]}; pass cu_seqlens_k where the keys lie otherwise than the queries"
+        )
+
+
+def _check_page_size(paged: Paged, k: torch.Tensor) -> None:
+    if k.shape[2] != paged.page_size:
+        raise errors.SequencesMismatch(
+            f"k has shape {tuple(k.shape)}, which is pages of {k.shape[2]} rows, and page_size is {paged.page_size}; "
+            f"{_WAYS_OUT['paged']}"
+        )
+
+
+def _check_paged(paged: Paged, batch: int, device: torch.device) -> None:
+    if paged.batch != batch:
+        raise errors.ShapeMismatch(f"page_table has {paged.batch} rows for {batch} sequences; it needs one for each")
+    if paged.page_table.device != device:
+        raise errors.DeviceMismatch(
+            f'page_table lies on {paged.page_table.device}, q on {device}; move it: .to("{device}")'
+        )
+
+
+def softmax_scale(scale: float | None, head_dim: int) -> float:
+    """`scale`, by default 1/sqrt(head_dim). Raises `InvalidScale` unless it is a finite Python number."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, int) and not isinstance(scale, bool) and abs(scale) > sys.float_info.max:
+        raise errors.InvalidScale(f"scale is an integer of {scale.bit_length()} bits, beyond all floats")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise errors.InvalidScale(
+            f"scale is a {type(scale).__name__}; pass a Python number, or a learned scale as mods.scores.temperature"
+        )
+    if not math.isfinite(scale):
+        raise errors.InvalidScale(f"scale is {scale}; it must be finite")
+    return float(scale)

@@ -1,0 +1,63 @@
+"""In which order and by whom the tiles of a call are computed: what a user may ask for; the result never depends on it.
+
+Longest first evens out the ends of a run on a GPU (Graham 1969, bounds on multiprocessing timing anomalies); splitting
+the keys of a query tile over several blocks fills it when there are few queries (Dao et al. 2023, Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from .. import errors
+
+Order = Literal["auto", "longest_first", "shortest_first", "in_order"]
+ORDERS = ("auto", "longest_first", "shortest_first", "in_order")
+MOST_SPLITS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What is left at its default the plan chooses, and `explain` says what it chose.
+
+    order: of the query tiles (key tiles, in the backward) by the work that their mask leaves them; in a deterministic
+        backward the last keys come first, whatever is asked for.
+    persistent: one block a multiprocessor, each walking over many tiles; False: one block a tile. Forward only.
+    heads_together: key/value heads that are worked on at one time, so that their K and V (Q and dO of their queries, in
+        the backward) stay in L2; at least 1.
+    split_kv: into how many parts, each a block's work, the keys of a query tile are cut; 1 to 128. The parts are
+        combined exactly.
+    pack_gqa: the query heads that share a key/value head as rows of one tile.
+
+    Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
+    """
+
+    order: Order = "auto"
+    persistent: bool | None = None
+    heads_together: int | None = None
+    split_kv: int | Literal["auto"] = "auto"
+    pack_gqa: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.order, str) or self.order not in ORDERS:
+            raise errors.InvalidSchedule(f"order is {self.order!r}; it is one of {', '.join(map(repr, ORDERS))}")
+        for name in ("persistent", "pack_gqa"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise errors.InvalidSchedule(f"{name} is {value!r}; it is True, False, or None for the plan's choice")
+        if self.heads_together is not None and not _is_count(self.heads_together):
+            raise errors.InvalidSchedule(
+                f"heads_together is {self.heads_together!r}; it is a number from 1, or None for the plan's choice"
+            )
+        if self.split_kv != "auto" and not (_is_count(self.split_kv) and self.split_kv <= MOST_SPLITS):
+            raise errors.InvalidSchedule(
+                f"split_kv is {self.split_kv!r}; it is a number of parts from 1 to {MOST_SPLITS}, or 'auto'"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+AUTO = Schedule()
+"""Everything as the plan chooses."""

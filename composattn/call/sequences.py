@@ -1,0 +1,262 @@
+"""Where the sequences of a call lie: packed one after the other (Varlen), or their keys in pages (Paged).
+
+`Varlen` and `Paged` are what users pass; they are checked without looking at contents, which would wait for the
+device. `Sequences` are the tensors of both, as backends and kernels receive them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+
+SMALLEST_PAGE, LARGEST_PAGE = 16, 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Varlen:
+    """Sequences of different lengths, packed one after the other with no padding.
+
+    q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse (Hq, total_q) fp32.
+    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and
+    v; any of them may be empty. Masks and score mods see b, and positions inside of the sequence.
+
+    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), on q's device, contiguous: 0 first, then running sums of the lengths,
+        the last of them the total. Without `cu_seqlens_k` the keys lie as the queries do.
+    seqused_q, seqused_k: int32 (B,): only so many first rows of each sequence are used; None is all of them (where
+        the keys lie as the queries do, as many as of the queries). Rows that no sequence uses get out 0, lse -inf and
+        zero gradients, whatever they hold; to pad the total, let a last sequence have them, with seqused 0.
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, for who has them; results never depend on them.
+
+    New lengths never recompile, and nothing here waits for the device. Contents are checked where
+    `composattn.debug_checks(True)`.
+
+    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `ShapeMismatch`, `UnsupportedLayout`, `DeviceMismatch`,
+    `InvalidLength`.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None = None
+    _: dataclasses.KW_ONLY
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    def __post_init__(self) -> None:
+        batch = _check_offsets("cu_seqlens_q", self.cu_seqlens_q)
+        if self.cu_seqlens_k is not None:
+            found = _check_offsets("cu_seqlens_k", self.cu_seqlens_k)
+            if found != batch:
+                raise errors.ShapeMismatch(
+                    f"cu_seqlens_q has {batch + 1} entries, cu_seqlens_k {found + 1}; "
+                    "both need one more than there are sequences"
+                )
+        for name in ("seqused_q", "seqused_k"):
+            if getattr(self, name) is not None:
+                _check_counts(name, getattr(self, name), batch)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            _check_maximum(name, getattr(self, name))
+        _check_one_device(
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_q=self.seqused_q,
+            seqused_k=self.seqused_k,
+        )
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """All of it that planning may look at."""
+        tensors = (self.cu_seqlens_k, self.seqused_q, self.seqused_k)
+        given = tuple(t is not None for t in tensors)
+        return (self.batch, self.cu_seqlens_q.device, given, self.max_seqlen_q, self.max_seqlen_k)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Paged:
+    """Keys and values of each sequence in pages of a cache that all sequences share.
+
+    k (num_pages, Hkv, page_size, D), v (num_pages, Hkv, page_size, Dv), any strides with the last dimension
+    contiguous: a cache (num_pages, page_size, Hkv, D) passes as cache.transpose(1, 2), uncopied. Position i of sequence
+    b is row i % page_size of page page_table[b, i // page_size]. q is dense (B, Hq, Sq, D), or packed with
+    `Varlen(cu_seqlens_q)`. Forward only.
+
+    page_table: int32 (B, pages), on q's device, contiguous; entries beyond a sequence's length may hold anything.
+    page_size: rows of a page, a power of two of 16 to 256.
+    seqused: int32 (B,): how many keys each sequence has.
+
+    Contents are checked where `composattn.debug_checks(True)`. Raises: `NotATensor`, `UnsupportedIndexDType`,
+    `WrongRank`, `ShapeMismatch`, `EmptyDimension`, `UnsupportedLayout`, `DeviceMismatch`, `UnsupportedPageSize`.
+
+    Source: Kwon et al. 2023, PagedAttention, section 4.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    seqused: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check_index("page_table", self.page_table, "(B, pages)", 2)
+        if self.page_table.numel() == 0:
+            raise errors.EmptyDimension(
+                f"page_table has shape {tuple(self.page_table.shape)}; it needs a sequence and a page (may be unused)"
+            )
+        size = self.page_size
+        if not isinstance(size, int) or size & (size - 1) or not SMALLEST_PAGE <= size <= LARGEST_PAGE:
+            raise errors.UnsupportedPageSize(f"page_size is {size!r}; pages hold 16, 32, 64, 128 or 256 rows")
+        _check_counts("seqused", self.seqused, self.batch)
+        _check_one_device(page_table=self.page_table, seqused=self.seqused)
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.page_table.shape[0]
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """All of it that planning may look at."""
+        return (self.page_table.shape, self.page_table.device, self.page_size)
+
+
+def flatten(varlen: Varlen | None, paged: Paged | None) -> tuple[list[torch.Tensor | None], list[int]]:
+    """Both as tensors and numbers, as an operator takes them; see `unflatten`."""
+    v, p = varlen, paged
+    packed = (None,) * 4 if v is None else (v.cu_seqlens_q, v.cu_seqlens_k, v.seqused_q, v.seqused_k)
+    maxima = (None, None) if v is None else (v.max_seqlen_q, v.max_seqlen_k)
+    paging = (None, None) if p is None else (p.page_table, p.seqused)
+    return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
+
+
+HINTS = 3  # numbers that `flatten` gives; others may follow them
+
+
+def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:
+    """What `flatten` undoes.
+
+    Raises: `SequencesMismatch` for lists of other lengths, as who calls the operator itself may pass.
+    """
+    if len(tensors) != 6 or len(numbers) != 3:
+        raise errors.SequencesMismatch(
+            f"the operator takes 6 tensors of lengths and 3 numbers, got {len(tensors)} and {len(numbers)}; call an "
+            "Attention, which calls it"
+        )
+    cu_q, cu_k, used_q, used_k, table, used = tensors
+    max_q, max_k = (None if m < 0 else m for m in numbers[:2])
+    varlen, paged = None, None
+    if cu_q is not None:
+        varlen = Varlen(cu_q, cu_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
+    if table is not None and used is not None:
+        paged = Paged(table, int(numbers[2]), used)
+    return varlen, paged
+
+
+class Sequences(NamedTuple):
+    """The tensors that say where the sequences of a call lie, each int32 or None; a dense call has none.
+
+    cu_q, cu_k (B + 1,): first rows of packed queries and keys; used_q, used_k (B,): how many of them are used;
+    page_table (B, pages): where keys lie in pages (`used_k` is then how many each sequence has).
+    """
+
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    used_q: torch.Tensor | None = None
+    used_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.cu_q is None and self.page_table is None
+
+    @property
+    def mirrored(self) -> Sequences:
+        """With queries and keys exchanged."""
+        return Sequences(self.cu_k, self.cu_q, self.used_k, self.used_q)
+
+    @property
+    def queries(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First rows of packed queries, and how many are used."""
+        return self.cu_q, self.used_q
+
+    @property
+    def keys(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First rows of packed keys, and how many are used."""
+        return self.cu_k, self.used_k
+
+    @staticmethod
+    def of(varlen: Varlen | None, paged: Paged | None) -> Sequences:
+        """The tensors of both, what was left out filled in."""
+        if varlen is None:
+            return NO_SEQUENCES if paged is None else Sequences(used_k=paged.seqused, page_table=paged.page_table)
+        if paged is not None:
+            return Sequences(varlen.cu_seqlens_q, None, varlen.seqused_q, paged.seqused, paged.page_table)
+        if varlen.cu_seqlens_k is not None:
+            return Sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.seqused_q, varlen.seqused_k)
+        used_k = varlen.seqused_q if varlen.seqused_k is None else varlen.seqused_k
+        return Sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_q, varlen.seqused_q, used_k)
+
+
+NO_SEQUENCES = Sequences()
+"""Those of a dense call."""
+
+
+def rows_in_use(offsets: torch.Tensor, used: torch.Tensor | None, total: int) -> torch.Tensor | None:
+    """bool (total,): which of the packed rows a sequence uses, None for all; does not wait for the device."""
+    if used is None:
+        return None
+    row = torch.arange(total, device=offsets.device)
+    # of empty sequences the last one that begins here or before, as rows belong to it
+    b = torch.searchsorted(offsets[1:], row, right=True).clamp(max=len(used) - 1)
+    return row - offsets[b] < used[b]
+
+
+# --- checks that look at no contents ---------------------------------------------------------------------------
+
+
+def _check_index(name: str, tensor: Any, shape: str, rank: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(tensor).__name__}; pass an int32 tensor of shape {shape}")
+    if tensor.dtype is not torch.int32:
+        raise errors.UnsupportedIndexDType(f"{name} is {tensor.dtype}; pass {name}.to(torch.int32)")
+    if tensor.ndim != rank:
+        raise errors.WrongRank(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+    if not tensor.is_contiguous():
+        raise errors.UnsupportedLayout(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+
+
+def _check_offsets(name: str, tensor: Any) -> int:
+    """How many sequences `tensor` is for."""
+    _check_index(name, tensor, "(B + 1,)", 1)
+    if tensor.shape[0] < 2:
+        raise errors.ShapeMismatch(
+            f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and there must be one"
+        )
+    return tensor.shape[0] - 1  # type: ignore[no-any-return]
+
+
+def _check_counts(name: str, tensor: Any, batch: int) -> None:
+    _check_index(name, tensor, "(B,)", 1)
+    if tensor.shape[0] != batch:
+        raise errors.ShapeMismatch(f"{name} has {tensor.shape[0]} entries for {batch} sequences; it needs one for each")
+
+
+def _check_maximum(name: str, value: Any) -> None:
+    number = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if value is not None and not (number and value >= 0):
+        raise errors.InvalidLength(f"{name} is {value!r}; it is a Python number from 0, or None")
+
+
+def _check_one_device(**tensors: torch.Tensor | None) -> None:
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise errors.DeviceMismatch(f"{places}; move them to q's device")

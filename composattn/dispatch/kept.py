@@ -1,0 +1,99 @@
+"""Plans kept between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
+
+A plan is known by what the call asks for: the forms of its mods, its options, and the memory of the captured tensors.
+It holds none of them (see `graph.lent`); when one of them ends, the plan waits for another of its form.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ..analysis.program import Program
+from ..graph.form import graphs_of
+from ..graph.lent import Lending, Lent, lend
+from ..mods.mod import Mod
+from . import transforms
+from .planned import Options, Planned
+
+KEPT_LIMIT = 1024  # plans; the oldest go first
+_plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
+_lock = threading.Lock()
+
+
+def planned_for(score: Mod | None, mask: Mod | None, *options: Any) -> tuple[Planned, Lending | None]:
+    """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
+
+    Raises: what `Attention` raises.
+    """
+    forms = (None if score is None else score.form, None if mask is None else mask.form)
+    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    return planned_of(forms, leaves, options)
+
+
+def planned_of(
+    forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
+) -> tuple[Planned, Lending | None]:
+    """The same of forms: of the score mod and of the mask; None, of none.
+
+    user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
+    every call, in place, under the eyes of an eager backward that may still need it.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # not below torch.func, whose backward comes when nothing is lent any more
+    lending = None if transforms.active() else lend(tensors, user)
+    if lending is None:
+        return _made(forms, leaves, options), None
+    # the types too, as True is 1; and of scalars which they are: the plan keeps them alive
+    key: Hashable = (forms, options, *map(type, options), *lending.captures)
+    if len(tensors) < len(leaves):
+        key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an option that can't be hashed is none: refused by name
+        return _made(forms, leaves, options), None
+    if found is not None:
+        planned, _, seen = found
+        epochs = [capture.epoch for capture in lending.captures]
+        if epochs != seen:
+            planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
+            seen[:] = epochs
+        return planned, lending if tensors else None
+    with lending:
+        planned = _made(forms, leaves, options)
+    if _may_keep():
+        _keep(key, planned, lending.captures)
+    return planned, lending if tensors else None
+
+
+def _made(forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
+    checked = Options(*options)
+    return Planned(Program(*graphs_of(forms, leaves)), checked)
+
+
+def _keep(key: Hashable, planned: Planned, captures: Sequence[Lent]) -> None:
+    with _lock:
+        while len(_plans) >= KEPT_LIMIT:
+            forget(next(iter(_plans)))
+        _plans[key] = planned, tuple(captures), [capture.epoch for capture in captures]
+        for capture in captures:
+            capture.dependents[key] = forget
+
+
+def forget(key: Hashable) -> None:
+    """Drop a plan."""
+    found = _plans.pop(key, None)
+    for capture in () if found is None else found[1]:
+        capture.dependents.pop(key, None)
+
+
+def _may_keep() -> bool:
+    """Not what is made while a CUDA graph is recorded or warmed up: its memory belongs to the graph."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")

@@ -1,0 +1,372 @@
+"""Attention as `torch.library` operators: what torch.compile, torch.export and fake tensors see of a call.
+
+Outside of them nothing goes through here: an operator costs more host time than `composattn.call.autograd` does.
+
+    attend(q, k, v, captured, lengths, hints, form, plan, with_lse, with_max) → (out, lse, max_scores, kept)
+    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
+        → [dq, dk, dv, *d captured]
+
+`form` is a text that says all of the call but its tensors: the forms of both mods (`graph.form`) and the options. So a
+program that was exported and saved carries its mods, and another mask of the same form runs the code compiled before.
+`captured` are the tensors that the mods read: inputs, so their gradients flow. `plan` is the number of an `Attention`
+of this process, or -1; where one of that number and that form lives, its plan serves and nothing is planned anew.
+`lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.call.sequences.flatten`):
+other lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (64 bits each, on the
+CPU).
+
+Run-time numbers (`ca.scalar`), named behind the hints by their numbers in this process, are read when the operator
+runs: set them outside of a compiled region. Without a plan, what is derived from captured tensors is computed in every
+call: compiled code may write to memory with no one counting.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import struct
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..analysis.derived import distrusting
+from ..analysis.keeping import keeping_nothing
+from ..backends.fused.captured import values
+from ..call.autograd import Differentiable, Grads, Known, Results
+from ..call.checks import check_blocks, check_contents, check_reads
+from ..call.problem import Problem
+from ..call.schedule import Schedule
+from ..call.sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from ..call.strides import ordered
+from ..errors import GradientUnsupported, UnsupportedOption
+from ..graph.expr import Capture
+from ..graph.lent import Lending
+from ..graph.trace import Scalar, scalar_of
+from ..mods.mask import Mask
+from ..mods.score import Score
+from .kept import planned_of
+from .planned import Asked, Planned, asked_of, autocast, refuse_gradient
+from .transforms import break_graph
+
+if TYPE_CHECKING:
+    from ..api import Attention
+
+pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
+
+_attentions: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(attention: Attention) -> int:
+    """The number by which operators find `attention`, for as long as it lives."""
+    number = next(_numbers)
+    _attentions[number] = attention
+    return number
+
+
+# --- a call in words ----------------------------------------------------------------------------------------
+
+
+class Spoken(NamedTuple):
+    """The mods and options of a call as operators take them: a form, and the tensors and scalars it speaks of."""
+
+    form: str
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[Scalar, ...]
+
+
+def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> Spoken:
+    """A call with these mods and options (scale, backend, deterministic, schedule)."""
+    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    scale, backend, deterministic, schedule = options
+    if schedule is not None:
+        schedule = (
+            schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa
+        )  # fmt: skip
+    kinds = "".join(["t" if isinstance(leaf, torch.Tensor) else "s" for leaf in leaves])
+    lines = [
+        "-" if score is None else score.form,
+        "-" if mask is None else mask.form,
+        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
+    ]
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return Spoken("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+
+
+@functools.lru_cache(maxsize=512)
+def _heard(form: str) -> tuple[tuple[str | None, str | None], tuple[Any, ...], str]:
+    """(forms of the score mod and of the mask, options, kinds of the leaves)."""
+    score, mask, last = form.split("\n")
+    scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
+    options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
+    return (None if score == "-" else score, None if mask == "-" else mask), options, kinds
+
+
+def call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    said: Spoken,
+    plan: int,
+    asked: Asked,
+    varlen: Varlen | None,
+    paged: Paged | None,
+) -> Any:
+    """A call as torch.compile, torch.export and fake tensors see it: out, and what else is `asked` for.
+
+    Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
+    """
+    if said.scalars and torch.compiler.is_exporting():
+        raise UnsupportedOption(
+            "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
+        )
+    break_graph()
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v)
+    if paged is not None:
+        refuse_gradient(q, k, v, *said.tensors)
+    lengths, hints = flatten(varlen, paged)
+    numbers = [*hints, *[s.number for s in said.scalars]]
+    *found, _ = torch.ops.composattn.attend(q, k, v, list(said.tensors), lengths, numbers, said.form, plan, *asked)
+    return asked_of(found, asked)
+
+
+class Bound(NamedTuple):
+    """A call as an operator runs it: what is planned, its leaves in order, and what is to be entered around it."""
+
+    planned: Planned
+    leaves: tuple[Capture, ...]
+    around: AbstractContextManager[Any]
+
+    def replaced(self, captured: Sequence[torch.Tensor]) -> Mapping[Capture, torch.Tensor]:
+        """The tensors that are read in place of those that the mods hold."""
+        return dict(zip(self.leaves, captured, strict=True))
+
+
+def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int]) -> Bound:
+    attention = _attentions.get(plan)
+    if attention is not None and attention._spoken.form == form:
+        return Bound(attention, tuple(map(Capture, attention._spoken.tensors)), nullcontext())
+    forms, options, kinds = _heard(form)
+    tensors, numbers = iter(captured), iter(hints[HINTS:])
+    leaves = [next(tensors) if kind == "t" else scalar_of(next(numbers)) for kind in kinds]
+    planned, lending = planned_of(forms, leaves, options, "operator")
+    if lending is None:
+        return Bound(planned, tuple(map(Capture, captured)), distrusting())
+    return Bound(planned, tuple(lending.captures), _Distrusted(lending))
+
+
+class _Distrusted:
+    """A lending to a call that counts on nothing derived before."""
+
+    def __init__(self, lending: Lending) -> None:
+        self.lending, self.inner = lending, distrusting()
+
+    def __enter__(self) -> None:
+        self.lending.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.lending.__exit__(*error)
+
+
+# --- the operators -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("composattn::attend", mutates_args=())
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
+    form: str,
+    plan: int,
+    with_lse: bool,
+    with_max: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
+    bound = _bound(form, plan, captured, hints)
+    planned = bound.planned
+    varlen, paged = unflatten(lengths, hints[:HINTS])
+    check_contents(q, k, varlen, paged)
+    with bound.around, torch.autocast(q.device.type, enabled=False):
+        check_blocks(planned._tables)
+        check_reads(planned.program, q, k, varlen, paged)
+        call = _differentiable(planned, None, q, k, v, varlen, paged, with_max)
+        with keeping_nothing():
+            out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
+    numbers = [_bits(s.value) for s in planned.program.scalars]
+    kept = _kept(q, len(hints) - HINTS)
+    if numbers:
+        kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
+    max_scores = top if with_max and top is not None else lse.new_empty(0)
+    return _in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
+
+
+@attend.register_fake
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, _, lengths, hints, *_, with_max = arguments
+    Problem.of(q, k, v, *unflatten(lengths, hints[:HINTS]))
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    lse, max_scores = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in (rows, rows if with_max else (0,)))
+    return ordered(q, v.shape[-1]), lse, max_scores, _kept(q, len(hints) - HINTS)
+
+
+@torch.library.custom_op("composattn::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
+    form: str,
+    plan: int,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Gradients of q, k, v and each of `captured`; an empty tensor stands for one that is not wanted."""
+    bound = _bound(form, plan, captured, hints)
+    captures = bound.planned.program.captures
+    asked: dict[Capture, bool] = {}
+    for capture, want in zip(bound.leaves, wanted[3:], strict=True):
+        asked[capture] = asked.get(capture, False) or want
+    with bound.around, torch.autocast(q.device.type, enabled=False):
+        call = _differentiable(bound.planned, kept, q, k, v, *unflatten(lengths, hints[:HINTS]))
+        read = values(captures, bound.replaced(captured))
+        of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
+        with keeping_nothing():
+            found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, *of_call))
+    of_captures = dict(zip(captures, found[3:], strict=True))
+    # a tensor that is there twice gets its gradient once
+    grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
+    leaves = [q, k, v, *captured]
+    return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
+
+
+@attend_backward.register_fake
+def _(*arguments: Any) -> list[torch.Tensor]:
+    _, _, q, k, v, captured, *_, wanted = arguments
+    return [_empty_gradient(t, want) for t, want in zip([q, k, v, *captured], wanted, strict=True)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, captured, lengths, ctx.hints, ctx.form, ctx.plan, ctx.with_lse, _ = inputs
+    out, lse, max_scores, kept = output
+    ctx.mark_non_differentiable(max_scores, kept)
+    ctx.save_for_backward(q, k, v, *lengths, *captured, out, lse, kept)
+    ctx.count = len(lengths)
+
+
+def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
+    q, k, v, *captured, out, lse, kept = ctx.saved_tensors
+    lengths, captured = captured[: ctx.count], captured[ctx.count :]
+    need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
+    wanted = [need_q, need_k, need_v, *(need_captured or [])]
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grad_lse = grad_lse if ctx.with_lse else None
+    grads = torch.ops.composattn.attend_backward(
+        grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.form, ctx.plan, wanted
+    )
+    found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
+    return (*found[:3], found[3:], None, None, None, None, None, None)
+
+
+attend.register_autograd(_backward, setup_context=_setup)
+
+
+# --- what they do ----------------------------------------------------------------------------------------------
+
+
+def _differentiable(
+    planned: Planned,
+    kept: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    varlen: Varlen | None,
+    paged: Paged | None,
+    return_max_scores: bool = False,
+) -> Differentiable:
+    """The call with the run-time numbers of `kept`, or those of now."""
+    call, sequences = planned.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
+    program = planned.program
+    numbers = [s.value for s in program.scalars]
+    if kept is not None and numbers:
+        numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
+    begin = getattr(call, "begin", None)
+    if begin is None:
+        return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
+    return begin(numbers, sequences, return_max_scores)  # type: ignore[no-any-return]
+
+
+class ForwardOnly:
+    """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing.
+
+    Its `call` takes by their ids what is read in place of captured tensors.
+    """
+
+    lending: Lending | None = None
+
+    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
+        self.call, self.captures, self.sequences = call, captures, sequences
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        tensors = dict(zip(map(id, self.captures), captured, strict=True))
+        with torch.no_grad():
+            found: Results = self.call(q, k, v, True, self.sequences, tensors)
+        return found
+
+    def backward(self, known: Known) -> Grads:
+        raise GradientUnsupported(
+            'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
+        )
+
+
+def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
+    """Memory for the bits of run-time numbers; without any, on q's device: a CPU tensor would rule out CUDA graphs."""
+    return torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
+
+
+def _bits(number: float | int) -> int:
+    """`number` in 64 bits, all of them."""
+    return number if isinstance(number, int) else int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _from_bits(kind: type, bits: int) -> float | int:
+    return bits if kind is int else float(struct.unpack("d", struct.pack("q", bits))[0])
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
+    if not wanted:
+        return t.new_empty(0)
+    return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
+
+
+def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:
+    empty = _empty_gradient(t, wanted)
+    if not wanted:
+        return empty
+    return empty.zero_() if found is None else _in_form(found.to(t.dtype), empty)
+
+
+def _in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+    """`t` in the strides of `form`: what compiled code has been promised."""
+    return t if t.stride() == form.stride() else form.copy_(t)

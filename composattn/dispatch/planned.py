@@ -1,0 +1,221 @@
+"""Attention with given graphs, planned for each form of inputs that it meets: what `Attention` and kept plans share.
+
+A call flows: program (graphs) → problem (checked facts of q, k, v) → backend → prepared call → (out, lse). Everything
+but the last step is remembered by the form of the inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .. import backends, errors
+from ..analysis.program import Program
+from ..analysis.short_reads import refuse_short_reads
+from ..call.block_sparse import Table
+from ..call.checks import check_blocks, check_contents, check_reads
+from ..call.problem import Problem, refuse_foreign, softmax_scale
+from ..call.schedule import AUTO, Schedule
+from ..call.sequences import Paged, Sequences, Varlen
+from . import transforms
+
+Asked = tuple[bool, bool]  # whether a call returns lse, and max_scores, besides its output
+_FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
+
+
+class Options:
+    """What a call asks for besides its mods; checked, compared by value."""
+
+    __slots__ = ("backend", "deterministic", "scale", "schedule")
+
+    def __init__(
+        self, scale: float | None, backend: str | None, deterministic: bool | None, schedule: Schedule | None
+    ) -> None:
+        softmax_scale(scale, 1)
+        backends.check_name(backend)
+        if deterministic is not None and not isinstance(deterministic, bool):
+            raise errors.UnsupportedOption(
+                f"deterministic is {deterministic!r}; it is True, False, or None (as torch is set)"
+            )
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
+        self.scale, self.backend, self.deterministic = scale, backend, deterministic
+        self.schedule = AUTO if schedule is None else schedule
+
+
+class Planned:
+    """The graphs and options of a call, and the prepared calls for all forms of inputs met so far."""
+
+    def __init__(self, program: Program, options: Options) -> None:
+        self.program, self.options = program, options
+        self._prepared: dict[Any, backends.Call] = {}  # by the form of the inputs
+        self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
+        self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        asked: Asked,
+        varlen: Varlen | None,
+        paged: Paged | None,
+    ) -> Any:
+        """out and what else is `asked` for."""
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q, k, v)
+        if paged is not None:
+            refuse_gradient(q, k, v, *(c.tensor for c in self.program.read_by_mods[0]))
+        if transforms.active():
+            return asked_of(transforms.attend(self, q, k, v, varlen, paged, asked[1]), asked)
+        call = self.prepared(q, k, v, varlen, paged)
+        if varlen is not None or paged is not None:
+            check_contents(q, k, varlen, paged)
+        if self._tables:
+            check_blocks(self._tables)
+        check_reads(self.program, q, k, varlen, paged)
+        return_lse, return_max_scores = asked
+        found = call(q, k, v, return_lse, Sequences.of(varlen, paged), return_max_scores=return_max_scores)
+        return asked_of(found, asked)
+
+    def prepared(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> backends.Call:
+        """The prepared call for inputs of this form, remembered."""
+        try:
+            form = _form(q, k, v, varlen, paged)
+        except (AttributeError, TypeError, RuntimeError):
+            Problem.of(q, k, v, varlen, paged)  # not tensors, or not strided ones: says which
+            raise
+        call = self._prepared.get(form)
+        if call is None:
+            if len(self._prepared) >= _FORMS_LIMIT:
+                self._prepared.clear()
+                self._planned.clear()
+            call = self._prepared[form] = self._prepare(self.problem(q, k, v, varlen, paged))
+        return call
+
+    def _prepare(self, problem: Problem) -> backends.Call:
+        """Checks what the mods read, picks the backend and lets it plan, unless it did; what a repeated call skips."""
+        if problem.device.type == "meta":
+            raise errors.BackendUnavailable(
+                "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
+                "torch._subclasses.fake_tensor.FakeTensorMode()"
+            )
+        check_captures(self.program, problem)
+        planned = problem.rounded
+        key = (planned, planned.layout.max_q_len, planned.layout.max_kv_len)
+        call = self._planned.get(key)
+        if call is None:
+            call = self._planned[key] = self._plan(planned)
+        return call
+
+    def check_again(self) -> None:
+        """Lets the next call of each form check what its mods read; what was planned stays."""
+        self._prepared.clear()
+
+    def _plan(self, problem: Problem) -> backends.Call:
+        backend = backends.choose(self.options.backend, problem)
+        return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
+
+    def problem(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+    ) -> Problem:
+        """The checked facts of a call with these inputs."""
+        problem = Problem.of(q, k, v, varlen, paged)
+        options = self.options
+        return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)
+
+
+def asked_of(found: Any, asked: Asked) -> Any:
+    """Of (out, lse, max_scores) what a call asked for, in this order; out alone is no tuple."""
+    out, lse, max_scores = found
+    return_lse, return_max_scores = asked
+    if return_max_scores:
+        return (out, lse, max_scores) if return_lse else (out, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def _form(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None, paged: Paged | None
+) -> tuple[Any, ...]:
+    """All that planning may look at; what a prepared call is remembered by."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
+        None if varlen is None else varlen.form, None if paged is None else paged.form,
+    )  # fmt: skip
+
+
+def refuse_gradient(*tensors: torch.Tensor) -> None:
+    """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise errors.GradientUnsupported(
+            "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
+            "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
+        )
+
+
+def autocast(*tensors: Any) -> Any:
+    """Under autocast, q, k and v in its type, as `scaled_dot_product_attention` takes them."""
+    kind = getattr(getattr(tensors[0], "device", None), "type", None)
+    if kind is None or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    wide = torch.float64
+    return tuple([t.to(dtype) if t.is_floating_point() and t.dtype is not wide else t for t in tensors])
+
+
+def check_captures(program: Program, problem: Problem) -> None:
+    """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
+
+    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `CapturedIndexOutOfRange` for a tensor that is
+    shorter than what is read of it.
+    """
+    for capture in program.captures:
+        if isinstance(capture, Table):
+            _check_blocks(capture, problem)
+        tensor = capture.tensor
+        refuse_foreign("a captured tensor", tensor)
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
+        if tensor.device != problem.device:
+            raise errors.DeviceMismatch(
+                f"a captured tensor of shape {tuple(tensor.shape)} lies on {tensor.device}, q on {problem.device}; "
+                + _way_to(problem.device, tensor)
+            )
+        if tensor.ndim and tensor.numel() == 0:
+            raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
+    sizes = {"b": problem.batch, "h": problem.q_heads}
+    if problem.layout.is_dense and problem.q_len and problem.kv_len:
+        sizes |= {"q": problem.q_len, "kv": problem.kv_len}
+    refuse_short_reads(program, sizes, problem.device)
+
+
+def _way_to(device: torch.device, tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return (
+            "it was captured before its module got memory; let ca.nn.Attention read it by name at each call, or make "
+            "the ca.Attention after to_empty() and loading"
+        )
+    return f'move it: tensor.to("{device}"), or let ca.nn.Attention read it by name at each call'
+
+
+def _check_blocks(table: Table, problem: Problem) -> None:
+    """Raises `BlockMaskMismatch` for blocks of another call; of packed sequences the lengths may be anything."""
+    layout = problem.layout
+    q_len = problem.q_len if layout.q == "dense" else None
+    kv_len = problem.kv_len if layout.kv == "dense" else None
+    table.check(problem.batch, problem.q_heads, q_len, kv_len)

@@ -1,0 +1,477 @@
+"""Attention below transforms of torch: vmap, grad, vjp, jvp, and per-sample gradients and jacobians made of them.
+
+    vmap           N calls become one with N times the sequences. The mods are rewritten for it: b % B is the sequence
+                   number in the call that the user wrote, b // B is the number of the call, and a captured tensor that
+                   differs from call to call, or whose gradient shall, has that number as one more index.
+    grad, vjp      an `autograd.Function` whose backward is one too, so that either may lie below a vmap.
+    forward mode   and derivatives of gradients: the formula of `backends.formula`, which torch differentiates. The
+                   generated kernels refuse both by name.
+
+Nothing is analysed or planned before the transforms are peeled off: what mods read may be anything until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch as functorch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
+
+from .. import backends
+from ..analysis.derived import refresh
+from ..analysis.program import Program
+from ..backends import formula
+from ..call.autograd import Differentiable, Grads, Known, Results, without_autocast
+from ..call.block_sparse import Table
+from ..call.checks import check_blocks, check_contents
+from ..call.problem import softmax_scale
+from ..call.sequences import Paged, Sequences, Varlen, flatten, unflatten
+from ..errors import GradientUnsupported, UnsupportedTransform
+from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
+from ..graph.lent import Lending
+from ..graph.ops import apply
+
+if TYPE_CHECKING:
+    from .planned import Planned
+
+LENGTHS = 6  # tensors that `flatten` gives
+_B = index("b")
+_NONE: Mapping[Capture, Expr] = MappingProxyType({})
+
+
+def active() -> bool:
+    """Whether a call may have to be seen by a transform."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def break_graph() -> None:
+    """Where a transform lies around a call in compiled code: it would not see into the operator that stands for it."""
+    if torch._C._are_functorch_transforms_active():
+        torch._dynamo.graph_break(
+            msg="a call of composattn below a transform of torch.func is not compiled; without fullgraph=True it runs "
+            "in eager mode, with the transform"
+        )
+    elif forward_ad._current_level >= 0:  # raised, not broken: what follows a break would be compiled again
+        raise UnsupportedTransform(
+            "a call of composattn in a dual level of torch.autograd.forward_ad is not compiled; without fullgraph=True "
+            "it runs in eager mode"
+        )
+
+
+def attend(
+    attention: Planned,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    varlen: Varlen | None,
+    paged: Paged | None,
+    return_max_scores: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
+
+    Raises: as `Attention`; `GradientUnsupported` for forward mode of generated kernels, `UnsupportedTransform`.
+    """
+    from .planned import check_captures
+
+    problem = attention.problem(q, k, v, varlen, paged)
+    program = attention.program
+    captures, numbers = program.read_by_mods
+    if not any(_is_batched(c.tensor) for c in captures):
+        check_captures(program, problem)
+        check_blocks(c for c in captures if isinstance(c, Table))
+    refresh(captures)
+    lengths, hints = flatten(varlen, paged)
+    call = Call(
+        attention,
+        program.score,
+        program.mask,
+        captures,
+        {s: s.value for s in numbers},
+        tuple(hints),
+        problem.batch,
+        return_max_scores,
+    )
+    tensors = (q, k, v, *lengths, *(c.tensor for c in captures))
+    if any(map(_has_tangent, tensors)):
+        out, lse, top = call.formula(*tensors)
+    else:
+        out, lse, top = _Attend.apply(call, *tensors)
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    return out.to(q.dtype), lse.to(statistics), top.to(statistics)
+
+
+def _layers(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """What torch.func has wrapped `tensor` in, from the outside, and last the tensor itself."""
+    while tensor is not None:
+        yield tensor
+        tensor = functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else None
+
+
+def _is_batched(tensor: torch.Tensor | None) -> bool:
+    return any(map(functorch.is_batchedtensor, _layers(tensor)))
+
+
+def _has_tangent(tensor: torch.Tensor | None) -> bool:
+    """Whether forward mode looks at `tensor`, torch.func's or that of `torch.autograd.forward_ad`."""
+    if tensor is None or forward_ad._current_level < 0:
+        return False
+    forward = [i.level() for i in retrieve_all_functorch_interpreters() if i.key() == TransformType.Jvp]
+    *wrapped, inside = _layers(tensor)
+    if any(functorch.is_gradtrackingtensor(t) and functorch.maybe_get_level(t) in forward for t in wrapped):
+        return True
+    return forward_ad.unpack_dual(inside).tangent is not None
+
+
+# --- one call ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """What is computed of tensors (q, k, v, those of `flatten`, those that stand for `captures`), at some level.
+
+    `score` and `mask` read `captures`, which are stand-ins: of each only type and rank count.
+    """
+
+    attention: Planned
+    score: Expr | None
+    mask: Expr | None
+    captures: tuple[Capture, ...]
+    numbers: dict[Any, Any]
+    hints: tuple[int, ...]
+    batch: int  # sequences
+    max_scores: bool  # whether they are asked for
+
+    def begin(self, tensors: Sequence[Any]) -> tuple[Differentiable, list[torch.Tensor]]:
+        """The call of a backend on tensors that no transform wraps any more, and the captured ones as it holds them."""
+        q, k, v, lengths, captured = parts(tensors)
+        captured = _apart(captured)
+        varlen, paged = unflatten(lengths, self.hints)
+        check_contents(q, k, varlen, paged)
+        attention = _planned(self, captured)
+        prepared, sequences = attention.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
+        refresh(attention.program.captures)
+        begin = getattr(prepared, "begin", None)
+        if begin is None:
+            return ByTorch(prepared, [c.tensor for c in attention.program.captures], sequences), captured
+        return begin([self.numbers[s] for s in attention.program.scalars], sequences, self.max_scores), captured
+
+    def formula(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(out, lse, max_scores) in operations that torch differentiates in any mode, any number of times."""
+        q, k, v, lengths, captured = parts(tensors)
+        precision = self.precision(q)
+        stand_ins = [id(c.tensor) for c in self.captures]
+        program, scale = Program(self.score, self.mask), softmax_scale(self.attention.options.scale, q.shape[-1])
+        call = formula.Formula(program, scale, precision, dict(zip(stand_ins, captured, strict=True)))
+        call.scalars = {id(s): value for s, value in self.numbers.items()}
+        if any(map(_is_batched, lengths)):
+            raise UnsupportedTransform(
+                "vmap over the lengths of sequences has no forward mode and no second derivatives; take the same "
+                "lengths for all, or call once for each"
+            )
+        sequences = Sequences.of(*unflatten(lengths, self.hints))
+        with without_autocast(q):
+            return formula.attention(call, q.to(precision), k.to(precision), v.to(precision), sequences)
+
+    def precision(self, q: torch.Tensor) -> torch.dtype:
+        """What the backend computes in, where it takes derivatives of any kind. Raises `GradientUnsupported`."""
+        name = self.attention.options.backend or backends.default_for(q.device)
+        if name == "reference":
+            return torch.float64
+        if name == "streaming":
+            return torch.promote_types(q.dtype, torch.float32)
+        raise GradientUnsupported(
+            f"backend {name!r} has first derivatives in reverse mode only; for forward mode (jvp, jacfwd, hessian) and "
+            'derivatives of gradients use backend="streaming"; for first derivatives grad, vjp or jacrev'
+        )
+
+
+def parts(tensors: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
+    """(q, k, v, lengths, captured) of the tensors of a `Call`, or of what belongs to them."""
+    q, k, v, *more = tensors
+    return q, k, v, tuple(more[:LENGTHS]), tuple(more[LENGTHS:])
+
+
+def _apart(tensors: Sequence[Any]) -> list[Any]:
+    """`tensors`, each as an object of its own: two that a transform told apart may be one once it is peeled off."""
+    seen: set[int] = set()
+    found = []
+    for t in tensors:
+        found.append(t.view_as(t) if id(t) in seen else t)
+        seen.add(id(t))
+    return found
+
+
+_plans: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_PLANS_LIMIT = 64  # rewritten forms of one plan that are remembered, before it starts anew
+
+
+def _planned(call: Call, captured: Sequence[Any]) -> Planned:
+    """A plan that reads `captured`; remembered where the mods hold these tensors themselves."""
+    attention = call.attention
+    held = all(t is c.tensor for t, c in zip(captured, call.captures, strict=True))
+    if held and (call.score, call.mask) == (attention.program.score, attention.program.mask):
+        return attention
+    known = _plans.setdefault(attention, {}) if held else {}
+    found = known.get((call.score, call.mask))
+    if found is None:
+        stand = dict(zip(call.captures, map(Capture, captured), strict=True))
+        score, mask = (e if e is None or held else _rewritten(e, stand) for e in (call.score, call.mask))
+        if len(known) >= _PLANS_LIMIT:
+            known.clear()
+        from .planned import Planned
+
+        found = known[call.score, call.mask] = Planned(Program(score, mask), attention.options)
+    return found  # type: ignore[no-any-return]
+
+
+def _rewritten(
+    root: Expr, stand: Mapping[Capture, Capture], b: Expr = _B, lead: Mapping[Capture, Expr] = _NONE
+) -> Expr:
+    """`root` with other tensors for its captures and `b` for its b; reads of captures in `lead` begin with that."""
+    done: dict[Expr, Expr] = {}
+    for node in walk(root):
+        args = tuple(done[a] for a in node.args)
+        if node.op == "read":
+            first = (lead[node.attr],) if node.attr in lead else ()
+            done[node] = read(stand[node.attr], (*first, *args))
+        elif node.op == "size":
+            done[node] = size(stand[node.attr], node.args[0].attr + (node.attr in lead))
+        elif node is _B:
+            done[node] = b
+        else:
+            done[node] = rebuild(node, args)
+    return done[root]
+
+
+class ByTorch:
+    """A backend that torch itself differentiates, as a `Differentiable`: its gradient computes the forward again."""
+
+    lending: Lending | None = None
+
+    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
+        self.call, self.captures, self.sequences = call, captures, sequences
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        found: Results = self.call(q, k, v, True, self.sequences)
+        return found
+
+    def backward(self, known: Known) -> Grads:
+        given = (known.q, known.k, known.v, *known.captured)
+        leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
+        read = dict(zip(map(id, self.captures), leaves[3:], strict=True))
+        with torch.enable_grad():
+            out, lse, _ = self.call(*leaves[:3], True, self.sequences, read)
+        dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
+        asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
+        found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
+        return tuple(next(found) if w else None for w in known.wanted)
+
+
+# --- its derivative ---------------------------------------------------------------------------------------------
+
+
+class _Attend(torch.autograd.Function):
+    """(out, lse, max_scores) of a `Call` on its tensors; the last empty where nobody asked for it."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: Any) -> Any:
+        begun, _ = call.begin(tensors)
+        q, k, v, *_ = tensors
+        with without_autocast(q):
+            out, lse, top = begun.forward(q, k, v, begun.captures)
+        return out, lse, top if call.max_scores else lse.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, *tensors = inputs
+        out, lse, top = output
+        ctx.mark_non_differentiable(top)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[1:])
+        if dout is None and dlse is None:
+            return (None,) * (len(wanted) + 1)
+        dout = torch.zeros_like(out) if dout is None else dout
+        if any(map(_has_tangent, (dout, dlse, *tensors))):
+            return None, *_gradient_of_formula(ctx.call, wanted, dout, dlse, tensors)
+        grads = _Gradient.apply(ctx.call, wanted, dout, dlse, out, lse, *tensors)
+        return None, *(g if w else None for g, w in zip(grads, wanted, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Call, *tensors: Any) -> Any:
+        fold = Fold(info.batch_size, call, tensors, in_dims[1:])
+        out, lse, top = _Attend.apply(fold.call, *fold.tensors)
+        top, at = (fold.statistics_back(top), 0) if call.max_scores else (top, None)
+        return (fold.rows_back(out), fold.statistics_back(lse), top), (0, 0, at)
+
+
+class _Gradient(torch.autograd.Function):
+    """Gradients of all tensors of a `Call`; an empty one stands for one that is not wanted."""
+
+    @staticmethod
+    def forward(call: Call, wanted: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any) -> Any:
+        if call.hints[2]:
+            raise GradientUnsupported(
+                "keys in pages are for inference, forward only; pack the keys and pass varlen=ca.Varlen(...)"
+            )
+        begun, captured = call.begin(tensors)
+        asked = {id(t) for t, w in zip(captured, wanted[3 + LENGTHS :], strict=True) if w}
+        q, k, v, *_ = tensors
+        of_call = (*wanted[:3], *(id(t) in asked for t in begun.captures))
+        with without_autocast(q):
+            found = begun.backward(Known(q, k, v, out, lse, dout, dlse, begun.captures, of_call))
+        by_tensor = dict(zip(map(id, begun.captures), found[3:], strict=True))
+        grads = (*found[:3], *[None] * LENGTHS, *(by_tensor.get(id(t)) for t in captured))
+        return tuple(
+            dout.new_empty(0) if not w else torch.zeros_like(t) if g is None else g
+            for t, w, g in zip((*tensors[: 3 + LENGTHS], *captured), wanted, grads, strict=True)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, ctx.wanted, dout, dlse, _, _, *tensors = inputs
+        ctx.save_for_backward(dout, dlse, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of out and lse nothing: the formula computes them again, from what they come from."""
+        given, needed = ctx.saved_tensors, (*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:])
+
+        def gradient(*varied: Any) -> Any:
+            dout, dlse, *tensors = _filled(given, needed, varied)
+            found = _gradient_of_formula(ctx.call, ctx.wanted, dout, dlse, tensors)
+            return tuple(g for g in found if g is not None)
+
+        _, pull = _vjp(gradient, *(t for t, n in zip(given, needed, strict=True) if n))
+        of_wanted = pull(tuple(g for g, w in zip(grads, ctx.wanted, strict=True) if w))
+        found = _filled((None,) * len(needed), needed, of_wanted)
+        return None, None, *found[:2], None, None, *found[2:]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Call, wanted: Sequence[bool], *tensors: Any) -> Any:
+        of_result, of_call = tensors[:4], tensors[4:]
+        dims = in_dims[2:]
+        fold = Fold(info.batch_size, call, of_call, dims[4:], wanted[3 + LENGTHS :])
+        dout, dlse, out, lse = (
+            None if t is None else put(t, d)
+            for put, t, d in zip((fold.rows, fold.statistics) * 2, of_result, dims, strict=False)
+        )
+        grads = _Gradient.apply(fold.call, wanted, dout, dlse, out, lse, *fold.tensors)
+        back = [fold.rows_back(g) if w and i < 3 else g for i, (g, w) in enumerate(zip(grads, wanted, strict=True))]
+        return tuple(back), tuple(0 if w else None for w in wanted)
+
+
+_vjp: Callable[..., Any] = torch.func.vjp  # as it is typed, it may give three results
+
+
+def _filled(given: Sequence[Any], places: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """`given` with `values`, one after the other, in the places that are marked."""
+    left = iter(values)
+    return [next(left) if here else t for t, here in zip(given, places, strict=True)]
+
+
+def _gradient_of_formula(call: Call, wanted: Sequence[bool], dout: Any, dlse: Any, tensors: Sequence[Any]) -> list[Any]:
+    """The gradients that are wanted, as operations that torch differentiates in any mode."""
+
+    def forward(*varied: Any) -> Any:
+        return call.formula(*_filled(tensors, wanted, varied))[:2]
+
+    (out, lse), pull = _vjp(forward, *(t for t, w in zip(tensors, wanted, strict=True) if w))
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    return _filled((None,) * len(tensors), wanted, pull((dout.to(out.dtype), dlse.to(lse.dtype))))
+
+
+# --- N calls as one ---------------------------------------------------------------------------------------------
+
+
+class Fold:
+    """N calls as one of N times the sequences; they differ in the tensors that have a dimension in `dims`.
+
+    `apart` says which captured tensors are to be told apart besides, so that each of the calls has its own gradient.
+    Dense tensors become (N·B, H, S, D), packed ones (N·total, H, D), pages (N·pages, H, rows, D).
+    """
+
+    def __init__(
+        self, n: int, call: Call, tensors: Sequence[Any], dims: Sequence[int | None], apart: Sequence[bool] = ()
+    ) -> None:
+        self.n = n
+        q, k, v, lengths, captured = parts(tensors)
+        q_dim, k_dim, v_dim, lengths_dims, captured_dims = parts(dims)
+        self.packed = lengths[0] is not None
+        q = self.rows(q, q_dim)
+        one_cache = bool(call.hints[2]) and k_dim is None and v_dim is None  # pages, which all calls may share
+        if not one_cache:
+            k, v = self.rows(k, k_dim), self.rows(v, v_dim)
+        lengths = self.lengths(lengths, lengths_dims, q.shape[0] // n, 0 if one_cache else k.shape[0] // n)
+        told = [d is not None or own for d, own in zip(captured_dims, apart or (False,) * len(captured), strict=True)]
+        captured = [self.each(t, d) if own else t for t, d, own in zip(captured, captured_dims, told, strict=True)]
+        captured = _apart(captured)
+        self.tensors = (q, k, v, *lengths, *captured)
+        self.call = _folded(call, n, captured, told)
+
+    def each(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """(N, ...)."""
+        return (x.expand(self.n, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
+
+    def rows(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """q, k, v, out or a gradient of theirs, of all calls."""
+        return self.each(x, dim).flatten(0, 1)
+
+    def rows_back(self, x: torch.Tensor) -> torch.Tensor:
+        """What `rows` undoes, (N, ...)."""
+        return x.unflatten(0, (self.n, x.shape[0] // self.n))
+
+    def statistics(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """lse or its gradient: dense (B, H, S), packed (H, total)."""
+        x = self.each(x, dim)
+        return x.transpose(0, 1).flatten(1, 2) if self.packed else x.flatten(0, 1)
+
+    def statistics_back(self, x: torch.Tensor) -> torch.Tensor:
+        """What `statistics` undoes, (N, ...)."""
+        axis = int(self.packed)
+        return x.unflatten(axis, (self.n, x.shape[axis] // self.n)).movedim(axis, 0)
+
+    def lengths(self, tensors: Sequence[Any], dims: Sequence[int | None], q_rows: int, k_rows: int) -> list[Any]:
+        """Those of `flatten`, where each call has `q_rows` packed queries and `k_rows` packed keys, or pages."""
+        given = [None if t is None else self.each(t, d) for t, d in zip(tensors, dims, strict=True)]
+        cu_q, cu_k, used_q, used_k, table, used = given
+        if table is not None:
+            table = (table + self.begins(table, k_rows).unsqueeze(-1)).flatten(0, 1)
+        counts = [None if t is None else t.flatten() for t in (used_q, used_k, used)]
+        return [self.offsets(cu_q, q_rows), self.offsets(cu_k, k_rows), *counts[:2], table, counts[2]]
+
+    def offsets(self, cu: torch.Tensor | None, total: int) -> torch.Tensor | None:
+        """First rows of the sequences of all calls."""
+        if cu is None:
+            return None
+        first = (cu[:, :-1] + self.begins(cu, total)).flatten()
+        return torch.cat((first, first.new_full((1,), self.n * total)))
+
+    def begins(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """(N, 1): the first row, or page, of each call."""
+        return torch.arange(self.n, dtype=like.dtype, device=like.device).unsqueeze(-1) * rows
+
+
+def _folded(call: Call, n: int, captured: Sequence[torch.Tensor], told: Sequence[bool]) -> Call:
+    """`call` on the sequences of n calls; `told` are the captured tensors with a part for each call."""
+    number, b = _B, const(0)
+    if call.batch > 1:
+        number, b = apply("floordiv", _B, const(call.batch)), apply("mod", _B, const(call.batch))
+    stand = {
+        c: c if t is c.tensor and type(c) is Capture else Capture(t)
+        for c, t in zip(call.captures, captured, strict=True)
+    }
+    lead = {c: number for c, t in zip(call.captures, told, strict=True) if t}
+    score, mask = (None if e is None else _rewritten(e, stand, b, lead) for e in (call.score, call.mask))
+    return dataclasses.replace(call, score=score, mask=mask, captures=tuple(stand.values()), batch=n * call.batch)

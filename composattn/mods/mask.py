@@ -1,0 +1,180 @@
+"""The mask value: which (q, kv) pairs attend, as a graph that composes with `& | ~` and is itself a mask_mod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..analysis import picture
+from ..graph.expr import Expr, const
+from ..graph.trace import arity, trace_mask, user_line
+from .mod import Mod, asked_by_dynamo, formed, name_of
+
+_INDICES = ("b", "h", "q", "kv")
+
+
+class Mask(Mod):
+    """A composable mask. True means that query `q` may attend to key `kv`.
+
+    Combine with `&`, `|`, `~` (either side may be a plain callable), call it like any mask_mod, also inside
+    another mod, or pass it as `mask_mod=`.
+
+        visible = causal() & (sliding_window(1024) | (lambda b, h, q, kv: kv < 4))
+    """
+
+    __slots__ = ()
+
+    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
+        """`mod` is a mask_mod, which is traced, or a graph. Raises: what `Mask.of` raises."""
+        if isinstance(mod, Expr):
+            super().__init__(mod, name or "mask")
+        else:
+            made = Mask.of(mod)
+            self.__setstate__((made.form, made.leaves, name or made.name))
+
+    @staticmethod
+    def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
+        """`fn` as a Mask: itself, or traced.
+
+        Raises: `WrongComposition` for a score mod, and what tracing raises.
+        """
+        if isinstance(fn, Mask):
+            return fn
+        from .score import Score
+
+        if isinstance(fn, Score):
+            raise errors.WrongComposition(
+                f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, "
+                "or join score mods with >> and +"
+            )
+        if hasattr(fn, "kv_num_blocks"):
+            raise errors.WrongComposition(
+                "a BlockMask is not a mask_mod; pass it as block_mask to ca.flex_attention, or as "
+                "mask_mod=ca.BlockSparse.from_block_mask(block_mask)"
+            )
+        if isinstance(fn, torch.Tensor):
+            raise errors.WrongComposition(
+                "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
+                "or mods.scores.bias(tensor) for an additive one"
+            )
+        return Mask.formed(*formed(fn, trace_mask, _INDICES), name or name_of(fn))
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:
+        """The mask at positions: tensors that broadcast, numbers, or traced values; bool.
+
+        Lengths matter to masks that are aligned at the bottom right. Raises: `UnknownLength` if they are left out.
+        """
+        return self.at(dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True)), {"q_len": q_len, "kv_len": kv_len})
+
+    def __and__(self, other: Any) -> Mask:
+        return self._join("and", "&", self, other)
+
+    def __or__(self, other: Any) -> Mask:
+        return self._join("or", "|", self, other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return self._join("and", "&", other, self)
+
+    def __ror__(self, other: Any) -> Mask:
+        return self._join("or", "|", other, self)
+
+    def __invert__(self) -> Mask:
+        return Mask.joined("not", f"~{self.name}", self)
+
+    @staticmethod
+    def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
+        for side in (left, right):
+            if isinstance(side, torch.Tensor):
+                Mask.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
+            if isinstance(side, bool) or not callable(side):
+                raise errors.WrongComposition(
+                    f"{sign} joins masks, got {type(side).__name__}; a mask is a Mask or a callable (b, h, q, kv)"
+                )
+            if not isinstance(side, Mask) and arity(side) == 5:
+                raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
+        a, b = Mask.of(left), Mask.of(right)
+        return Mask.joined(op, f"({a.name} {sign} {b.name})", a, b)
+
+    def dense(
+        self,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1.
+
+        Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1.
+        """
+        return picture.dense(self.expr, q_len, kv_len, batch, heads, device)
+
+    def tiles(
+        self,
+        q_len: int,
+        kv_len: int,
+        tile: tuple[int, int] = (128, 128),
+        batch: int = 1,
+        heads: int = 1,
+        *,
+        refine: bool = False,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """int8 (B|1, H|1, Tq, Tkv): 0 empty, 1 partial, 2 full; partial may be pessimistic unless `refine`.
+
+        Found by interval arithmetic, in work and memory of the tiles; see `graph.tiles`.
+        """
+        from ..analysis.tiles import tiles
+
+        return tiles(self.expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
+
+    def bands(self) -> str:
+        """Which kv a query tile visits, derived from the mask, in words: one interval a line, and what is tested."""
+        from ..analysis.wording import describe
+
+        return describe(self.expr)
+
+    def picture(
+        self,
+        path: str | os.PathLike[str],
+        q_len: int = 512,
+        kv_len: int | None = None,
+        tile: tuple[int, int] = (32, 32),
+        *,
+        batch: int = 1,
+        heads: int = 1,
+    ) -> None:
+        """Save an image of the mask at b 0, h 0: visible pairs dark, its partial and full tiles shaded.
+
+        Raises: `MissingDependency` without matplotlib.
+        """
+        kv_len = q_len if kv_len is None else kv_len
+        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
+        visible = self.dense(q_len, kv_len, batch, heads)
+        picture.draw(path, visible, picture.tiles_of(visible, tile), tile, title=self.name)
+
+    def _no_scores(self, other: Any) -> Any:
+        raise errors.WrongComposition(
+            "masks join with & | ~; `>>` and `+` join score mods. A mask used as a bias is "
+            "`lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
+        )
+
+    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = _no_scores
+
+    def __bool__(self) -> bool:
+        if asked_by_dynamo():
+            return True
+        raise errors.WrongComposition(
+            f"a mask has no truth value: write & | ~ where `and`, `or`, `not` stand\n  at {user_line()}"
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+ALL = Mask(const(True), "all")
+"""Every pair attends: the mask of plain attention."""

@@ -1,0 +1,194 @@
+"""What masks and score mods have in common: a form and its leaves, and the graph that both give, made when asked for.
+
+A mod that was traced before, on tensors of the same form, is not traced again: its form is known by the fingerprint of
+its function. So `alibi(slopes)` written inside of a training step costs a few microseconds per call.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import errors
+from ..graph.evaluate import Env, evaluate
+from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
+from ..graph.fingerprint import fingerprint, places_of
+from ..graph.form import form_of, graph_of, joined
+from ..graph.recorded import Recorded, record
+from ..graph.trace import Symbolic, as_expr, traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+
+class Mod:
+    """A mask or score mod as a value: `form` says what it computes, `leaves` are the tensors and scalars it reads."""
+
+    __slots__ = ("__weakref__", "_expr", "form", "leaves", "name")
+
+    def __init__(self, expr: Expr, name: str = "mod") -> None:
+        self.form, self.leaves = form_of(expr)
+        self.name = name
+        self._expr: Expr | None = expr
+
+    @classmethod
+    def formed(cls, form: str, leaves: tuple[Any, ...], name: str) -> Self:
+        """The mod of this form."""
+        made = cls.__new__(cls)
+        made.form, made.leaves, made.name, made._expr = form, leaves, name, None
+        return made
+
+    @classmethod
+    def joined(cls, kind: str, name: str, *parts: Mod) -> Self:
+        """Mods joined by one of `graph.form.JOINS`."""
+        leaves: tuple[Any, ...] = ()
+        for part in parts:
+            leaves = leaves + part.leaves
+        return cls.formed(joined(kind, *[part.form for part in parts]), leaves, name)
+
+    def named(self, name: str) -> Self:
+        """The same by another name."""
+        return self.formed(self.form, self.leaves, name)
+
+    @property
+    def expr(self) -> Expr:
+        """The graph."""
+        if self._expr is None:
+            self._expr = graph_of(self.form, self.leaves)
+        return self._expr
+
+    def composattn_fingerprint(self) -> tuple[str, tuple[Any, ...]]:
+        """What a function that calls it depends on; see `graph.fingerprint`."""
+        return self.form, self.leaves
+
+    def __eq__(self, other: object) -> bool:
+        """The same function of the same tensors, whatever its name."""
+        return isinstance(other, Mod) and self.expr is other.expr
+
+    def __hash__(self) -> int:
+        return hash(self.expr)
+
+    def __getstate__(self) -> tuple[str, tuple[Any, ...], str]:
+        """What copies and pickles keep; a deep copy of a module maps captured parameters to their copies."""
+        return self.form, self.leaves, self.name
+
+    def __setstate__(self, state: tuple[str, tuple[Any, ...], str]) -> None:
+        self.form, self.leaves, self.name = state
+        self._expr = None
+
+    def at(self, leaves: dict[str, Any], lengths: dict[str, Any]) -> Any:
+        """The mod at positions: traced where any of them is a traced value, else a tensor (0-d for Python numbers).
+
+        `lengths` gives q_len and kv_len where they are known. Raises: `UnknownLength`.
+        """
+        for value in leaves.values():
+            if isinstance(value, Recorded):
+                inner = tuple([leaves[name] for name in leaves])
+                return value.tape.add("composattn", (self.form, tuple(leaves), inner, self.leaves), {})
+        if any(isinstance(v, Symbolic) for v in leaves.values()):
+            return traced(call_graph(self.expr, leaves))
+        return _evaluated(self.expr, leaves, {name: v for name, v in lengths.items() if v is not None})
+
+
+def asked_by_dynamo() -> bool:
+    """Whether the caller's caller is Dynamo: before torch 2.13 it asks any object that is called whether it is true."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch._dynamo")
+
+
+def call_graph(expr: Expr, leaves: dict[str, Any]) -> Expr:
+    """`expr` of traced values."""
+    node = {name: score() if name == "score" else index(name) for name in leaves}
+    return substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()})
+
+
+def _evaluated(expr: Expr, leaves: dict[str, Any], known: dict[str, Any]) -> torch.Tensor:
+    for leaf in walk(expr):
+        if leaf.op == "index" and leaf.attr in ("q_len", "kv_len") and leaf.attr not in known:
+            raise errors.UnknownLength(
+                "this mod depends on the lengths of the sequence (bottom-right alignment does), which attention() "
+                "knows; called on its own it needs them: mod(b, h, q, kv, q_len=..., kv_len=...)"
+            )
+    leaves = {**leaves, **known}
+    _check_positions(leaves)
+    tensors = [v for v in leaves.values() if isinstance(v, torch.Tensor)]
+    device = tensors[0].device if tensors else "cpu"
+    given = {k: torch.as_tensor(v, device=device) for k, v in leaves.items()}
+    score_value = given.pop("score", None)
+    env = Env(index=given, device=device, float_dtype=torch.float32)
+    if score_value is not None:
+        env.score = score_value
+        env.float_dtype = score_value.dtype if score_value.is_floating_point() else torch.float32
+    return evaluate(expr, env)
+
+
+def _check_positions(leaves: dict[str, Any]) -> None:
+    """Raises `InvalidArgument` unless positions are integers, a score is a number, and all broadcast."""
+    for name, value in leaves.items():
+        if not _is_place(value, name == "score"):
+            what = f"{value.dtype} {value.layout}" if _is_plain_tensor(value) else repr(value)
+            raise errors.InvalidArgument(
+                f"{name} is {what}; a mod is called at tensors that broadcast, or numbers of 64 "
+                "bits: integers for positions"
+            )
+    shapes = {name: tuple(v.shape) for name, v in leaves.items() if isinstance(v, torch.Tensor)}
+    try:
+        torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        raise errors.ShapeMismatch(f"the tensors that a mod is called at don't broadcast: {shapes}") from None
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not has_no_shape(value)
+
+
+def _is_place(value: Any, is_score: bool) -> bool:
+    if _is_plain_tensor(value):
+        taken = is_score or not value.dtype.is_floating_point
+        return taken and value.layout is torch.strided and not value.is_meta and not value.is_complex()
+    if isinstance(value, numbers.Integral):
+        return -(2**63) <= int(value) < 2**63
+    return is_score and (
+        isinstance(value, float) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
+    )  # numpy's
+
+
+# --- functions ---------------------------------------------------------------------------------------------------
+
+_traced: OrderedDict[Any, tuple[str, tuple[int, ...], Any]] = OrderedDict()
+_TRACED_LIMIT = 4096  # forms by fingerprint; both are text and code, no tensors
+_lock = threading.Lock()
+
+
+def formed(
+    fn: Callable[..., Any], trace: Callable[[Callable[..., Any]], Expr], names: Sequence[str]
+) -> tuple[str, tuple[Any, ...]]:
+    """(form, leaves) of a function: known by its fingerprint, traced by `trace`, or written down while compiling."""
+    if torch.compiler.is_compiling():
+        return record(fn, names)
+    mark = fingerprint(fn)
+    if mark is None:
+        return form_of(trace(fn))
+    key = (trace, mark.key)
+    known = _traced.get(key)
+    if known is not None:
+        form, places, _ = known
+        return form, tuple([mark.leaves[n] for n in places])
+    form, leaves = form_of(trace(fn))
+    at = places_of(leaves, mark.leaves)
+    if at is not None:
+        with _lock:
+            _traced[key] = form, at, mark.codes
+            if len(_traced) > _TRACED_LIMIT:
+                _traced.popitem(last=False)
+    return form, leaves
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a mod made of `fn` is called; nothing of it matters while compiling."""
+    return "mod" if torch.compiler.is_compiling() else str(getattr(fn, "__name__", type(fn).__name__))

@@ -1,0 +1,124 @@
+"""The score value: how a score changes before the softmax, composable with `>>` (then) and `+` (both changes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..graph.expr import Expr, score
+from ..graph.trace import arity, trace_score, user_line
+from .mask import Mask
+from .mod import Mod, asked_by_dynamo, formed, name_of
+
+_LEAVES = ("score", "b", "h", "q", "kv")
+
+
+class Score(Mod):
+    """A composable score mod.
+
+    `a >> b` feeds the score that `a` gives into `b`. `a + b` adds the changes of both:
+    `a(s) + (b(s) - s)`, so for biases the order does not matter. Either side may be a plain callable.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
+        """`mod` is a score_mod, which is traced, or a graph. Raises: what `Score.of` raises."""
+        if isinstance(mod, Expr):
+            super().__init__(mod, name or "score")
+        else:
+            made = Score.of(mod)
+            self.__setstate__((made.form, made.leaves, name or made.name))
+
+    @staticmethod
+    def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:
+        """`fn` as a Score: itself, or traced.
+
+        Raises: `WrongComposition` for a mask, and what tracing raises.
+        """
+        if isinstance(fn, Score):
+            return fn
+        if isinstance(fn, Mask):
+            raise errors.WrongComposition(
+                f"{fn.name} is a mask, a score mod is needed here; pass it as mask_mod=, and join masks with & | ~"
+            )
+        if isinstance(fn, torch.Tensor):
+            raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
+        return Score.formed(*formed(fn, trace_score, _LEAVES), name or name_of(fn))
+
+    def __call__(
+        self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
+    ) -> Any:
+        """The changed scores: tensors that broadcast, numbers, or traced values.
+
+        Raises: `UnknownLength` if the mod depends on a length that is left out.
+        """
+        at = dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True))
+        return self.at(at, {"q_len": q_len, "kv_len": kv_len})
+
+    def __rshift__(self, other: Any) -> Score:
+        return _then(self, other)
+
+    def __rrshift__(self, other: Any) -> Score:
+        return _then(other, self)
+
+    def __add__(self, other: Any) -> Score:
+        return _both(self, other)
+
+    def __radd__(self, other: Any) -> Score:
+        return _both(other, self)
+
+    def _no_masks(self, *other: Any) -> Any:
+        raise errors.WrongComposition(
+            "score mods join with >> (then) and + (both changes); & | ~ join masks. Pass masks as mask_mod="
+        )
+
+    def _no_arithmetic(self, *other: Any) -> Any:
+        raise errors.WrongComposition(
+            "score mods join with >> (then) and + (both changes); to multiply or divide the score, put "
+            "mods.scores.temperature(t) or `lambda score, b, h, q, kv: score * x` after >>"
+        )
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _no_arithmetic
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _no_masks
+
+    def __bool__(self) -> bool:
+        if asked_by_dynamo():
+            return True
+        raise errors.WrongComposition(
+            "a score mod has no truth value: `and`, `or`, `not` don't join score mods; write >> or +"
+            f"\n  at {user_line()}"
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _operand(side: Any, sign: str) -> Score:
+    if isinstance(side, torch.Tensor):
+        return Score.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
+    if isinstance(side, (int, float)) or not callable(side):
+        raise errors.WrongComposition(
+            f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "
+            "a factor is mods.scores.temperature"
+        )
+    if not isinstance(side, (Score, Mask)) and arity(side) == 4:
+        raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")
+    return Score.of(side)
+
+
+def _then(left: Any, right: Any) -> Score:
+    a, b = _operand(left, ">>"), _operand(right, ">>")
+    return Score.joined("then", f"({a.name} >> {b.name})", a, b)
+
+
+def _both(left: Any, right: Any) -> Score:
+    a, b = _operand(left, "+"), _operand(right, "+")
+    return Score.joined("plus", f"({a.name} + {b.name})", a, b)
+
+
+IDENTITY = Score(score(), "identity")
+"""The score as it is: the score mod of plain attention."""
