@@ -19,8 +19,8 @@ from composattn import errors
 from composattn.analysis.bands import row_limits, tile_intervals, transposed
 from composattn.analysis.picture import tiles_of
 from composattn.mods.mask import Mask
-from tests.cpu.graph.test_bands import check, ends
-from tests.cpu.graph.test_row_limits import run, run_of_columns
+from tests.cpu.analysis.test_bands import check, ends
+from tests.cpu.analysis.test_row_limits import run, run_of_columns
 
 Mod = Callable[[Any, Any, Any, Any], Any]
 MOST, LEAST = 2**63 - 1, -(2**63)
