@@ -72,11 +72,6 @@ WIDE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("backward")
-
-
 @pytest.mark.parametrize(("mods", "d"), CASES, ids=[f"{m}-d{d}" for m, d in CASES])
 def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main

@@ -72,11 +72,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
     check(case, folder, generator)

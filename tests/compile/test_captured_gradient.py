@@ -122,14 +122,14 @@ def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator
         *(("two-by-distance", d) for d in (64, 256)),  # with D 128 a few registers of the second table spill
     ],
 )
-def test_sums_in_the_kernel_spill_nothing(mods: str, mask: Mod | None, d: int, tmp_path: Path) -> None:
+def test_sums_in_the_kernel_spill_nothing(mods: str, mask: Mod | None, d: int, folder: Path) -> None:
     make, _ = MODS[mods]
     score = Score.of(make({name: torch.randn(TABLES[name](4)) for name in ("relative", "buckets")}))
     program = Program(score.expr, None if mask is None else Mask.of(mask).expr)
     problem = Problem(1, 4, 2, 8, 8, d, d, torch.bfloat16, torch.device("cuda"))
     summing = GradientProgram(program, fused_reads(program))
     plan = plan_backward(problem, summing, HOPPER).main
-    made = compile_offline(plan, tmp_path)
+    made = compile_offline(plan, folder)
     assert not made.stack and made.spills == 0 and made.shared_memory <= HOPPER.shared_memory
     if made.mnemonics:
         t = plan.tiling

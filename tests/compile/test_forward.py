@@ -95,11 +95,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_compiles_lean(name: str, folder: Path) -> None:
     artifact = compile_offline(PLANS[name], folder)
