@@ -1,0 +1,165 @@
+"""The fixed plans of which the kernels are recorded: every step, head dimension, layout and kind of mod.
+
+Those with a twin among the other tests of this folder have its key, so that both compile once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import composattn as ca
+from composattn.analysis.captured_gradient import GradientProgram, fused_reads
+from composattn.analysis.program import Program
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import Schedule
+from composattn.mods import masks
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
+
+DOCUMENT = torch.arange(600) // 70
+SLOPES = torch.linspace(0.1, 1.0, 8)
+BIAS = torch.zeros(8, 8, 8)
+BLOCKS = torch.tensor([[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 1, 0, 0, 1]]).bool()
+
+MASKS: dict[str, Any] = {
+    "full": None,
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 512),
+    "documents": lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv],
+    "causal-documents": lambda b, h, q, kv: (DOCUMENT[q] == DOCUMENT[kv]) & (q >= kv),
+    "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
+    "rows": lambda b, h, q, kv: (q >= kv) & (q % 7 != 3),
+    "grid": lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 3) & ((q % 64 - kv % 64).abs() <= 3),
+    "neighborhood": masks.neighborhood((15, 20), (3, 5)),
+    "blocks": ca.BlockSparse(BLOCKS[None, None], 64, partial=masks.causal()),
+}
+SCORES: dict[str, Any] = {
+    "plain": None,
+    "alibi": lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q),
+    "softcap": lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0),
+    "bias": lambda s, b, h, q, kv: s + BIAS[h, q, kv],
+}
+# a score mod that reads a table with a gradient, by the pattern of the read; and the table
+LEARNED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]] = {
+    "number": (lambda t: lambda s, b, h, q, kv: s + t * 0.1 * (q - kv), ()),
+    "head": (lambda t: lambda s, b, h, q, kv: s - t[h] * (q - kv), (4,)),
+    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t[h, q] * (q - kv), (4, 300)),
+    "column": (lambda t: lambda s, b, h, q, kv: s + t[kv], (300,)),
+    "distance": (lambda t: lambda s, b, h, q, kv: s + t[h, q - kv + 260], (4, 521)),
+    "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 300, 300)),
+}
+
+PACKED = Layout("packed", "packed")
+USED_Q = Layout("packed", "packed", used_q=True)
+USED = Layout("packed", "packed", used_q=True, used_kv=True)
+PAGED = Layout(kv="paged", page_size=16, used_kv=True)
+PACKED_PAGED = Layout("packed", "paged", page_size=128, used_kv=True)
+
+
+def program(score: str, mask: str) -> Program:
+    score_mod, mask_mod = SCORES[score], MASKS[mask]
+    return Program(
+        None if score_mod is None else Score.of(score_mod).expr, None if mask_mod is None else Mask.of(mask_mod).expr
+    )
+
+
+def learned(pattern: str) -> Program:
+    """A program whose backward sums the gradient of a table."""
+    score, size = LEARNED[pattern]
+    bare = Program(Score.of(score(torch.zeros(size).requires_grad_())).expr)
+    reads = fused_reads(bare)
+    followed = "head" if pattern == "number" else pattern  # a number is what all heads have in common
+    assert {r.pattern.name for group in reads.values() for r in group} == {followed.upper()}
+    return GradientProgram(bare, reads)
+
+
+def problem(heads: tuple[int, int], lengths: tuple[int, int], dims: tuple[int, int], **how: Any) -> Problem:
+    return Problem(1, *heads, *lengths, *dims, how.pop("dtype", torch.bfloat16), torch.device("cpu"), **how)
+
+
+def forward(score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, **how: Any) -> Callable[[], Any]:
+    """A forward plan, made when called; `options` go to `plan_forward`, the rest of `how` to the problem."""
+    heads, lengths = how.pop("heads", (4, 4)), how.pop("lengths", (512, 512))
+    options = how.pop("options", {})
+    return lambda: plan_forward(problem(heads, lengths, (d, dv or d), **how), program(score, mask), HOPPER, **options)
+
+
+def combine(forward: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: forward().combine
+
+
+def backward(
+    step: str, score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, layout: Layout = DENSE, **how: Any
+) -> Callable[[], Any]:
+    """A step of a gradient, made when called; `how` goes to `plan_backward`. A score in LEARNED has no mask."""
+    of_heads, lengths = (4, 2), how.pop("lengths", (300, 300))
+
+    def plan() -> Any:
+        mods = learned(score) if score in LEARNED else program(score, mask)
+        posed = problem(of_heads, lengths, (d, dv or d), layout=layout)
+        return getattr(plan_backward(posed, mods, HOPPER, **how), step)
+
+    return plan
+
+
+SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Schedule(split_kv=3)}
+MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
+PERSISTENT = Schedule(persistent=True, split_kv=1)
+FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
+
+PLANS: dict[str, Callable[[], Any]] = {
+    **{f"forward-full-d{d}": forward(d=d) for d in (64, 96, 128, 192, 256)},
+    "forward-causal-d64": forward(mask="causal", d=64),
+    "forward-causal-d128-fp16": forward(mask="causal", dtype=torch.float16),
+    "forward-causal-d192-dv128": forward(mask="causal", d=192, dv=128),
+    "forward-window-d128": forward(mask="window"),
+    "forward-causal-documents-d64": forward(mask="causal-documents", d=64),
+    "forward-checkerboard-d128": forward(mask="checkerboard"),
+    "forward-alibi-causal-d128": forward("alibi", "causal"),
+    "forward-softcap-causal-d64": forward("softcap", "causal", d=64),
+    "forward-bias-d128": forward("bias"),
+    "forward-lists-grid-d64": forward(mask="grid", d=64),
+    "forward-lists-blocks-d128": forward(mask="blocks", lengths=(300, 300)),
+    "forward-varlen-causal-d128": forward(mask="causal", layout=PACKED),
+    "forward-varlen-used-alibi-window-d128": forward("alibi", "window", layout=USED_Q),
+    "forward-persistent-causal-d128": forward(mask="causal", schedule=PERSISTENT),
+    "forward-paged-split-gqa-d128": forward(mask="full", layout=PAGED, **SPLIT),
+    "forward-varlen-paged-causal-d64": forward(mask="causal", d=64, layout=PACKED_PAGED),
+    "forward-split-gqa-d128": forward(**SPLIT),
+    "forward-gqa-packed-alibi-d64": forward("alibi", d=64, **MANY_HEADS),
+    "forward-max-scores-alibi-causal-d128": forward("alibi", "causal", options={"return_max_scores": True}),
+    "forward-limits-of-rows-d64": forward(mask="rows", d=64),
+    "forward-no-lse-any-scale-d64": forward(
+        mask="causal", d=64, options={"return_lse": False, "positive_scale": False}
+    ),
+    "combine-d128": combine(forward(**SPLIT)),
+    "combine-no-lse-d64": combine(forward(d=64, options={"return_lse": False}, **SPLIT)),
+    "prepare-d64": backward("prepare", d=64),
+    "prepare-dlse-d256": backward("prepare", d=256, has_dlse=True),
+    "prepare-varlen-d128": backward("prepare", layout=USED, has_dlse=True),
+    "finish-d128": backward("finish"),
+    "finish-d256": backward("finish", d=256),
+    "finish-varlen-d64": backward("finish", d=64, layout=USED),
+    "gather-d128": backward("gather", lengths=FEW_TILES),
+    "gather-d256": backward("gather", d=256, lengths=FEW_TILES),
+    **{f"backward-causal-d{d}": backward("main", mask="causal", d=d) for d in (64, 96, 128, 192, 256)},
+    "backward-causal-d192-dv128": backward("main", mask="causal", d=192, dv=128),
+    "backward-cut-full-d128": backward("main", lengths=FEW_TILES),
+    "backward-window-d64": backward("main", mask="window", d=64, lengths=(2048, 2048)),
+    "backward-documents-d128": backward("main", mask="documents"),
+    "backward-alibi-causal-d128": backward("main", "alibi", "causal"),
+    "backward-softcap-causal-d64": backward("main", "softcap", "causal", d=64),
+    "backward-bias-d64": backward("main", "bias", d=64),
+    "backward-in-order-causal-d128": backward("main", mask="causal", deterministic=True),
+    "backward-in-order-lists-blocks-d64": backward("main", mask="blocks", d=64, deterministic=True),
+    "backward-lists-neighborhood-d128": backward("main", mask="neighborhood"),
+    "backward-varlen-used-causal-d64": backward("main", mask="causal", d=64, layout=USED),
+    **{f"backward-learned-{pattern}-d64": backward("main", pattern, d=64) for pattern in LEARNED},
+    "backward-learned-distance-d256": backward("main", "distance", d=256),
+}

@@ -1,0 +1,58 @@
+"""Kernels of fixed plans are the recorded ones: what is meant to change no kernel changes none.
+
+Who changes a kernel on purpose records it again, in the commit that does so, and the record says what became of it:
+
+    python -m tests.compile.golden --check     which kernels differ, and in what
+    python -m tests.compile.golden --update    writes golden.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+from tests.compile.golden import Kernel, Record, compiler, measured, ptx
+from tests.compile.golden_plans import PLANS
+
+RECORD = Record.read()
+
+
+def test_the_record_belongs_to_the_installed_language() -> None:
+    assert not RECORD.refusal, RECORD.refusal
+
+
+def test_all_plans_are_recorded_and_no_others() -> None:
+    assert list(RECORD.kernels) == list(PLANS)
+    assert len({k.sha256 for k in RECORD.kernels.values()}) == len(PLANS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_kernel_is_the_recorded_one(name: str) -> None:
+    if RECORD.refusal:
+        pytest.skip("golden.json belongs to another kernel language")  # the first test fails of that
+    text = ptx(name)
+    if compiler(text) != RECORD.compiler:
+        pytest.skip(f"the CUDA driver makes {compiler(text)} compile; golden.json belongs to {RECORD.compiler}")
+    differences = list(measured(name, text).differences(RECORD.kernels[name]))
+    assert not differences, "\n    ".join([f"{name}, against golden.json:", *differences])
+
+
+def test_a_difference_says_what_changed() -> None:
+    was = Kernel(["('head_dim', 64)", "('listed', False)"], "a", {"instructions": 90, "bar": 4})
+    assert list(was.differences(was)) == []
+    other = Kernel(["('head_dim', 64)", "('listed', True)"], "b", {"instructions": 97, "bar": 4})
+    assert list(other.differences(was)) == [
+        "its plan: - ('listed', False)",
+        "its plan: + ('listed', True)",
+        "its PTX is another",
+        "instructions: 97, was 90",
+    ]
+    assert list(dataclasses.replace(was, sha256="b").differences(was)) == ["its PTX is another, with equal counts"]
+
+
+def test_a_record_of_another_language_refuses_by_name() -> None:
+    assert "nvidia-cutlass-dsl 4.0" in dataclasses.replace(RECORD, language="4.0").refusal
