@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import errors
 from .analysis.program import Program
-from .call.checks import check_flag, refuse_keywords
+from .call.checks import refuse_keywords
+from .call.inputs import Inputs
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
 from .dispatch.kept import planned_for
-from .dispatch.planned import Options, Planned
+from .dispatch.planned import Options, Planned, asked_for
 from .mods.mask import Mask
 from .mods.score import Score
 
@@ -114,16 +115,13 @@ class Attention(Planned):
         `GradientUnsupported`.
         """
         refuse_keywords(unknown)
-        if return_lse is not False:
-            check_flag("return_lse", return_lse)
-        if return_max_scores is not False:
-            check_flag("return_max_scores", return_max_scores)
-        asked = return_lse, return_max_scores
+        asked = asked_for(return_lse, return_max_scores)
+        inputs = Inputs(q, k, v, varlen, paged)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return operators.call(q, k, v, self._spoken, self._number, asked, varlen, paged)  # type: ignore[no-any-return]
+            return operators.call(inputs, self._spoken, self._number, asked)  # type: ignore[no-any-return]
         if self._seen:
             self._watch()
-        return super().__call__(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]
+        return super().__call__(inputs, asked)  # type: ignore[no-any-return]
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not of the form that the plan was made for."""
@@ -152,7 +150,7 @@ class Attention(Planned):
         """
         from .explain import explain
 
-        return explain(self, q, k, v, varlen=varlen, paged=paged, emulate=emulate)
+        return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
 
     def __repr__(self) -> str:
         score, mask = self.names
@@ -192,19 +190,15 @@ def attention(
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
     refuse_keywords(unknown)
-    if return_lse is not False:
-        check_flag("return_lse", return_lse)
-    if return_max_scores is not False:
-        check_flag("return_max_scores", return_max_scores)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
     options = (scale, backend, deterministic, schedule)
-    asked = return_lse, return_max_scores
+    asked = asked_for(return_lse, return_max_scores)
+    inputs = Inputs(q, k, v, varlen, paged)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-        said = operators.spoken(score, mask, options)
-        return operators.call(q, k, v, said, -1, asked, varlen, paged)  # type: ignore[no-any-return]
+        return operators.call(inputs, operators.spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
     planned, lending = planned_for(score, mask, *options)
     if lending is None:
-        return planned(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]
+        return planned(inputs, asked)  # type: ignore[no-any-return]
     with lending:
-        return planned(q, k, v, asked, varlen, paged)  # type: ignore[no-any-return]
+        return planned(inputs, asked)  # type: ignore[no-any-return]

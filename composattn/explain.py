@@ -16,8 +16,8 @@ from .analysis.tiles import FULL, PARTIAL, useful_cuts
 from .analysis.tiles import kinds as tile_kinds
 from .analysis.wording import visited
 from .backends.rows import arrange
+from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
-from .call.sequences import Paged, Sequences, Varlen
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
 from .graph.simplify import simplify
@@ -71,25 +71,16 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
-    attn: Attention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    varlen: Varlen | None = None,
-    paged: Paged | None = None,
-    emulate: bool = False,
-) -> Explanation:
-    """The explanation of `attn(q, k, v)`: plans and compiles nothing; of the tensors it reads the sequences' lengths.
+def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explanation:
+    """The explanation of a call: plans and compiles nothing; of the tensors it reads the sequences' lengths.
 
     Backends that plan with no GPU are explained with CPU tensors too, as their GPU would run the call.
     """
-    problem = attn.problem(q, k, v, varlen, paged)
+    problem = attn.problem(inputs)
     program = attn.program
     backend, prepare, elsewhere = backends.to_explain(attn.options.backend, problem)
     call = prepare(problem.rounded, program, softmax_scale(attn.options.scale, problem.head_dim))
-    lengths = _lengths(problem, Sequences.of(varlen, paged), q, k)
+    lengths = _lengths(problem, inputs)
     tiles = count_tiles(program, problem, lengths)
     flops = problem.flops(tiles.visited * TILE[0] * TILE[1])
     dense = problem.flops(problem.q_heads * sum(n * m for n, m in lengths))
@@ -101,12 +92,12 @@ def explain(
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),
-        ("captured sums", getattr(call, "captured_sums", "")),
+        ("captured sums", call.captured_sums),
         ("kv visited", "\n".join(visited(program.intervals, names))),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes}){elsewhere}"),
-        ("plan", str(getattr(call, "plan", ""))),
+        ("plan", call.plan),
     ]
     if emulate:
         from .emulator.counts import instruction_counts
@@ -118,10 +109,10 @@ def explain(
 Lengths = list[tuple[int, int]]  # queries and keys of every sequence
 
 
-def _lengths(problem: Problem, sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Lengths:
+def _lengths(problem: Problem, inputs: Inputs) -> Lengths:
     if problem.layout.is_dense:
         return [(problem.q_len, problem.kv_len)] * problem.batch
-    parts = arrange(sequences, q, k).parts
+    parts = arrange(inputs.sequences, inputs.q, inputs.k).parts
     return [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in parts]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,12 +12,21 @@ import torch
 
 from .. import errors
 from ..analysis.program import Program
+from ..call.autograd import Differentiable
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 
 
 class Call(Protocol):
     """A prepared call: everything decided but the tensors' contents."""
+
+    @property
+    def plan(self) -> str:
+        """The plans of its kernels, for people to read; empty where there are none."""
+
+    @property
+    def captured_sums(self) -> str:
+        """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
 
     def __call__(
         self,
@@ -32,6 +42,11 @@ class Call(Protocol):
 
         `sequences` are as the problem's layout says.
         """
+
+    def begin(
+        self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> Differentiable:
+        """One differentiable call with these run-time numbers and sequences, for who records it himself."""
 
 
 class Prepare(Protocol):

@@ -7,7 +7,7 @@ infinite derivative, a read out of range) can't leak into a result or a gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..analysis.derived import refresh
 from ..analysis.program import Program
+from ..call.autograd import Grads, Known
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
-from ..graph.lent import current, lent_again
+from ..graph.lent import Lending, current, lent_again
 from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -75,22 +76,64 @@ def attention(
     return _attention(call, q, k, v, sequences)[:2]
 
 
-def prepare(problem: Problem, program: Program, scale: float) -> Callable[..., Three]:
+def prepare(problem: Problem, program: Program, scale: float) -> ReferenceCall:
     """A call of this backend; see `composattn.backends.Prepare`."""
+    return ReferenceCall(program, scale)
 
-    def call(
+
+class ReferenceCall:
+    """One form of inputs. torch differentiates it, any number of times."""
+
+    plan = captured_sums = ""
+
+    def __init__(self, program: Program, scale: float) -> None:
+        self.program, self.scale = program, scale
+
+    def __call__(
+        self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         return_lse: bool,
         sequences: Sequences = NO_SEQUENCES,
-        tensors: Mapping[int, torch.Tensor] | None = None,
         *,
         return_max_scores: bool = False,
     ) -> Three:
-        return _attention(_Dense(program, scale, tensors=tensors), q, k, v, sequences)
+        return _attention(_Dense(self.program, self.scale), q, k, v, sequences)
 
-    return call
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> Recomputed:
+        """One call with these run-time numbers and sequences."""
+        return Recomputed(self, scalars, sequences)
+
+
+class Recomputed:
+    """One call where torch does not record: a `Differentiable` whose gradient computes the forward again."""
+
+    differentiable_twice = False
+    lending: Lending | None = None
+
+    def __init__(self, call: ReferenceCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
+        self.call, self.scalars, self.sequences = call, scalars, sequences
+        self.captures = [c.tensor for c in call.program.captures]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Three:
+        program = self.call.program
+        dense = _Dense(program, self.call.scale, tensors=dict(zip(map(id, self.captures), captured, strict=True)))
+        dense.scalars = dict(zip(map(id, program.scalars), self.scalars, strict=True))
+        return _attention(dense, q, k, v, self.sequences)
+
+    def backward(self, known: Known) -> Grads:
+        given = (known.q, known.k, known.v, *known.captured)
+        leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
+        q, k, v, *captured = leaves
+        with torch.enable_grad():
+            out, lse, _ = self.forward(q, k, v, captured)
+        dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
+        asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
+        found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
+        return tuple(next(found) if w else None for w in known.wanted)
 
 
 def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:

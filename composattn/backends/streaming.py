@@ -103,6 +103,8 @@ class Mods:
 class StreamingCall:
     """One form of inputs."""
 
+    plan = captured_sums = ""
+
     def __init__(self, mods: Mods) -> None:
         self.mods = mods
 
@@ -128,6 +130,7 @@ class StreamingCall:
 class Streaming:
     """One call. A `Differentiable` in the sense of `composattn.call.autograd`."""
 
+    differentiable_twice = True
     lending: Lending | None = None
 
     def __init__(

@@ -46,6 +46,7 @@ class Differentiable(Protocol):
     with what was lent for the call (`lending`, see `graph.lent`).
     """
 
+    differentiable_twice: bool
     lending: Lending | None
 
     @property
@@ -62,8 +63,8 @@ class Differentiable(Protocol):
     def backward(self, known: Known) -> Grads:
         """(dq, dk, dv, *d captured); those that are not wanted may be None.
 
-        Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a backend with
-        an attribute `differentiable_twice` that is False is not called so, and who differentiates again is refused.
+        Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a call that is
+        not `differentiable_twice` is not called so, and who differentiates again is refused.
         """
 
 
@@ -103,7 +104,7 @@ class _Attend(torch.autograd.Function):
 
         def gradient(dout: Any, dlse: Any) -> Grads:
             known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
-            if torch.is_grad_enabled() and not getattr(ctx.call, "differentiable_twice", True):
+            if torch.is_grad_enabled() and not ctx.call.differentiable_twice:
                 grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
             else:
                 with without_autocast(q), lent_again(ctx.call.lending):

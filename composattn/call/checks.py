@@ -18,7 +18,7 @@ from .. import errors
 from ..analysis.outside_reads import refuse_outside_reads
 from ..analysis.program import Program
 from .block_sparse import Table
-from .sequences import Paged, Sequences, Varlen
+from .inputs import Inputs
 
 _on = False
 
@@ -91,18 +91,19 @@ def check_blocks(tables: Iterable[Table]) -> None:
             table.check_contents()
 
 
-def check_reads(program: Program, q: torch.Tensor, k: torch.Tensor, varlen: Varlen | None, paged: Paged | None) -> None:
+def check_reads(program: Program, inputs: Inputs) -> None:
     """Where `debug_checks` are on, checks that what the mods read is inside of the captured tensors.
 
-    q, k, varlen and paged of a call whose contents are checked. Raises: `CapturedIndexOutOfRange`.
+    inputs: those of a call whose contents are checked. Raises: `CapturedIndexOutOfRange`.
     """
     if not _on or not program.captures:
         return
+    q, k, _, varlen, paged = inputs
     if varlen is None and paged is None:
         batch, heads, q_len, _ = q.shape
         refuse_outside_reads(program, range(batch), heads, q_len, k.shape[2], q.device)
         return
-    sequences = Sequences.of(varlen, paged)
+    sequences = inputs.sequences
     heads = q.shape[1]
     kv_lens = _lengths(sequences.cu_k, sequences.used_k)
     q_lens = [q.shape[2]] * len(kv_lens) if varlen is None else _lengths(sequences.cu_q, sequences.used_q)
@@ -117,10 +118,11 @@ def _lengths(offsets: torch.Tensor | None, used: torch.Tensor | None) -> list[in
     return offsets.diff().tolist()  # type: ignore[no-any-return]
 
 
-def check_contents(q: torch.Tensor, k: torch.Tensor, varlen: Varlen | None, paged: Paged | None) -> None:
+def check_contents(inputs: Inputs) -> None:
     """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
     if not _on:
         return
+    q, k, _, varlen, paged = inputs
     if varlen is not None:
         lengths = _check_offsets("cu_seqlens_q", varlen.cu_seqlens_q, "q", q.shape[0])
         used = _check_used("seqused_q", varlen.seqused_q, lengths)

@@ -26,7 +26,7 @@ import functools
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,20 +36,21 @@ from torch.utils import _pytree as pytree
 from ..analysis.derived import distrusting
 from ..analysis.keeping import keeping_nothing
 from ..backends.fused.captured import values
-from ..call.autograd import Differentiable, Grads, Known, Results
+from ..call.autograd import Differentiable, Known
 from ..call.checks import check_blocks, check_contents, check_reads
+from ..call.inputs import Inputs
 from ..call.problem import Problem
 from ..call.schedule import Schedule
-from ..call.sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from ..call.sequences import HINTS
 from ..call.strides import ordered
-from ..errors import GradientUnsupported, UnsupportedOption
+from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.trace import Scalar, scalar_of
 from ..mods.mask import Mask
 from ..mods.score import Score
 from .kept import planned_of
-from .planned import Asked, Planned, asked_of, autocast, refuse_gradient
+from .planned import Asked, Planned, asked_of, refuse_gradient
 from .transforms import break_graph
 
 if TYPE_CHECKING:
@@ -106,16 +107,7 @@ def _heard(form: str) -> tuple[tuple[str | None, str | None], tuple[Any, ...], s
     return (None if score == "-" else score, None if mask == "-" else mask), options, kinds
 
 
-def call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    said: Spoken,
-    plan: int,
-    asked: Asked,
-    varlen: Varlen | None,
-    paged: Paged | None,
-) -> Any:
+def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
     """A call as torch.compile, torch.export and fake tensors see it: out, and what else is `asked` for.
 
     Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
@@ -125,11 +117,11 @@ def call(
             "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
         )
     break_graph()
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = autocast(q, k, v)
+    inputs = inputs.autocast
+    q, k, v, _, paged = inputs
     if paged is not None:
         refuse_gradient(q, k, v, *said.tensors)
-    lengths, hints = flatten(varlen, paged)
+    lengths, hints = inputs.flatten()
     numbers = [*hints, *[s.number for s in said.scalars]]
     *found, _ = torch.ops.composattn.attend(q, k, v, list(said.tensors), lengths, numbers, said.form, plan, *asked)
     return asked_of(found, asked)
@@ -194,12 +186,12 @@ def attend(
     """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
     bound = _bound(form, plan, captured, hints)
     planned = bound.planned
-    varlen, paged = unflatten(lengths, hints[:HINTS])
-    check_contents(q, k, varlen, paged)
+    inputs = Inputs.unflatten(q, k, v, lengths, hints)
+    check_contents(inputs)
     with bound.around, torch.autocast(q.device.type, enabled=False):
         check_blocks(planned._tables)
-        check_reads(planned.program, q, k, varlen, paged)
-        call = _differentiable(planned, None, q, k, v, varlen, paged, with_max)
+        check_reads(planned.program, inputs)
+        call = _differentiable(planned, None, inputs, with_max)
         with keeping_nothing():
             out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
@@ -214,7 +206,7 @@ def attend(
 @attend.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, _, lengths, hints, *_, with_max = arguments
-    Problem.of(q, k, v, *unflatten(lengths, hints[:HINTS]))
+    Problem.of(*Inputs.unflatten(q, k, v, lengths, hints))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     lse, max_scores = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in (rows, rows if with_max else (0,)))
     return ordered(q, v.shape[-1]), lse, max_scores, _kept(q, len(hints) - HINTS)
@@ -244,7 +236,7 @@ def attend_backward(
     for capture, want in zip(bound.leaves, wanted[3:], strict=True):
         asked[capture] = asked.get(capture, False) or want
     with bound.around, torch.autocast(q.device.type, enabled=False):
-        call = _differentiable(bound.planned, kept, q, k, v, *unflatten(lengths, hints[:HINTS]))
+        call = _differentiable(bound.planned, kept, Inputs.unflatten(q, k, v, lengths, hints))
         read = values(captures, bound.replaced(captured))
         of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
         with keeping_nothing():
@@ -292,48 +284,13 @@ attend.register_autograd(_backward, setup_context=_setup)
 
 
 def _differentiable(
-    planned: Planned,
-    kept: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    varlen: Varlen | None,
-    paged: Paged | None,
-    return_max_scores: bool = False,
+    planned: Planned, kept: torch.Tensor | None, inputs: Inputs, return_max_scores: bool = False
 ) -> Differentiable:
     """The call with the run-time numbers of `kept`, or those of now."""
-    call, sequences = planned.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
-    program = planned.program
-    numbers = [s.value for s in program.scalars]
+    numbers = [s.value for s in planned.program.scalars]
     if kept is not None and numbers:
         numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
-    begin = getattr(call, "begin", None)
-    if begin is None:
-        return ForwardOnly(call, [c.tensor for c in program.captures], sequences)
-    return begin(numbers, sequences, return_max_scores)  # type: ignore[no-any-return]
-
-
-class ForwardOnly:
-    """A backend that torch itself differentiates, as a `Differentiable`: below an operator torch records nothing.
-
-    Its `call` takes by their ids what is read in place of captured tensors.
-    """
-
-    lending: Lending | None = None
-
-    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
-        self.call, self.captures, self.sequences = call, captures, sequences
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        tensors = dict(zip(map(id, self.captures), captured, strict=True))
-        with torch.no_grad():
-            found: Results = self.call(q, k, v, True, self.sequences, tensors)
-        return found
-
-    def backward(self, known: Known) -> Grads:
-        raise GradientUnsupported(
-            'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
-        )
+    return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
 
 
 def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:

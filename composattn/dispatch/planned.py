@@ -15,10 +15,10 @@ from .. import backends, errors
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
 from ..call.block_sparse import Table
-from ..call.checks import check_blocks, check_contents, check_reads
+from ..call.checks import check_blocks, check_contents, check_flag, check_reads
+from ..call.inputs import Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
-from ..call.sequences import Paged, Sequences, Varlen
 from . import transforms
 
 Asked = tuple[bool, bool]  # whether a call returns lse, and max_scores, besides its output
@@ -54,52 +54,35 @@ class Planned:
         self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        asked: Asked,
-        varlen: Varlen | None,
-        paged: Paged | None,
-    ) -> Any:
+    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
         """out and what else is `asked` for."""
-        if torch._C._is_any_autocast_enabled():
-            q, k, v = autocast(q, k, v)
-        if paged is not None:
-            refuse_gradient(q, k, v, *(c.tensor for c in self.program.read_by_mods[0]))
+        inputs = inputs.autocast
+        if inputs.paged is not None:
+            refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
-            return asked_of(transforms.attend(self, q, k, v, varlen, paged, asked[1]), asked)
-        call = self.prepared(q, k, v, varlen, paged)
-        if varlen is not None or paged is not None:
-            check_contents(q, k, varlen, paged)
-        if self._tables:
-            check_blocks(self._tables)
-        check_reads(self.program, q, k, varlen, paged)
+            return asked_of(transforms.attend(self, inputs, asked[1]), asked)
+        call = self.prepared(inputs)
+        check_contents(inputs)
+        check_blocks(self._tables)
+        check_reads(self.program, inputs)
+        q, k, v, *_ = inputs
         return_lse, return_max_scores = asked
-        found = call(q, k, v, return_lse, Sequences.of(varlen, paged), return_max_scores=return_max_scores)
+        found = call(q, k, v, return_lse, inputs.sequences, return_max_scores=return_max_scores)
         return asked_of(found, asked)
 
-    def prepared(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        varlen: Varlen | None = None,
-        paged: Paged | None = None,
-    ) -> backends.Call:
+    def prepared(self, inputs: Inputs) -> backends.Call:
         """The prepared call for inputs of this form, remembered."""
         try:
-            form = _form(q, k, v, varlen, paged)
+            form = inputs.form
         except (AttributeError, TypeError, RuntimeError):
-            Problem.of(q, k, v, varlen, paged)  # not tensors, or not strided ones: says which
+            Problem.of(*inputs)  # not tensors, or not strided ones: says which
             raise
         call = self._prepared.get(form)
         if call is None:
             if len(self._prepared) >= _FORMS_LIMIT:
                 self._prepared.clear()
                 self._planned.clear()
-            call = self._prepared[form] = self._prepare(self.problem(q, k, v, varlen, paged))
+            call = self._prepared[form] = self._prepare(self.problem(inputs))
         return call
 
     def _prepare(self, problem: Problem) -> backends.Call:
@@ -125,18 +108,20 @@ class Planned:
         backend = backends.choose(self.options.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
 
-    def problem(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        varlen: Varlen | None = None,
-        paged: Paged | None = None,
-    ) -> Problem:
+    def problem(self, inputs: Inputs) -> Problem:
         """The checked facts of a call with these inputs."""
-        problem = Problem.of(q, k, v, varlen, paged)
+        problem = Problem.of(*inputs)
         options = self.options
         return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)
+
+
+def asked_for(return_lse: bool, return_max_scores: bool) -> Asked:
+    """What a call asks for besides its output. Raises: `UnsupportedOption` for what is neither True nor False."""
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
+    if return_max_scores is not False:
+        check_flag("return_max_scores", return_max_scores)
+    return return_lse, return_max_scores
 
 
 def asked_of(found: Any, asked: Asked) -> Any:
@@ -148,17 +133,6 @@ def asked_of(found: Any, asked: Asked) -> Any:
     return (out, lse) if return_lse else out
 
 
-def _form(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None, paged: Paged | None
-) -> tuple[Any, ...]:
-    """All that planning may look at; what a prepared call is remembered by."""
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
-        None if varlen is None else varlen.form, None if paged is None else paged.form,
-    )  # fmt: skip
-
-
 def refuse_gradient(*tensors: torch.Tensor) -> None:
     """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -166,16 +140,6 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
             "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
         )
-
-
-def autocast(*tensors: Any) -> Any:
-    """Under autocast, q, k and v in its type, as `scaled_dot_product_attention` takes them."""
-    kind = getattr(getattr(tensors[0], "device", None), "type", None)
-    if kind is None or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    wide = torch.float64
-    return tuple([t.to(dtype) if t.is_floating_point() and t.dtype is not wide else t for t in tensors])
 
 
 def check_captures(program: Program, problem: Problem) -> None:

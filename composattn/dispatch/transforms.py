@@ -28,14 +28,13 @@ from .. import backends
 from ..analysis.derived import refresh
 from ..analysis.program import Program
 from ..backends import formula
-from ..call.autograd import Differentiable, Grads, Known, Results, without_autocast
+from ..call.autograd import Differentiable, Known, without_autocast
 from ..call.block_sparse import Table
 from ..call.checks import check_blocks, check_contents
+from ..call.inputs import Inputs
 from ..call.problem import softmax_scale
-from ..call.sequences import Paged, Sequences, Varlen, flatten, unflatten
 from ..errors import GradientUnsupported, UnsupportedTransform
 from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
-from ..graph.lent import Lending
 from ..graph.ops import apply
 
 if TYPE_CHECKING:
@@ -66,13 +65,7 @@ def break_graph() -> None:
 
 
 def attend(
-    attention: Planned,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    varlen: Varlen | None,
-    paged: Paged | None,
-    return_max_scores: bool,
+    attention: Planned, inputs: Inputs, return_max_scores: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
@@ -80,14 +73,15 @@ def attend(
     """
     from .planned import check_captures
 
-    problem = attention.problem(q, k, v, varlen, paged)
+    problem = attention.problem(inputs)
     program = attention.program
     captures, numbers = program.read_by_mods
     if not any(_is_batched(c.tensor) for c in captures):
         check_captures(program, problem)
         check_blocks(c for c in captures if isinstance(c, Table))
     refresh(captures)
-    lengths, hints = flatten(varlen, paged)
+    lengths, hints = inputs.flatten()
+    q, k, v, *_ = inputs
     call = Call(
         attention,
         program.score,
@@ -152,15 +146,13 @@ class Call:
         """The call of a backend on tensors that no transform wraps any more, and the captured ones as it holds them."""
         q, k, v, lengths, captured = parts(tensors)
         captured = _apart(captured)
-        varlen, paged = unflatten(lengths, self.hints)
-        check_contents(q, k, varlen, paged)
+        inputs = Inputs.unflatten(q, k, v, lengths, self.hints)
+        check_contents(inputs)
         attention = _planned(self, captured)
-        prepared, sequences = attention.prepared(q, k, v, varlen, paged), Sequences.of(varlen, paged)
+        prepared = attention.prepared(inputs)
         refresh(attention.program.captures)
-        begin = getattr(prepared, "begin", None)
-        if begin is None:
-            return ByTorch(prepared, [c.tensor for c in attention.program.captures], sequences), captured
-        return begin([self.numbers[s] for s in attention.program.scalars], sequences, self.max_scores), captured
+        numbers = [self.numbers[s] for s in attention.program.scalars]
+        return prepared.begin(numbers, inputs.sequences, self.max_scores), captured
 
     def formula(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(out, lse, max_scores) in operations that torch differentiates in any mode, any number of times."""
@@ -175,9 +167,9 @@ class Call:
                 "vmap over the lengths of sequences has no forward mode and no second derivatives; take the same "
                 "lengths for all, or call once for each"
             )
-        sequences = Sequences.of(*unflatten(lengths, self.hints))
+        inputs = Inputs.unflatten(q.to(precision), k.to(precision), v.to(precision), lengths, self.hints)
         with without_autocast(q):
-            return formula.attention(call, q.to(precision), k.to(precision), v.to(precision), sequences)
+            return formula.attention(call, *inputs[:3], inputs.sequences)
 
     def precision(self, q: torch.Tensor) -> torch.dtype:
         """What the backend computes in, where it takes derivatives of any kind. Raises `GradientUnsupported`."""
@@ -248,30 +240,6 @@ def _rewritten(
         else:
             done[node] = rebuild(node, args)
     return done[root]
-
-
-class ByTorch:
-    """A backend that torch itself differentiates, as a `Differentiable`: its gradient computes the forward again."""
-
-    lending: Lending | None = None
-
-    def __init__(self, call: Callable[..., Any], captures: Sequence[torch.Tensor], sequences: Sequences) -> None:
-        self.call, self.captures, self.sequences = call, captures, sequences
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        found: Results = self.call(q, k, v, True, self.sequences)
-        return found
-
-    def backward(self, known: Known) -> Grads:
-        given = (known.q, known.k, known.v, *known.captured)
-        leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
-        read = dict(zip(map(id, self.captures), leaves[3:], strict=True))
-        with torch.enable_grad():
-            out, lse, _ = self.call(*leaves[:3], True, self.sequences, read)
-        dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
-        asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
-        found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
-        return tuple(next(found) if w else None for w in known.wanted)
 
 
 # --- its derivative ---------------------------------------------------------------------------------------------

@@ -15,21 +15,23 @@ from composattn.backends.fused import compile as compiling
 from composattn.backends.fused.compile import compile_offline, compile_plan
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 
 # the smallest of a backward's three kernels: half a second
 PLAN = (
     "import sys, torch, composattn as ca; from composattn.backends.fused.plan_backward import plan_backward;"
+    "from composattn.call.problem import Problem;"
     "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
-    "attn = ca.Attention(); plan = plan_backward(attn.problem(q, q, q), attn.program, HOPPER).prepare;"
+    "attn = ca.Attention(); plan = plan_backward(Problem.of(q, q, q), attn.program, HOPPER).prepare;"
 )
 
 
 def plan() -> Any:
     q = torch.empty(1, 1, 64, 64, dtype=torch.float16)
     attn = ca.Attention()
-    return plan_backward(attn.problem(q, q, q), attn.program, HOPPER).prepare
+    return plan_backward(Problem.of(q, q, q), attn.program, HOPPER).prepare
 
 
 def run(code: str, folder: Path) -> str:
@@ -52,8 +54,8 @@ def test_a_kept_kernel_is_loaded_without_the_kernel_language(tmp_path: Path) -> 
 
 def test_compiling_reaches_nothing_that_the_key_leaves_out(tmp_path: Path) -> None:
     code = (
-        "from composattn.backends.fused.compile import compile_plan; from composattn import toolchain;"
-        "[compile_plan(p) for p in (plan, plan_backward(attn.problem(q, q, q), attn.program, HOPPER).main)];"
+        "from composattn.backends.fused.compile import compile_plan; from composattn.backends.fused import toolchain;"
+        "[compile_plan(p) for p in (plan, plan_backward(Problem.of(q, q, q), attn.program, HOPPER).main)];"
         "files = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'composattn'};"
         "print(sorted(files - {str(p) for p in toolchain.sources()}))"
     )

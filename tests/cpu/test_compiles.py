@@ -12,6 +12,7 @@ import composattn as ca
 from composattn import backends
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import HopperCall
+from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal
 
 
@@ -41,7 +42,7 @@ def inputs(q_len: int = 256, kv_len: int = 256, grad: bool = False) -> list[torc
 
 def test_planning_compiles_nothing(compiled: Compiled) -> None:
     attn = ca.Attention(mask_mod=causal())
-    attn.prepared(*inputs())
+    attn.prepared(Inputs(*inputs()))
     assert compiled.modules == []
 
 

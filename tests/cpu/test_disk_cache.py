@@ -47,7 +47,7 @@ def test_planning_and_gradients_reach_nothing_that_the_key_leaves_out() -> None:
         "import sys, torch, composattn as ca; from composattn.backends.fused import plan_backward, toolchain;"
         "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
         "attn = ca.Attention(score_mod=ca.mods.softcap(3.0));"
-        "plan_backward.plan_backward(attn.problem(q, q, q), attn.program, HOPPER);"
+        "plan_backward.plan_backward(ca.call.problem.Problem.of(q, q, q), attn.program, HOPPER);"
         "files = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'composattn'};"
         "print(sorted(files - {str(p) for p in toolchain.sources()}))"
     )

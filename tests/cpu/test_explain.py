@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
 from tests.support import has_kernel_toolchain
@@ -95,7 +96,9 @@ def test_whole_multiples_keep_their_parentheses() -> None:
 def test_explains_the_schedule_that_was_asked_for() -> None:
     q = torch.empty(1, 1, 128, 64)
     attend = ca.Attention(schedule=ca.Schedule(order="in_order"), deterministic=True)
-    assert attend.problem(q, q, q).schedule.order == "in_order" and attend.problem(q, q, q).deterministic
+    assert (
+        attend.problem(Inputs(q, q, q)).schedule.order == "in_order" and attend.problem(Inputs(q, q, q)).deterministic
+    )
 
 
 def test_plans_of_gpu_kernels_are_shown_with_no_gpu() -> None:

@@ -1,0 +1,59 @@
+"""What one call is given: q, k and v, and where their sequences lie, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, dense, packed (`varlen`) or with keys in pages (`paged`); see `Problem` for shapes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    varlen: Varlen | None = None
+    paged: Paged | None = None
+
+    @property
+    def sequences(self) -> Sequences:
+        """The tensors that say where the sequences lie."""
+        return Sequences.of(self.varlen, self.paged)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that planning may look at; what a prepared call is remembered by."""
+        q, k, v, varlen, paged = self
+        return (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
+            None if varlen is None else varlen.form, None if paged is None else paged.form,
+        )  # fmt: skip
+
+    @property
+    def autocast(self) -> Inputs:
+        """Under autocast with q, k and v in its type, as `scaled_dot_product_attention` takes them."""
+        if not torch._C._is_any_autocast_enabled():
+            return self
+        kind = getattr(getattr(self.q, "device", None), "type", None)
+        if kind is None or not torch.is_autocast_enabled(kind):
+            return self
+        dtype = torch.get_autocast_dtype(kind)
+        wide = torch.float64
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not wide else t for t in self[:3])
+        return Inputs(q, k, v, self.varlen, self.paged)
+
+    def flatten(self) -> tuple[list[torch.Tensor | None], list[int]]:
+        """Where the sequences lie, as tensors and numbers, as an operator takes them."""
+        return flatten(self.varlen, self.paged)
+
+    @staticmethod
+    def unflatten(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[torch.Tensor | None], hints: Sequence[int]
+    ) -> Inputs:
+        """The inputs of an operator, with what `flatten` gave (more hints may follow). Raises: `SequencesMismatch`."""
+        return Inputs(q, k, v, *unflatten(lengths, hints[:HINTS]))
