@@ -18,6 +18,7 @@ from .call.sequences import Paged, Varlen
 from .dispatch import operators
 from .dispatch.kept import planned_for
 from .dispatch.planned import Options, Planned, asked_for
+from .dispatch.spoken import Spoken, spoken
 from .mods.mask import Mask
 from .mods.score import Score
 
@@ -72,10 +73,10 @@ class Attention(Planned):
         program = Program(None if score is None else score.expr, None if mask is None else mask.expr)
         super().__init__(program, Options(*options))
         self.scale, self.backend, self.deterministic, self.schedule = options
-        self._spoken = operators.spoken(score, mask, options)
+        self.spoken: Spoken = spoken(score, mask, options)
         self._number = operators.register(self)  # what compiled code knows this object by
-        self._seen = [_look(t) for t in self._spoken.tensors]
-        if not any(map(is_functorch_wrapped_tensor, self._spoken.tensors)):
+        self._seen = [_look(t) for t in self.spoken.tensors]
+        if not any(map(is_functorch_wrapped_tensor, self.spoken.tensors)):
             program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -118,14 +119,14 @@ class Attention(Planned):
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return operators.call(inputs, self._spoken, self._number, asked)  # type: ignore[no-any-return]
+            return operators.call(inputs, self.spoken, self._number, asked)  # type: ignore[no-any-return]
         if self._seen:
             self._watch()
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not of the form that the plan was made for."""
-        for tensor, seen in zip(self._spoken.tensors, self._seen, strict=True):
+        for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))
                 raise errors.CapturedTensorChanged(
@@ -196,7 +197,7 @@ def attention(
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-        return operators.call(inputs, operators.spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
+        return operators.call(inputs, spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
     planned, lending = planned_for(score, mask, *options)
     if lending is None:
         return planned(inputs, asked)  # type: ignore[no-any-return]

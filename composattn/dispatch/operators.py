@@ -21,17 +21,14 @@ call: compiled code may write to memory with no one counting.
 
 from __future__ import annotations
 
-import ast
-import functools
 import itertools
 import struct
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..analysis.derived import distrusting
 from ..analysis.keeping import keeping_nothing
@@ -40,71 +37,29 @@ from ..call.autograd import Differentiable, Known
 from ..call.checks import check_blocks, check_contents, check_reads
 from ..call.inputs import Inputs
 from ..call.problem import Problem
-from ..call.schedule import Schedule
 from ..call.sequences import HINTS
 from ..call.strides import ordered
 from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
-from ..graph.trace import Scalar, scalar_of
-from ..mods.mask import Mask
-from ..mods.score import Score
+from ..graph.trace import scalar_of
 from .kept import planned_of
 from .planned import Asked, Planned, asked_of, refuse_gradient
+from .spoken import Spoken, heard
 from .transforms import break_graph
 
-if TYPE_CHECKING:
-    from ..api import Attention
-
-pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
-
-_attentions: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
+_plans: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(attention: Attention) -> int:
-    """The number by which operators find `attention`, for as long as it lives."""
+def register(planned: Planned) -> int:
+    """The number by which operators find a plan that has `spoken`, for as long as it lives."""
     number = next(_numbers)
-    _attentions[number] = attention
+    _plans[number] = planned
     return number
 
 
-# --- a call in words ----------------------------------------------------------------------------------------
-
-
-class Spoken(NamedTuple):
-    """The mods and options of a call as operators take them: a form, and the tensors and scalars it speaks of."""
-
-    form: str
-    tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[Scalar, ...]
-
-
-def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> Spoken:
-    """A call with these mods and options (scale, backend, deterministic, schedule)."""
-    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
-    scale, backend, deterministic, schedule = options
-    if schedule is not None:
-        schedule = (
-            schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa
-        )  # fmt: skip
-    kinds = "".join(["t" if isinstance(leaf, torch.Tensor) else "s" for leaf in leaves])
-    lines = [
-        "-" if score is None else score.form,
-        "-" if mask is None else mask.form,
-        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
-    ]
-    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return Spoken("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
-
-
-@functools.lru_cache(maxsize=512)
-def _heard(form: str) -> tuple[tuple[str | None, str | None], tuple[Any, ...], str]:
-    """(forms of the score mod and of the mask, options, kinds of the leaves)."""
-    score, mask, last = form.split("\n")
-    scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
-    options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
-    return (None if score == "-" else score, None if mask == "-" else mask), options, kinds
+# --- a call -----------------------------------------------------------------------------------------------------
 
 
 def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
@@ -140,10 +95,10 @@ class Bound(NamedTuple):
 
 
 def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int]) -> Bound:
-    attention = _attentions.get(plan)
-    if attention is not None and attention._spoken.form == form:
-        return Bound(attention, tuple(map(Capture, attention._spoken.tensors)), nullcontext())
-    forms, options, kinds = _heard(form)
+    known = _plans.get(plan)
+    if known is not None and known.spoken is not None and known.spoken.form == form:
+        return Bound(known, tuple(map(Capture, known.spoken.tensors)), nullcontext())
+    forms, options, kinds = heard(form)
     tensors, numbers = iter(captured), iter(hints[HINTS:])
     leaves = [next(tensors) if kind == "t" else scalar_of(next(numbers)) for kind in kinds]
     planned, lending = planned_of(forms, leaves, options, "operator")

@@ -20,6 +20,7 @@ from ..call.inputs import Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from . import transforms
+from .spoken import Spoken
 
 Asked = tuple[bool, bool]  # whether a call returns lse, and max_scores, besides its output
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
@@ -46,7 +47,12 @@ class Options:
 
 
 class Planned:
-    """The graphs and options of a call, and the prepared calls for all forms of inputs met so far."""
+    """The graphs and options of a call, and the prepared calls for all forms of inputs met so far.
+
+    `spoken`: the same in words, where operators may know it by a number.
+    """
+
+    spoken: Spoken | None = None
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program, self.options = program, options

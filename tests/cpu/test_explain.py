@@ -96,9 +96,8 @@ def test_whole_multiples_keep_their_parentheses() -> None:
 def test_explains_the_schedule_that_was_asked_for() -> None:
     q = torch.empty(1, 1, 128, 64)
     attend = ca.Attention(schedule=ca.Schedule(order="in_order"), deterministic=True)
-    assert (
-        attend.problem(Inputs(q, q, q)).schedule.order == "in_order" and attend.problem(Inputs(q, q, q)).deterministic
-    )
+    problem = attend.problem(Inputs(q, q, q))
+    assert problem.schedule.order == "in_order" and problem.deterministic
 
 
 def test_plans_of_gpu_kernels_are_shown_with_no_gpu() -> None:

@@ -254,7 +254,8 @@ def test_fake_tensors_pass_and_wrong_ones_are_refused_by_name(generator: torch.G
 def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     attention, _ = biased()
     q, k, v = draw(generator)
-    said = attention._spoken
+    said = attention.spoken
+    assert said is not None
     operator = torch.ops.composattn.attend.default
     for plan in (attention._number, -1):
         for with_max in (False, True):
