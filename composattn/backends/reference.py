@@ -19,7 +19,7 @@ from ..call.autograd import Grads, Known
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
-from ..errors import CapturedIndexOutOfRange
+from ..errors import CapturedIndexOutOfRange, GradientUnsupported
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from ..graph.lent import Lending, current, lent_again
@@ -130,6 +130,10 @@ class Recomputed:
         q, k, v, *captured = leaves
         with torch.enable_grad():
             out, lse, _ = self.forward(q, k, v, captured)
+        if not out.requires_grad and not lse.requires_grad:  # below an operator nothing is recorded
+            raise GradientUnsupported(
+                'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
+            )
         dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
         asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
         found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
