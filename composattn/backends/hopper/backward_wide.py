@@ -1,7 +1,6 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
@@ -10,25 +9,23 @@ from ...primitives.emit_backward import BackwardMods
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.values import Fixed, narrow
 from ..fused.plan_backward import BackwardPlan, BackwardTiling
-from .backward import (
-    CONSUMERS_BARRIER,
+from .backward import Block, HopperBackward, KeyTile, RowStatistic, fake_arguments, queries_first, whole_or_piece
+from .dq import bind_dq
+from .wgmma import (
+    MN,
     ROWS,
-    Block,
-    HopperBackward,
-    KeyTile,
-    RowStatistic,
-    _queries_first,
-    add_to_sum,
-    bind_dq,
-    fake_arguments,
-    store_if,
+    WARPGROUP,
+    add_part,
+    issue,
+    narrowed,
+    permuted,
+    product,
+    put,
+    send,
+    store_matrix,
     store_part,
-    wait_if,
-    whole_or_piece,
+    wait_read,
 )
-from .forward import WARPGROUP, _issue, _partition, _permuted
-
-WEIGHTS_BARRIER = 2
 
 
 class HopperBackwardWide(HopperBackward):
@@ -63,19 +60,12 @@ class Side(Fixed):
         self.warpgroup, self.thread = number, thread
         self.lane = cute.arch.lane_idx()
         stationary, moving, partner, columns = self.operands()
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        dtype = block.dtype
-        self.mma_s = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_m)
-        )
-        self.mma_sum = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        self.mma_s = product(block.dtype, tiling.tile_m)
+        self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))
-        self.tTrb = total.make_fragment_B(total.partition_B(_permuted(partner, (1, 0, 2))))
+        self.tTrb = total.make_fragment_B(total.partition_B(permuted(partner, 1, 0, 2)))
         self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
         self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
         self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
@@ -120,7 +110,7 @@ class Side(Fixed):
 
     def issue_dq(self, stage) -> cute.Tensor:
         tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-        _issue(self.mma_dq, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
+        issue(self.mma_dq, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
         return tQrdQ
 
     def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot):
@@ -128,13 +118,13 @@ class Side(Fixed):
         if const_expr(edge is not None):
             edge.wait(turn_slot)
         padded = self.work.padded
-        add_to_sum(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
+        add_part(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
         if const_expr(edge is not None):
             cute.arch.sync_warp()
             edge.release(turn_slot, self.lane)
 
     def sync_consumers(self):
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=2 * WARPGROUP)
+        self.block.of_consumers.meet()
 
     def finish(self, call):
         """The sum through the shared memory of the stationary operand to its tensor, or to a piece's sums."""
@@ -149,25 +139,27 @@ class Side(Fixed):
         call.pieces.note(self.work, (self.result == 0) & (self.thread == 0))
 
     def write_keys(self, call):
-        block, tiling, work = self.block, self.tiling, self.work
+        block, tiling = self.block, self.tiling
         shared, columns = ((block.sK, tiling.d), (block.sV, tiling.dv))[self.result]
         self.sync_consumers()  # K has been read by all products
-        rounded = cute.make_rmem_tensor_like(self.total, block.dtype)
-        narrow(rounded, self.total)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_sum).get_slice(self.thread)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
-        tma, tensor = call.tmas[5 + self.result], call.tensors[5 + self.result]
-        tiles = work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns))
-        source, target = _partition(tma, shared, tiles)
-        is_first = self.thread // 32 == 0
-        store_if(is_first, tma, source, target[None, work.n])
+        put(self.mma_sum, narrowed(self.total, block.dtype), shared, self.thread)
+        send(self.outputs(call, shared, columns), self.sync_warpgroup, self.is_first_warp)
+
+    def outputs(self, call, shared, columns: int):
+        work = self.work
+        tiles = work.keys.tiles(call.tensors[5 + self.result], work.kv_head, (self.tiling.tile_n, columns))
+        yield call.tmas[5 + self.result], shared, tiles, work.n
+
+    def is_first_warp(self):
+        """Of the warpgroup."""
+        return self.thread // 32 == 0
+
+    def sync_warpgroup(self):
+        self.block.of_warpgroup[self.warpgroup].meet()
 
     def drain_stores(self):
         """Shared memory stays until copies have read it."""
-        wait_if(self.thread // 32 == 0)
+        wait_read(self.is_first_warp())
 
 
 class ProbabilitySide(Side):
@@ -182,11 +174,11 @@ class ProbabilitySide(Side):
     def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        scores = _queries_first(tSrS)
+        scores = queries_first(tSrS)
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        _issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
+        issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         warpgroup.wait_group(0)
         weights = tSrS
@@ -194,16 +186,16 @@ class ProbabilitySide(Side):
             # dS for dP - D = 1
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
             weights.fill(1.0)
-            self.mods.both(at, lse, _queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
+            self.mods.both(at, lse, queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
         else:
             self.mods.probabilities(at, lse, tested)
         block.q_edge.release(q_slot, self.lane)
         for j, place in enumerate(self.weights()):
             cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        block.of_weights.arrive()
         tTrP = self.left(tSrS)
         block.do_edge.wait(do_slot)
-        _issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
+        issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
         self.sync_consumers()
         tQrdQ = self.issue_dq(ds_slot.index)
         warpgroup.wait_group(1)
@@ -225,15 +217,15 @@ class GradientSide(Side):
         block, stage = self.block, ds_slot.index
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         block.do_edge.wait(do_slot)
-        _issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
+        issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
         delta = self.statistics(block.sDelta, do_slot.index)
         warpgroup.wait_group(0)
-        gradients = _queries_first(tSrdP)
+        gradients = queries_first(tSrdP)
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]
         block.do_edge.release(do_slot, self.lane)
-        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        block.of_weights.meet()
         for j, place in enumerate(self.weights()):
             four = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(place, four)
@@ -248,16 +240,15 @@ class GradientSide(Side):
         self.sync_consumers()
         tQrdQ = self.issue_dq(stage)
         block.q_edge.wait(q_slot)
-        _issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
+        issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
         warpgroup.wait_group(1)
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
     def dS_store(self):
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), self.block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
-        return copy, copy.partition_D(_permuted(self.block.sdS, (1, 0, 2)))  # (keys, queries, stage)
+        copy = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
+        return copy, copy.partition_D(permuted(self.block.sdS, 1, 0, 2))  # (keys, queries, stage)
 
     def scale_sum(self, call):
         for i in range(cute.size(self.total)):

@@ -4,52 +4,47 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
+from ...primitives.barriers import Barriers
 from ...primitives.emit import Leaves, Mods
 from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import kv_tiles_of
 from ...primitives.gqa_packing import HeadRows
-from ...primitives.kv_source import copied_rows, kv_source
-from ...primitives.kv_source import partition as _partition
+from ...primitives.kv_source import copied_rows, kv_source, partition
 from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.pipelines import Edge, Slot, Turns
+from ...primitives.pipelines import Copies, Edge, Slot
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, choose, narrow
 from ..fused.plan import ForwardPlan
-
-ROWS = 64  # query rows of one warpgroup's product
-WARPGROUP = 128
-CONSUMERS_BARRIER = 8  # of all consumers; turns have 1 to 3, a warpgroup by itself 5 to 7
+from .ping_pong import PingPong
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    issue,
+    narrowed,
+    permuted,
+    product,
+    put,
+    row_column_view,
+    send,
+    tile_layout,
+    wait_read,
+    warps_of,
+)
 
 
 def fragment_shape(columns: int) -> FragmentShape:
     """One thread of a 64-row accumulator: rows r and r + 8, pairs of columns every 8, four lanes a row."""
     return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), 4, block=16)
-
-
-def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
-    """The registers of a 64-row accumulator ((2, 2, n/8), 1, 1) as (row, column)."""
-    pairs = cute.size(accumulator) // 4
-    layout = cute.make_layout((2, (2, pairs)), stride=(2, (1, 4)))
-    return cute.make_tensor(accumulator.iterator, layout)
-
-
-def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice_columns: int | None = None):
-    """Shared-memory layout of row-major tiles with the widest swizzle that the columns (or slices of them) take."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, slice_columns or columns)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    shape = (rows, columns) if stages is None else (rows, columns, stages)
-    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
 class HopperForward:
@@ -113,7 +108,7 @@ class HopperForward:
         if const_expr(self.plan.is_split):
             tO, splits = o, Int32(o.shape[0])
         elif const_expr(self.plan.stores_rows):
-            tO = _permuted(o, (1, 0, 2))
+            tO = permuted(o, 1, 0, 2)
         else:
             mO = self.heads.view(queries.for_copies(o))
             tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
@@ -211,7 +206,7 @@ class HopperForward:
             keys.start(before, k_slot.index, bar)
             bar = block.q_edge.acquire(q_slot)
             for w in cutlass.range_constexpr(tiling.warpgroups):
-                tQsQ, tQgQ = _partition(tma_q, block.sQ[None, None, w], gQ)
+                tQsQ, tQgQ = partition(tma_q, block.sQ[None, None, w], gQ)
                 cute.copy(tma_q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
@@ -336,19 +331,19 @@ class Block(Fixed):
         self.q_layout, self.k_layout, self.v_layout, self.o_layout = layouts
         self.dtype = dtype
         wide = dtype.width // 8
-        warps = tiling.warpgroups * 4
+        consumers = warps_of(tiling.warpgroups)
         edges = (
-            Edge(1, tiling.tile_m * tiling.d * wide, warps),
-            Edge(tiling.stages, tiling.tile_n * tiling.d * wide, warps),
-            Edge(tiling.stages, tiling.tile_n * tiling.dv * wide, warps),
+            Edge(1, Copies(tiling.tile_m * tiling.d * wide), consumers),
+            Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
+            Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
         )
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
-        bound = []
-        for edge in edges:
-            bound.append(edge.at(barriers))
-            barriers = barriers + edge.barriers
-        self.q_edge, self.k_edge, self.v_edge = bound
+        self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
+        barriers = Barriers()
+        # a fourth one nobody asks for: numbers are those of the kernels that were timed
+        self.turns = barriers.row(4, 2 * WARPGROUP)
+        self.of_warpgroup = barriers.row(3, WARPGROUP)
+        self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
         start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
@@ -374,19 +369,13 @@ class Consumer(Fixed):
         self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
         self.thread = thread % WARPGROUP
         self.lane = cute.arch.lane_idx()
-        self.turns = Turns(tiling.warpgroups if tiling.pingpong else 1, first_barrier=1)
+        self.turns = PingPong(tiling.warpgroups if tiling.pingpong else 1, block.turns)
         dtype = block.dtype
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        self.mma_qk = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_n)
-        )
-        self.mma_pv = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, tiling.dv),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        self.mma_qk = product(dtype, tiling.tile_n)
+        self.mma_pv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.mma_qk.get_slice(0), self.mma_pv.get_slice(0)
-        sVt = _permuted(block.sV, (1, 0, 2))
+        sVt = permuted(block.sV, 1, 0, 2)
         self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, self.warpgroup]))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
@@ -426,10 +415,10 @@ class Consumer(Fixed):
     def issue_scores(self, slot):
         self.tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         self.scores = row_column_view(self.tSrS)
-        _issue(self.mma_qk, self.tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
+        issue(self.mma_qk, self.tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
 
     def issue_output(self, slot):
-        _issue(self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, slot.index], True)
+        issue(self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, slot.index], True)
 
     def tests(self, segment) -> list:
         """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
@@ -479,7 +468,7 @@ class Consumer(Fixed):
                 for column in cutlass.range_constexpr(2):
                     sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=groups * WARPGROUP)
+        self.block.of_consumers.meet()
 
     def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
@@ -546,20 +535,19 @@ class Consumer(Fixed):
 
     def store_output(self, call, work):
         """Through shared memory; the copy leaves out what is no query."""
-        tiling, block = self.tiling, self.block
-        sO = block.sO[None, None, self.warpgroup]
-        rounded = cute.make_rmem_tensor_like(self.tOrO, block.dtype)
-        narrow(rounded, self.tOrO)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_pv).get_slice(self.thread)
+        sO = self.block.sO[None, None, self.warpgroup]
+        rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
-        cute.arch.fence_view_async_shared()
-        self.sync_warpgroup()
-        gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), tiling.dv))
-        tOsO, tOgO = _partition(call.tmas[3], sO, gO)
-        tile = work.m * tiling.warpgroups + self.warpgroup
-        _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
+        put(self.mma_pv, rounded, sO, self.thread)
+        send(self.outputs(call, work, sO), self.sync_warpgroup, self.is_first_warp)
+
+    def outputs(self, call, work, sO):
+        gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), self.tiling.dv))
+        yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.warpgroup
+
+    def is_first_warp(self):
+        """Of the warpgroup."""
+        return self.thread // 32 == 0
 
     def store_rows(self, call, work):
         """From registers: few rows, or few parts."""
@@ -569,29 +557,16 @@ class Consumer(Fixed):
             _store_row(work.queries.head(part, h), q, self.output[r, None], self.lane % 4, self.plan.head_dim_v, inside)
 
     def sync_warpgroup(self):
-        cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
+        self.block.of_warpgroup[self.warpgroup].meet()
 
     def wait_store_read(self):
         """Before O's shared memory is written again: the last tile's store has read it."""
         if self.tiling.persistent:
-            _wait_store(self.thread // 32)
+            self.drain_stores()
             self.sync_warpgroup()
 
     def drain_stores(self):
-        _wait_store(self.thread // 32)
-
-
-@cute.jit
-def _wait_store(warp: Int32):
-    if warp == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _store_tile(tma_o, source, target, warp: Int32):
-    if warp == 0:
-        cute.copy(tma_o, source, target)
-        cute.arch.cp_async_bulk_commit_group()
+        wait_read(self.is_first_warp())
 
 
 def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
@@ -617,21 +592,6 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
                 narrow(rounded, two)
                 two = rounded
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
-
-
-def _issue(mma, accumulator, a, b, accumulate: bool):
-    warpgroup.fence()
-    # an atom of its own: its accumulate flag changes along the way
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for step in range(cute.size(a, mode=[2])):
-        cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-def _permuted(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
 
 
 def fake_arguments(plan: ForwardPlan) -> tuple:
