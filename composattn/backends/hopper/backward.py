@@ -5,12 +5,10 @@ import dataclasses
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.memory import SmemAllocator
 
-from ...primitives.barriers import Barriers
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
@@ -18,35 +16,30 @@ from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import query_tiles_of
 from ...primitives.kv_source import partition
 from ...primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
-from ...primitives.pieces import Piece, Pieces
-from ...primitives.pipelines import Copies, Edge, Slot, Warps
+from ...primitives.pieces import Pieces
+from ...primitives.pipelines import Slot
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
-from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.seqlen import Rows, Sequence, rows_of
-from ...primitives.tile_queue import TileQueue
+from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, narrow
 from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
-from .dq import bind_dq, dq_columns
+from .dq import DqPart, dq_columns
 from .forward import _fake_capture, fake_sequences
+from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
 from .turns import DqSemaphore
 from .wgmma import (
     MN,
     ROWS,
     WARPGROUP,
-    add_part,
     issue,
     narrowed,
     permuted,
     product,
     put,
-    row_column_view,
     send,
     store_matrix,
     store_part,
     tile_layout,
-    wait_read,
-    warps_of,
 )
 
 
@@ -391,85 +384,12 @@ class Call(Fixed):
     group: Int32
 
 
-@dataclasses.dataclass
-class KeyTile(Fixed):
-    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`."""
-
-    n: Int32
-    count: Int32
-    b: Int32
-    kv_head: Int32
-    queries: Sequence
-    keys: Sequence
-    padded: PaddedTiles
-    piece: Piece | None
-
-
-class Block(Fixed):
-    """Shared memory of one block, and the edges between the roles."""
-
-    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
-        self.dtype = dtype
-        q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout = layouts
-        wide = dtype.width // 8
-        consumers = warps_of(tiling.warpgroups)
-        statistic = 4 * tiling.tile_m
-        edges = [
-            Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), consumers),
-            Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
-            Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
-        ]
-        if deterministic:  # full: this block may add to dQ; empty: it has
-            edges.append(Edge(1, Copies(0), consumers))
-        if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
-            edges.append(Edge(2, Warps(1), Warps(consumers.count + deterministic)))
-        smem = SmemAllocator()
-        self.edges = Edge.allocate(smem, edges)
-        self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
-        self.turn_edge = self.edges[3] if deterministic else None
-        self.queue = None
-        if tiling.persistent:
-            self.queue = TileQueue(self.edges[-1], smem.allocate_array(Int32, edges[-1].stages), counter)
-        barriers = Barriers()
-        self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
-        self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
-        self.of_warpgroup = barriers.row(tiling.warpgroups, WARPGROUP)
-
-        def row_statistics(stages):
-            layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
-            return smem.allocate_tensor(Float32, layout, 128)
-
-        self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
-
-        def tiles(layout):
-            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        self.sK, self.sV = tiles(k_layout), tiles(v_layout)
-        self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
-        self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
-        # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
-        self.sdK = self.sdV = None
-        if tiling.persistent:
-            self.sdK, self.sdV = tiles(dk_layout), tiles(dv_layout)
-        self.sLines = None
-        if tiling.distances:
-            self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
-        # between warpgroups that share all keys: weights of dP - D in dS, in the order of registers
-        self.sW = None
-        if tiling.shared_keys:
-            self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
-
-
-class Consumer(Fixed):
+class Consumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
     def __init__(self, tiling: BackwardTiling, block: Block, thread):
-        self.tiling, self.block = tiling, block
-        self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        self.thread = thread % WARPGROUP
-        self.lane = cute.arch.lane_idx()
+        super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
-        self.mma_s = product(dtype, tiling.tile_m)
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
@@ -480,47 +400,22 @@ class Consumer(Fixed):
         self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(block.sQ)), s.make_fragment_B(s.partition_B(block.sdO))
         self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(block.sdO, 1, 0, 2)))
         self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(block.sQ, 1, 0, 2)))
-        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
         self.tVrdV = cute.make_rmem_tensor(dv.partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(dk.partition_shape_C((ROWS, tiling.d)), Float32)
         self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
-        self._bind_dq(dtype)
+        self.dq = DqPart(tiling, block, self.warpgroup)
+        self.store_ds = store_matrix(self.mma_s, dtype, self.thread, transposed=True)
+        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
+        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None)))
         self.diagonals = None
         if tiling.distances:
             self.diagonals = Diagonals(block.sLines, tiling.distances, thread // 32, 4 * tiling.warpgroups)
-        # rows of the seam are queries (columns of this transposed product), columns are keys
-        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
         self.row = (self.lane % 4) * 2
 
     def begin(self, work: KeyTile) -> None:
-        """Another tile of keys."""
-        self.work = work
-        first = work.n * self.tiling.tile_n + self.warpgroup * ROWS
-        self.first_kv = first + (self.thread // 32) * 16 + self.lane // 4
+        super().begin(work)
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
-
-    def _bind_dq(self, dtype):
-        tiling, block = self.tiling, self.block
-        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, self.warpgroup)
-        self.store_ds = store_matrix(self.mma_s, dtype, self.thread, transposed=True)
-        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
-        sdSt = cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None))
-        self.tSsdS = self.store_ds.partition_D(sdSt)
-
-    def begin_head(self, mods: BackwardMods, head, leaves):
-        self.head, self.leaves = head, leaves
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.one_pass = mods.one_pass
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
-    def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":
-        """This thread's rows of a statistic."""
-        return RowStatistic(shared[None, stage].iterator + self.row)
 
     def step(self, call, m, tested, q_slot, do_slot, ds_slot, turn_slot):
         """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
@@ -540,7 +435,7 @@ class Consumer(Fixed):
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
-        p_early = self.tiling.p_early and not self.one_pass
+        p_early = self.tiling.p_early and not self.mods.backward.one_pass
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
@@ -563,42 +458,19 @@ class Consumer(Fixed):
         cute.arch.fence_view_async_shared()
         # with two buffers, whoever passes here has read the buffer that will be written next
         self.sync_consumers()
-        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-        issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
+        tQrdQ = self.dq.issue(stage)
         issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
         add_sums()
         warpgroup.wait_group(1)
         block.do_edge.release(do_slot, self.lane)
-        if const_expr(block.turn_edge is not None):
-            block.turn_edge.wait(turn_slot)
-        padded = self.work.padded
-        add_part(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
-        if const_expr(block.turn_edge is not None):
-            cute.arch.sync_warp()
-            block.turn_edge.release(turn_slot, self.lane)
+        self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
-    def _dq_operands(self, stage):
-        a, b = self.tQra, self.tQrb
-        if self.tiling.dq_split == "transposed":
-            return a, b[None, None, None, stage]
-        return a[None, None, None, stage], b
-
-    def sync_consumers(self):
-        self.block.of_consumers.meet()
-
-    def finish(self, call):
-        """dK and dV to memory: rounded, through shared memory, or as the sums of a piece.
-
-        Rows beyond the end are left out by the copy.
-        """
+    def scale_sums(self, call):
+        """The factor of dK that is left for the end."""
         for i in range(cute.size(self.tKrdK)):
             self.tKrdK[i] = self.tKrdK[i] * call.scale
-        if const_expr(call.pieces is None):
-            self.write_keys(call)
-        else:
-            whole_or_piece(self, call, self.work.piece.is_whole)
 
     def write_keys(self, call):
         if self.tiling.persistent:
@@ -641,46 +513,6 @@ class Consumer(Fixed):
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
             tiles = work.keys.tiles(call.tensors[5 + i], work.kv_head, (rows, columns))
             yield call.tmas[5 + i], shared[i], tiles, number
-
-    def is_first_warp(self):
-        """Of the warpgroup."""
-        return self.thread // 32 == 0
-
-    def sync_warpgroup(self):
-        self.block.of_warpgroup[self.warpgroup].meet()
-
-    def drain_stores(self):
-        """Shared memory stays until copies have read it."""
-        wait_read(self.is_first_warp())
-
-
-class RowStatistic(Fixed):
-    """A number a query row, two rows an access of shared memory when first asked for: registers are scarce."""
-
-    def __init__(self, start: cute.Pointer):
-        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)
-        self.pairs: dict = {}
-
-    def __getitem__(self, r: int) -> Float32:
-        pair = r // 2
-        if pair not in self.pairs:
-            values = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.make_tensor(self.start + 8 * pair, cute.make_layout(2)), values)
-            self.pairs[pair] = values
-        return self.pairs[pair][r % 2]
-
-
-def queries_first(accumulator: cute.Tensor) -> cute.Tensor:
-    """The registers of a transposed score product as (query, key)."""
-    return permuted(row_column_view(accumulator), 1, 0)
-
-
-@cute.jit
-def whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Boolean):
-    if is_whole:
-        me.write_keys(call)
-    else:
-        me.leave_piece(call)
 
 
 def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):

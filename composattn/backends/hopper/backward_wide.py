@@ -1,31 +1,16 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.diagonals import Diagonals
-from ...primitives.emit_backward import BackwardMods
-from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import narrow
 from ..fused.plan_backward import BackwardPlan, BackwardTiling
-from .backward import Block, HopperBackward, KeyTile, RowStatistic, fake_arguments, queries_first, whole_or_piece
-from .dq import bind_dq
-from .wgmma import (
-    MN,
-    ROWS,
-    WARPGROUP,
-    add_part,
-    issue,
-    narrowed,
-    permuted,
-    product,
-    put,
-    send,
-    store_matrix,
-    store_part,
-    wait_read,
-)
+from .backward import HopperBackward, fake_arguments
+from .dq import DqPart
+from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
+from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, permuted, product, put, send, store_matrix, store_part
 
 
 class HopperBackwardWide(HopperBackward):
@@ -52,49 +37,31 @@ class HopperBackwardWide(HopperBackward):
             self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
 
 
-class Side(Fixed):
+class Side(KeyWarpgroup):
     """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
 
+    apart = 0  # both have all keys of the block
+
     def __init__(self, tiling: BackwardTiling, block: Block, thread, number: int):
-        self.tiling, self.block = tiling, block
-        self.warpgroup, self.thread = number, thread
-        self.lane = cute.arch.lane_idx()
+        super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
-        self.mma_s = product(block.dtype, tiling.tile_m)
         self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))
         self.tTrb = total.make_fragment_B(total.partition_B(permuted(partner, 1, 0, 2)))
-        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
         self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
         self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
-        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
-        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
-        self.row = (self.lane % 4) * 2
+        self.dq = DqPart(tiling, block, number)
         self.diagonals = Diagonals(block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
-
-    def scale_sum(self, call):
-        """The factor that is left for the end."""
+        self.row = (self.lane % 4) * 2
 
     def begin(self, work: KeyTile) -> None:
-        """A tile of keys."""
-        self.work = work
-        self.first_kv = work.n * self.tiling.tile_n + (self.thread // 32) * 16 + self.lane // 4
+        super().begin(work)
         self.total.fill(0.0)
 
-    def begin_head(self, mods: BackwardMods, head, leaves):
-        self.head = head
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.has_slope = mods.slope is not None
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
-    def statistics(self, shared: cute.Tensor, stage) -> RowStatistic:
-        return RowStatistic(shared[None, stage].iterator + self.row)
+    def scale_sums(self, call):
+        """The factor that is left for the end."""
 
     def left(self, values: cute.Tensor) -> cute.Tensor:
         """Scores as left operand of the sum."""
@@ -107,32 +74,6 @@ class Side(Fixed):
         start = self.block.sW + self.thread * 4
         count = self.tiling.tile_m * ROWS // (4 * WARPGROUP)
         return [cute.make_tensor((start + j * 4 * WARPGROUP).align(16), cute.make_layout(4)) for j in range(count)]
-
-    def issue_dq(self, stage) -> cute.Tensor:
-        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-        issue(self.mma_dq, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
-        return tQrdQ
-
-    def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot):
-        edge = self.block.turn_edge
-        if const_expr(edge is not None):
-            edge.wait(turn_slot)
-        padded = self.work.padded
-        add_part(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
-        if const_expr(edge is not None):
-            cute.arch.sync_warp()
-            edge.release(turn_slot, self.lane)
-
-    def sync_consumers(self):
-        self.block.of_consumers.meet()
-
-    def finish(self, call):
-        """The sum through the shared memory of the stationary operand to its tensor, or to a piece's sums."""
-        self.scale_sum(call)
-        if const_expr(call.pieces is None):
-            self.write_keys(call)
-        else:
-            whole_or_piece(self, call, self.work.piece.is_whole)
 
     def leave_piece(self, call):
         store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, 0, self.thread)
@@ -149,17 +90,6 @@ class Side(Fixed):
         work = self.work
         tiles = work.keys.tiles(call.tensors[5 + self.result], work.kv_head, (self.tiling.tile_n, columns))
         yield call.tmas[5 + self.result], shared, tiles, work.n
-
-    def is_first_warp(self):
-        """Of the warpgroup."""
-        return self.thread // 32 == 0
-
-    def sync_warpgroup(self):
-        self.block.of_warpgroup[self.warpgroup].meet()
-
-    def drain_stores(self):
-        """Shared memory stays until copies have read it."""
-        wait_read(self.is_first_warp())
 
 
 class ProbabilitySide(Side):
@@ -182,7 +112,7 @@ class ProbabilitySide(Side):
         lse = self.statistics(block.sLse, q_slot.index)
         warpgroup.wait_group(0)
         weights = tSrS
-        if const_expr(self.has_slope):
+        if const_expr(self.mods.backward.slope is not None):
             # dS for dP - D = 1
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
             weights.fill(1.0)
@@ -197,7 +127,7 @@ class ProbabilitySide(Side):
         block.do_edge.wait(do_slot)
         issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
         self.sync_consumers()
-        tQrdQ = self.issue_dq(ds_slot.index)
+        tQrdQ = self.dq.issue(ds_slot.index)
         warpgroup.wait_group(1)
         block.do_edge.release(do_slot, self.lane)
         warpgroup.wait_group(0)
@@ -238,7 +168,7 @@ class GradientSide(Side):
         cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         self.sync_consumers()
-        tQrdQ = self.issue_dq(stage)
+        tQrdQ = self.dq.issue(stage)
         block.q_edge.wait(q_slot)
         issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
         warpgroup.wait_group(1)
@@ -250,7 +180,7 @@ class GradientSide(Side):
         copy = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
         return copy, copy.partition_D(permuted(self.block.sdS, 1, 0, 2))  # (keys, queries, stage)
 
-    def scale_sum(self, call):
+    def scale_sums(self, call):
         for i in range(cute.size(self.total)):
             self.total[i] = self.total[i] * call.scale
 

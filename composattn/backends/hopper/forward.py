@@ -29,6 +29,7 @@ from .wgmma import (
     MN,
     ROWS,
     WARPGROUP,
+    Warpgroup,
     issue,
     narrowed,
     permuted,
@@ -37,7 +38,6 @@ from .wgmma import (
     row_column_view,
     send,
     tile_layout,
-    wait_read,
     warps_of,
 )
 
@@ -360,15 +360,13 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
 
-class Consumer(Fixed):
+class Consumer(Warpgroup):
     """One warpgroup's registers and products: scores tSrS, probabilities tOrP, output tOrO."""
 
     def __init__(self, plan, heads, fragment, block, thread, scale_log2):
         tiling = plan.tiling
-        self.plan, self.tiling, self.heads, self.shape, self.block = plan, tiling, heads, fragment, block
-        self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        self.thread = thread % WARPGROUP
-        self.lane = cute.arch.lane_idx()
+        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
+        self.plan, self.tiling, self.heads, self.shape = plan, tiling, heads, fragment
         self.turns = PingPong(tiling.warpgroups if tiling.pingpong else 1, block.turns)
         dtype = block.dtype
         self.mma_qk = product(dtype, tiling.tile_n)
@@ -468,7 +466,7 @@ class Consumer(Fixed):
                 for column in cutlass.range_constexpr(2):
                     sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
         cute.arch.fence_view_async_shared()
-        self.block.of_consumers.meet()
+        self.sync_consumers()
 
     def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
@@ -545,10 +543,6 @@ class Consumer(Fixed):
         gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), self.tiling.dv))
         yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.warpgroup
 
-    def is_first_warp(self):
-        """Of the warpgroup."""
-        return self.thread // 32 == 0
-
     def store_rows(self, call, work):
         """From registers: few rows, or few parts."""
         part = _of_part(call.tensors[3], work.part)
@@ -556,17 +550,11 @@ class Consumer(Fixed):
             q, h, inside = self.row_place(work, r)
             _store_row(work.queries.head(part, h), q, self.output[r, None], self.lane % 4, self.plan.head_dim_v, inside)
 
-    def sync_warpgroup(self):
-        self.block.of_warpgroup[self.warpgroup].meet()
-
     def wait_store_read(self):
         """Before O's shared memory is written again: the last tile's store has read it."""
         if self.tiling.persistent:
             self.drain_stores()
             self.sync_warpgroup()
-
-    def drain_stores(self):
-        wait_read(self.is_first_warp())
 
 
 def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:

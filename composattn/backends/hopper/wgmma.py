@@ -10,7 +10,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import Warps
-from ...primitives.values import aligned, narrow
+from ...primitives.values import Fixed, aligned, narrow
 
 ROWS = 64  # of one warpgroup's product
 WARPGROUP = 128  # threads
@@ -20,6 +20,31 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode:
 
 def warps_of(warpgroups: int) -> Warps:
     return Warps(warpgroups * WARPGROUP // 32)
+
+
+class Warpgroup(Fixed):
+    """One of a block's consumers: its number among them, and this thread's number in it.
+
+    `block` has the barriers where a warpgroup (`of_warpgroup`) and where all consumers (`of_consumers`) meet.
+    """
+
+    def __init__(self, block, number, thread):
+        self.block, self.warpgroup, self.thread = block, number, thread
+        self.lane = cute.arch.lane_idx()
+
+    def is_first_warp(self):
+        """Of the warpgroup."""
+        return self.thread // 32 == 0
+
+    def sync_warpgroup(self) -> None:
+        self.block.of_warpgroup[self.warpgroup].meet()
+
+    def sync_consumers(self) -> None:
+        self.block.of_consumers.meet()
+
+    def drain_stores(self) -> None:
+        """Shared memory stays until this warpgroup's copies have read it."""
+        wait_read(self.is_first_warp())
 
 
 # --- operands in shared memory ----------------------------------------------------------------------------------
