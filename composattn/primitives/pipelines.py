@@ -120,7 +120,7 @@ class BoundEdge(Fixed):
         self.empty = barriers + edge.stages
 
     def init(self) -> None:
-        """Called by one thread, before the barrier of the block."""
+        """Called by one thread; see `start_edges`."""
         for stage in range(self.edge.stages):
             cute.arch.mbarrier_init(self.full + stage, self.edge.producer.arrivals)
             cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
@@ -142,6 +142,17 @@ class BoundEdge(Fixed):
     def release(self, slot: Slot, lane: Any) -> None:
         """Consumer: the stage has been read."""
         self.edge.consumers.arrive(self.empty, slot.index, lane)
+
+
+@cute.jit
+def start_edges(edges: cutlass.Constexpr, warp: Int32):
+    """All threads of the block: its edges are there from now on."""
+    if warp == 0:
+        with cute.arch.elect_one():
+            for edge in edges:
+                edge.init()
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
 
 @cute.jit

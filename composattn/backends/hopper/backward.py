@@ -17,7 +17,7 @@ from ...primitives.emit_tiles import query_tiles_of
 from ...primitives.kv_source import partition
 from ...primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
 from ...primitives.pieces import Pieces
-from ...primitives.pipelines import Slot
+from ...primitives.pipelines import Slot, start_edges
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
@@ -194,12 +194,7 @@ class HopperBackward:
             for tma in tmas:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype, self.plan.deterministic, counter)
-        if warp == 0:
-            with cute.arch.elect_one():
-                for edge in block.edges:
-                    edge.init()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start_edges(block.edges, warp)
         if const_expr(order.table is None or tiling.persistent):
             self.share_roles(call, block, warp)
         else:

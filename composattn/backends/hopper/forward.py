@@ -18,7 +18,7 @@ from ...primitives.gqa_packing import HeadRows
 from ...primitives.kv_source import copied_rows, kv_source, partition
 from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.pipelines import Copies, Edge, Slot
+from ...primitives.pipelines import Copies, Edge, Slot, start_edges
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
@@ -158,12 +158,7 @@ class HopperForward:
             for tma in call.tmas[: 3 if self.plan.stores_rows else 4]:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                for edge in (block.q_edge, block.k_edge, block.v_edge):
-                    edge.init()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start_edges(block.edges, warp)
         if warp < 4:
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
@@ -247,25 +242,25 @@ class HopperForward:
     @cute.jit
     def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
         tiles = self.kv_tiles(call, work)
-        me.begin(self.mods, work, call.leaves(work, self.tiling.queries))
+        rows = QueryRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            me.first_scores(tiles.first, k_slot)
+            rows.first_scores(tiles.first, k_slot)
             if const_expr(self.plan.layout.kv == "paged"):
                 me.clear_values(tiles.first, work.keys.length, v_slot)
             k_slot = k_slot.next()
             for run in tiles.runs:
                 for segment in run.segments():
-                    for test, count in me.tests(segment):
+                    for test, count in rows.tests(segment):
                         for i in cutlass.range(count, unroll=1):
-                            me.step(segment.tile(i), test, k_slot, v_slot)
+                            rows.step(segment.tile(i), test, k_slot, v_slot)
                             k_slot = k_slot.next()
                             v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
-            me.last_product(v_slot)
+            rows.last_product(v_slot)
             v_slot = v_slot.next()
-        me.finish(call, work)
+        rows.finish(call)
         return q_slot, k_slot, v_slot
 
 
@@ -338,7 +333,7 @@ class Block(Fixed):
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
         )
         smem = SmemAllocator()
-        self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
+        self.edges = self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
         self.turns = barriers.row(4, 2 * WARPGROUP)
@@ -360,100 +355,43 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
 
-class Consumer(Warpgroup):
-    """One warpgroup's registers and products: scores tSrS, probabilities tOrP, output tOrO."""
+class Products(Fixed):
+    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for."""
 
-    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
-        tiling = plan.tiling
-        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
-        self.plan, self.tiling, self.heads, self.shape = plan, tiling, heads, fragment
-        self.turns = PingPong(tiling.warpgroups if tiling.pingpong else 1, block.turns)
-        dtype = block.dtype
-        self.mma_qk = product(dtype, tiling.tile_n)
-        self.mma_pv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
+    def __init__(self, tiling, block, number):
+        self.qk = product(block.dtype, tiling.tile_n)
+        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
-        qk, pv = self.mma_qk.get_slice(0), self.mma_pv.get_slice(0)
+        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
-        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, self.warpgroup]))
+        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, number]))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
+
+    def issue_scores(self, slot) -> cute.Tensor:
+        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        issue(self.qk, tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
+        return tSrS
+
+    def issue_output(self, tOrO, tOrP, slot) -> None:
+        issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+
+class Consumer(Warpgroup):
+    """One warpgroup, which stays for all work tiles of its block."""
+
+    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
+        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
+        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, heads, fragment
+        self.turns = PingPong(plan.tiling.warpgroups if plan.tiling.pingpong else 1, block.turns)
+        self.products = Products(plan.tiling, block, self.warpgroup)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
         self.row = (self.thread // 32) * 16 + self.lane // 4
         self.column = (self.lane % 4) * 2
-
-    def begin(self, mods, work, leaves):
-        tiling = self.tiling
-        self.work = work
-        self.first_q, self.slot = self.heads.place(work.m * tiling.tile_m + self.warpgroup * ROWS + self.row)
-        self.head = work.h * tiling.heads + self.slot
-        self.scores = None
-        self.mods = mods.at(self.tile(Int32(0)), leaves)
-        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
-        # product (its warning C7510)
-        self.tOrO = cute.make_rmem_tensor(self.output_shape, Float32)
-        self.tOrP = self.mma_pv.get_slice(0).make_fragment_A(self.probabilities_shape)
-        self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(2, self.scale_log2, lanes_per_row=4, keeps_highest=self.plan.return_max_scores)
-        self.rescale = cute.make_rmem_tensor(2, Float32)
-        self.softmax.reset()
-        self.rescale.fill(1.0)
-        self.tOrO.fill(0.0)
-
-    def tile(self, n) -> ScoreTile:
-        work = self.work
-        first_kv = n * self.tiling.tile_n + self.column
-        return ScoreTile(self.shape, self.scores, work.b, self.head, self.first_q, first_kv)
-
-    # products: issued, not waited for
-
-    def issue_scores(self, slot):
-        self.tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        self.scores = row_column_view(self.tSrS)
-        issue(self.mma_qk, self.tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
-
-    def issue_output(self, slot):
-        issue(self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, slot.index], True)
-
-    def tests(self, segment) -> list:
-        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
-        if not segment.tested:
-            return [(None, segment.count)]
-        holds = self.mods.limits_hold
-        if isinstance(holds, bool):
-            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
-        by_limits = choose(holds, segment.count, 0)
-        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
-
-    def probabilities(self, n, ahead, test, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
-        tile = self.tile(n)
-        self.mods.apply_score(tile, ahead)
-        if test is not None:
-            test(tile)
-        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
-
-    def store_probabilities(self):
-        """The accumulator's register order is that of the next product's left operand, pair for pair."""
-        narrow(self.tOrP, self.tSrS)
-
-    def rescale_output(self):
-        if self.tiling.slack:
-            rescale_rows_if_needed(self.output, self.rescale)
-        else:
-            rescale_rows(self.output, self.rescale)
-
-    def first_scores(self, n, k_slot):
-        ahead = self.mods.read_ahead(self.tile(n))
-        self.block.k_edge.wait(k_slot)
-        self.issue_scores(k_slot)
-        warpgroup.wait_group(0)
-        self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, ahead, self.mods.apply_either, first=True)
-        self.store_probabilities()
 
     @cute.jit
     def clear_values(self, n, kv_len, v_slot):
@@ -468,24 +406,82 @@ class Consumer(Warpgroup):
         cute.arch.fence_view_async_shared()
         self.sync_consumers()
 
+
+class QueryRows(Fixed):
+    """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
+
+    def __init__(self, me: Consumer, mods, work, leaves):
+        tiling, products = me.tiling, me.products
+        self.me, self.tiling, self.block, self.products, self.work = me, tiling, me.block, products, work
+        self.first_q, self.slot = me.heads.place(work.m * tiling.tile_m + me.warpgroup * ROWS + me.row)
+        self.head = work.h * tiling.heads + self.slot
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
+        # product (its warning C7510)
+        self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
+        self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
+        self.output = row_column_view(self.tOrO)
+        self.softmax = OnlineSoftmax(2, me.scale_log2, lanes_per_row=4, keeps_highest=me.plan.return_max_scores)
+        self.rescale = cute.make_rmem_tensor(2, Float32)
+        self.softmax.reset()
+        self.rescale.fill(1.0)
+        self.tOrO.fill(0.0)
+
+    def tile(self, scores, n) -> ScoreTile:
+        first_kv = n * self.tiling.tile_n + self.me.column
+        return ScoreTile(self.me.shape, scores, self.work.b, self.head, self.first_q, first_kv)
+
+    def tests(self, segment) -> list:
+        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
+        if not segment.tested:
+            return [(None, segment.count)]
+        holds = self.mods.limits_hold
+        if isinstance(holds, bool):
+            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
+        by_limits = choose(holds, segment.count, 0)
+        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+
+    def probabilities(self, tSrS, n, ahead, test, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
+        tile = self.tile(row_column_view(tSrS), n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
+
+    def rescale_output(self):
+        if self.tiling.slack:
+            rescale_rows_if_needed(self.output, self.rescale)
+        else:
+            rescale_rows(self.output, self.rescale)
+
+    def first_scores(self, n, k_slot):
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        self.block.k_edge.wait(k_slot)
+        tSrS = self.products.issue_scores(k_slot)
+        warpgroup.wait_group(0)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
+
     def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         early = self.tiling.rescale_early
-        ahead = self.mods.read_ahead(self.tile(n))
+        ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
-        self.turns.take(self.warpgroup)
-        self.issue_scores(k_slot)
+        self.me.turns.take(self.me.warpgroup)
+        tSrS = self.products.issue_scores(k_slot)
         if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
-        self.issue_output(v_slot)
-        self.turns.give(self.warpgroup)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
+        self.me.turns.give(self.me.warpgroup)
         warpgroup.wait_group(1)
-        self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, ahead, test, first=False)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, test, first=False)
         warpgroup.wait_group(0)
-        self.block.v_edge.release(v_slot, self.lane)
-        self.store_probabilities()
+        self.block.v_edge.release(v_slot, self.me.lane)
+        narrow(self.tOrP, tSrS)
         if not early:
             self.rescale_output()
 
@@ -493,68 +489,71 @@ class Consumer(Warpgroup):
         if self.tiling.rescale_early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
-        self.issue_output(v_slot)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         warpgroup.wait_group(0)
-        self.block.v_edge.release(v_slot, self.lane)
+        self.block.v_edge.release(v_slot, self.me.lane)
 
     # epilogue
 
-    def finish(self, call, work):
+    def finish(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
         rescale_rows(self.output, normalizer)
-        if self.plan.stores_rows:
-            self.store_rows(call, work)
+        if self.me.plan.stores_rows:
+            self.store_rows(call)
         else:
-            self.store_output(call, work)
+            self.store_output(call)
         if call.lse is not None:
-            self.store_statistic(call.lse, work, row_lse)
+            self.store_statistic(call.lse, row_lse)
         if call.max_scores is not None:
-            self.store_statistic(call.max_scores, work, self.softmax.highest_scores(row_lse))
+            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse))
 
-    def store_statistic(self, target, work, of_rows):
+    def store_statistic(self, target, of_rows):
         """A number a row, with what does not change along a row and was left out of the scores."""
+        target = _of_part(target, self.work.part)
         for r in range(2):
             shift = self.mods.row_shift[r]
             value = of_rows[r] if shift is None else of_rows[r] + shift
-            q, h, inside = self.row_place(work, r)
-            mine = inside & (self.lane % 4 == 0)
-            _store_at(work.queries.head(_of_part(target, work.part), h), q, value, mine)
+            q, h, inside = self.row_place(r)
+            mine = inside & (self.me.lane % 4 == 0)
+            _store_at(self.work.queries.head(target, h), q, value, mine)
 
-    def row_place(self, work, r: int):
+    def row_place(self, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
-        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
-        inside = q < work.queries.length
+        q, h = self.first_q + self.me.shape.row_offsets[r], self.head + self.me.shape.head_offsets[r]
+        inside = q < self.work.queries.length
         if self.tiling.heads < self.tiling.slots:
-            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.heads)
+            inside = inside & (self.slot + self.me.shape.head_offsets[r] < self.tiling.heads)
         return q, h, inside
 
-    def store_output(self, call, work):
+    def store_output(self, call):
         """Through shared memory; the copy leaves out what is no query."""
-        sO = self.block.sO[None, None, self.warpgroup]
+        sO = self.block.sO[None, None, self.me.warpgroup]
         rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
-        put(self.mma_pv, rounded, sO, self.thread)
-        send(self.outputs(call, work, sO), self.sync_warpgroup, self.is_first_warp)
+        put(self.products.pv, rounded, sO, self.me.thread)
+        send(self.outputs(call, sO), self.me.sync_warpgroup, self.me.is_first_warp)
 
-    def outputs(self, call, work, sO):
-        gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), self.tiling.dv))
-        yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.warpgroup
+    def outputs(self, call, sO):
+        work = self.work
+        gO = work.queries.tiles(call.tensors[3], work.h, (self.me.heads.box(ROWS), self.tiling.dv))
+        yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.me.warpgroup
 
-    def store_rows(self, call, work):
+    def store_rows(self, call):
         """From registers: few rows, or few parts."""
-        part = _of_part(call.tensors[3], work.part)
+        part = _of_part(call.tensors[3], self.work.part)
         for r in range(2):
-            q, h, inside = self.row_place(work, r)
-            _store_row(work.queries.head(part, h), q, self.output[r, None], self.lane % 4, self.plan.head_dim_v, inside)
+            q, h, inside = self.row_place(r)
+            row = self.work.queries.head(part, h)
+            _store_row(row, q, self.output[r, None], self.me.lane % 4, self.me.plan.head_dim_v, inside)
 
     def wait_store_read(self):
         """Before O's shared memory is written again: the last tile's store has read it."""
         if self.tiling.persistent:
-            self.drain_stores()
-            self.sync_warpgroup()
+            self.me.drain_stores()
+            self.me.sync_warpgroup()
 
 
 def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
