@@ -1,5 +1,7 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
+import abc
+
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
@@ -41,6 +43,7 @@ class Side(KeyWarpgroup):
     """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
 
     apart = 0  # both have all keys of the block
+    result: int  # of dK, dV
 
     def __init__(self, tiling: BackwardTiling, block: Block, thread, number: int):
         super().__init__(tiling, block, number, thread)
@@ -60,8 +63,9 @@ class Side(KeyWarpgroup):
         super().begin(work)
         self.total.fill(0.0)
 
-    def scale_sums(self, call):
-        """The factor that is left for the end."""
+    @abc.abstractmethod
+    def operands(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, int]:
+        """`stationary`, `moving`, what is multiplied with the scores into the sum, and its columns."""
 
     def left(self, values: cute.Tensor) -> cute.Tensor:
         """Scores as left operand of the sum."""
@@ -95,7 +99,7 @@ class Side(KeyWarpgroup):
 class ProbabilitySide(Side):
     """S, P and dV."""
 
-    result = 1  # of dK, dV
+    result = 1
 
     def operands(self):
         block = self.block
@@ -137,7 +141,7 @@ class ProbabilitySide(Side):
 class GradientSide(Side):
     """dP, dS and dK, and the sums of captured gradients, which come from dS."""
 
-    result = 0  # of dK, dV
+    result = 0
 
     def operands(self):
         block = self.block

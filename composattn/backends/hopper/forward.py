@@ -558,7 +558,10 @@ class QueryRows(Fixed):
 
 def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
     """What belongs to a part of kv: all of it where there is but one."""
-    return tensor if part is WHOLE else tensor[(part[0], *(None,) * (cute.rank(tensor) - 1))]
+    if part is WHOLE:
+        return tensor
+    place = (part[0], *(None,) * (cute.rank(tensor) - 1))
+    return tensor[place]
 
 
 @cute.jit

@@ -1,5 +1,6 @@
 """A tile of keys in the backward kernels: the shared memory of its block, and what all its consumers do alike."""
 
+import abc
 import dataclasses
 
 import cutlass
@@ -89,13 +90,14 @@ class Block(Fixed):
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
 
 
-class KeyWarpgroup(Warpgroup):
+class KeyWarpgroup(Warpgroup, abc.ABC):
     """What the consumers of both backward kernels share: where their scores lie, dQ's way out, how a tile ends.
 
     Scores are (query, key) above the seam, in the registers of a transposed product.
     """
 
     apart = ROWS  # keys between the first ones of neighbouring warpgroups
+    row: Int32  # of this thread's first score in a tile
 
     def __init__(self, tiling: BackwardTiling, block: Block, number, thread):
         super().__init__(block, number, thread)
@@ -141,6 +143,17 @@ class KeyWarpgroup(Warpgroup):
             self.write_keys(call)
         else:
             _whole_or_piece(self, call, self.work.piece.is_whole)
+
+    def scale_sums(self, call) -> None:
+        """The factor that is left for the end."""
+
+    @abc.abstractmethod
+    def write_keys(self, call) -> None:
+        """This warpgroup's sums to their tensors."""
+
+    @abc.abstractmethod
+    def leave_piece(self, call) -> None:
+        """This warpgroup's sums to those of a piece."""
 
 
 @cute.jit
