@@ -1,14 +1,19 @@
-"""Rings of shared-memory stages between a copying warp and computing warps, and turns between warpgroups.
+"""Rings of shared-memory stages between roles of a kernel: who fills a stage, who drains it.
 
-An edge has a "full" and an "empty" mbarrier a stage. Arrive counts follow from who takes part, so they are
-written once, here.
+An edge has a "full" and an "empty" mbarrier a stage. How many arrivals each waits for follows from the roles at the
+edge's ends, never from a number beside them. `cutlass.pipeline` has rings too; its counts are handed in.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from .values import Fixed, choose
 
@@ -22,10 +27,10 @@ class Slot:
         self.phase = phase
 
     @staticmethod
-    def first(stages: int) -> "Slot":
+    def first(stages: int) -> Slot:
         return Slot(stages, Int32(0), Int32(0))
 
-    def next(self) -> "Slot":
+    def next(self) -> Slot:
         if self.stages == 1:
             return Slot(1, self.index, self.phase ^ 1)
         if self.stages == 2:
@@ -41,96 +46,116 @@ class Slot:
         return Slot(self.stages, Int32(values[0]), Int32(values[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    """A ring filled by bulk tensor copies of `bytes` each and drained by `consumers` warps.
+class Role(Protocol):
+    """Who takes part at one end of an edge: how many arrivals end a phase of its barrier, and how each is made.
 
-    The producer is one warp, of which one thread issues; each consuming warp arrives once when it has read a stage.
+    An end of another kind (a matrix unit that commits, a block of the cluster) is one more class with these two.
     """
 
-    stages: int
+    @property
+    def arrivals(self) -> int: ...
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """One warp whose bulk copies bring `bytes` a stage: the barrier counts these beside the warp's own arrival.
+
+    With no bytes a stage holds no data, only that it is its turn.
+    """
+
     bytes: int
-    consumers: int
+    arrivals: ClassVar[int] = 1
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, self.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Warps:
+    """So many warps, each of which arrives once when it is done with a stage."""
+
+    count: int
+
+    @property
+    def arrivals(self) -> int:
+        return self.count
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        # predicated by lane, not elect: the lane number is at hand and no warp vote is needed
+        _arrive_if(barriers + stage, lane == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """A ring of stages that `producer` fills and `consumers` drain."""
+
+    stages: int
+    producer: Role
+    consumers: Role
 
     @property
     def barriers(self) -> int:
         return 2 * self.stages
 
-    def at(self, barriers: cute.Pointer) -> "BoundEdge":
-        return BoundEdge(self, barriers)
+    @staticmethod
+    def allocate(smem: SmemAllocator, edges: Sequence[Edge]) -> list[BoundEdge]:
+        """The edges with mbarriers in shared memory, next to each other."""
+        barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
+        bound = []
+        for edge in edges:
+            bound.append(BoundEdge(edge, barriers))
+            barriers = barriers + edge.barriers
+        return bound
 
 
 class BoundEdge(Fixed):
     """An edge with its mbarriers: full ones first, then empty ones."""
 
-    def __init__(self, edge: Edge, barriers: cute.Pointer):
+    def __init__(self, edge: Edge, barriers: cute.Pointer) -> None:
         self.edge = edge
         self.full = barriers
         self.empty = barriers + edge.stages
 
     def init(self) -> None:
-        """Called by one thread, before the barrier of the block."""
+        """Called by one thread; see `start_edges`."""
         for stage in range(self.edge.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
-            cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers)
+            cute.arch.mbarrier_init(self.full + stage, self.edge.producer.arrivals)
+            cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
 
-    def acquire(self, slot: Slot) -> cute.Pointer:
-        """Producer warp: wait until the stage is free; gives the mbarrier that the copies complete on."""
-        cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot.index, self.edge.bytes)
+    def acquire(self, slot: Slot, lane: Any = None) -> cute.Pointer:
+        """Producer warp: wait until the stage is free, and arrive; gives the mbarrier that copies complete on."""
+        self.wait_empty(slot)
+        self.edge.producer.arrive(self.full, slot.index, lane)
         return self.full + slot.index
 
     def wait_empty(self, slot: Slot) -> None:
-        """Producer: wait until the stage before `slot` in a ring of one has been read."""
+        """Producer: wait until what the stage held before has been read."""
         cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
 
     def wait(self, slot: Slot) -> None:
         """Consumer: wait until the stage holds its data."""
         cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)
 
-    def release(self, slot: Slot, lane) -> None:
-        """Consumer warp: the stage has been read."""
-        # predicated by lane, not elect: the lane number is at hand and no warp vote is needed
-        _arrive_if(self.empty + slot.index, lane == 0)
+    def release(self, slot: Slot, lane: Any) -> None:
+        """Consumer: the stage has been read."""
+        self.edge.consumers.arrive(self.empty, slot.index, lane)
+
+
+@cute.jit
+def start_edges(edges: cutlass.Constexpr, warp: Int32):
+    """All threads of the block: its edges are there from now on."""
+    if warp == 0:
+        with cute.arch.elect_one():
+            for edge in edges:
+                edge.init()
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
 
 @cute.jit
 def _arrive_if(barrier: cute.Pointer, condition: cutlass.Boolean):
     if condition:
         cute.arch.mbarrier_arrive(barrier)
-
-
-@dataclasses.dataclass(frozen=True)
-class Turns(Fixed):
-    """Consumer warpgroups take turns at the matrix unit, so one's softmax runs under another's products.
-
-    One named barrier a warpgroup, of two warpgroups' threads: its owner waits on it, the one before arrives.
-    """
-
-    warpgroups: int
-    first_barrier: int
-
-    def start(self, warpgroup) -> None:
-        """The last warpgroup lets the first one begin."""
-        if self.warpgroups > 1:
-            _arrive_named_if(warpgroup == self.warpgroups - 1, self.first_barrier, 256)
-
-    def take(self, warpgroup) -> None:
-        if self.warpgroups > 1:
-            cute.arch.barrier(barrier_id=self.first_barrier + warpgroup, number_of_threads=256)
-
-    def give(self, warpgroup) -> None:
-        if self.warpgroups > 1:
-            after = (
-                self.first_barrier + 1 - warpgroup
-                if self.warpgroups == 2
-                else self.first_barrier + choose(warpgroup == self.warpgroups - 1, Int32(0), warpgroup + 1)
-            )
-            cute.arch.barrier_arrive(barrier_id=after, number_of_threads=256)
-
-
-@cute.jit
-def _arrive_named_if(condition: cutlass.Boolean, barrier: cutlass.Constexpr, threads: cutlass.Constexpr):
-    if condition:
-        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)

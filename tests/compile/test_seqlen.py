@@ -16,9 +16,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from composattn.backends.hopper.forward import _partition, tile_layout
+from composattn.backends.hopper.wgmma import tile_layout
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
+from composattn.primitives.kv_source import partition
 from composattn.primitives.seqlen import PackedRows
 
 TILE = 32
@@ -56,8 +57,8 @@ class CopySequences:
         cute.arch.sync_warp()
         sequence = rows.sequence(b)
         source, target = (sequence.tiles(t, h, (TILE, self.columns)) for t in (tX, tY))
-        into, loaded = _partition(tma_x, shared, source)
-        outof, stored = _partition(tma_y, shared, target)
+        into, loaded = partition(tma_x, shared, source)
+        outof, stored = partition(tma_y, shared, target)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE * self.columns * 2)
         cute.copy(tma_x, loaded[None, tile], into, tma_bar_ptr=barrier)

@@ -4,42 +4,43 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.memory import SmemAllocator
 
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import query_tiles_of
+from ...primitives.kv_source import partition
 from ...primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
-from ...primitives.pieces import Piece, Pieces
-from ...primitives.pipelines import Edge, Slot
+from ...primitives.pieces import Pieces
+from ...primitives.pipelines import Slot, start_edges
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
-from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.seqlen import Rows, Sequence, rows_of
-from ...primitives.tile_queue import TileQueue
+from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
-from ...primitives.values import Fixed, aligned, narrow
+from ...primitives.values import Fixed, narrow
 from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
-from .forward import (
+from .dq import DqPart, dq_columns
+from .forward import _fake_capture, fake_sequences
+from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
+from .turns import DqSemaphore
+from .wgmma import (
+    MN,
+    ROWS,
     WARPGROUP,
-    _fake_capture,
-    _issue,
-    _partition,
-    _permuted,
-    fake_sequences,
-    row_column_view,
+    issue,
+    narrowed,
+    permuted,
+    product,
+    put,
+    send,
+    store_matrix,
+    store_part,
     tile_layout,
 )
-from .turns import Turns
-
-ROWS = 64  # keys of one warpgroup's products
-CONSUMERS_BARRIER = 1
 
 
 class HopperBackward:
@@ -112,7 +113,7 @@ class HopperBackward:
             cpasync.make_tiled_tma_atom(load, mdO, cute.select(do_layout, first), (tiling.tile_m, tiling.dv)),
             cpasync.make_tiled_tma_atom(load, mK, k_layout, (tiling.tile_n, tiling.d)),
             cpasync.make_tiled_tma_atom(load, mV, v_layout, (tiling.tile_n, tiling.dv)),
-            cpasync.make_tiled_tma_atom(load, _permuted(statistics, (3, 2, 1, 0)), row_layout, (tiling.tile_m,)),
+            cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
         dk_layout, dv_layout = k_layout, v_layout
         rows = tiling.tile_n
@@ -193,12 +194,7 @@ class HopperBackward:
             for tma in tmas:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype, self.plan.deterministic, counter)
-        if warp == 0:
-            with cute.arch.elect_one():
-                for edge in block.edges:
-                    edge.init()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start_edges(block.edges, warp)
         if const_expr(order.table is None or tiling.persistent):
             self.share_roles(call, block, warp)
         else:
@@ -214,7 +210,7 @@ class HopperBackward:
                 self.produce(call, block)
             if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
                 if warp == 1:
-                    Turns(self).take(call, block)
+                    DqSemaphore(self).take(call, block)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
@@ -282,8 +278,8 @@ class HopperBackward:
         tQ, tdO, tK, tV, tRows = call.tensors[:5]
         gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
         gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
-        tKsK, tKgK = _partition(tma_k, block.sK, gK)
-        tVsV, tVgV = _partition(tma_v, block.sV, gV)
+        tKsK, tKgK = partition(tma_k, block.sK, gK)
+        tVsV, tVgV = partition(tma_v, block.sV, gV)
         bar = block.kv_edge.acquire(kv_slot)
         cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
         cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
@@ -296,10 +292,10 @@ class HopperBackward:
             gLse, gDelta = [
                 cute.local_tile(tRows[None, head, work.padded.b, kind], (tiling.tile_m,), (None,)) for kind in range(2)
             ]
-            tQsQ, tQgQ = _partition(tma_q, block.sQ, gQ)
-            tdOsdO, tdOgdO = _partition(tma_do, block.sdO, gdO)
-            tLsLse, tLgLse = _partition(tma_rows, block.sLse, gLse, modes=1)
-            tDsDelta, tDgDelta = _partition(tma_rows, block.sDelta, gDelta, modes=1)
+            tQsQ, tQgQ = partition(tma_q, block.sQ, gQ)
+            tdOsdO, tdOgdO = partition(tma_do, block.sdO, gdO)
+            tLsLse, tLgLse = partition(tma_rows, block.sLse, gLse, modes=1)
+            tDsDelta, tDgDelta = partition(tma_rows, block.sDelta, gDelta, modes=1)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
@@ -383,221 +379,38 @@ class Call(Fixed):
     group: Int32
 
 
-@dataclasses.dataclass
-class KeyTile(Fixed):
-    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`."""
-
-    n: Int32
-    count: Int32
-    b: Int32
-    kv_head: Int32
-    queries: Sequence
-    keys: Sequence
-    padded: PaddedTiles
-    piece: Piece | None
-
-
-class Block(Fixed):
-    """Shared memory of one block, and the edges between the roles."""
-
-    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
-        self.dtype = dtype
-        q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout = layouts
-        wide = dtype.width // 8
-        warps = tiling.warpgroups * 4
-        statistic = 4 * tiling.tile_m
-        edges = (
-            Edge(1, tiling.tile_n * (tiling.d + tiling.dv) * wide, warps),
-            Edge(tiling.q_stages, tiling.tile_m * tiling.d * wide + statistic, warps),
-            Edge(tiling.do_stages, tiling.tile_m * tiling.dv * wide + statistic, warps),
-            # full: this block may add to dQ; empty: it has
-            *((Edge(1, 0, warps),) if deterministic else ()),
-            # numbers of the tiles that follow, for all warps but the copying one
-            *((Edge(2, 0, warps + deterministic),) if tiling.persistent else ()),
-        )
-        smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
-        bound = []
-        for edge in edges:
-            bound.append(edge.at(barriers))
-            barriers = barriers + edge.barriers
-        self.edges = tuple(bound)
-        self.kv_edge, self.q_edge, self.do_edge = bound[:3]
-        self.turn_edge = bound[3] if deterministic else None
-        self.queue = None
-        if tiling.persistent:
-            self.queue = TileQueue(bound[-1], smem.allocate_array(Int32, edges[-1].stages), counter)
-
-        def row_statistics(stages):
-            layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
-            return smem.allocate_tensor(Float32, layout, 128)
-
-        self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
-
-        def tiles(layout):
-            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        self.sK, self.sV = tiles(k_layout), tiles(v_layout)
-        self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
-        self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
-        # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
-        self.sdK = self.sdV = None
-        if tiling.persistent:
-            self.sdK, self.sdV = tiles(dk_layout), tiles(dv_layout)
-        self.sLines = None
-        if tiling.distances:
-            self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
-        # between warpgroups that share all keys: weights of dP - D in dS, in the order of registers
-        self.sW = None
-        if tiling.shared_keys:
-            self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
-
-
-def dq_columns(tiling: BackwardTiling) -> int:
-    """How many columns of dQ a warpgroup computes, so of K it reads as a right operand: whole swizzles of them."""
-    return tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
-
-
-def dq_product(tiling: BackwardTiling, dtype):
-    """The product dQ = dS K of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
-    k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-    if tiling.dq_split == "transposed":
-        part = (tiling.d // tiling.warpgroups, tiling.tile_m)
-        majors = (mn_major, k_major)
-    else:
-        columns = tiling.dq_split == "columns"
-        rows, width = (1, tiling.warpgroups) if columns else (tiling.warpgroups, 1)
-        part = (tiling.tile_m // rows, tiling.d // width)
-        majors = (k_major, mn_major)
-    return hopper.make_trivial_tiled_mma(dtype, dtype, *majors, Float32, (1, 1, 1), (ROWS, part[1])), part
-
-
-def bind_dq(tiling: BackwardTiling, block: Block, warpgroup_index) -> tuple:
-    """A warpgroup's part of dQ = dS K: the product, the shape of its registers, its operands in shared memory."""
-    mma, part = dq_product(tiling, block.dtype)
-    dq = mma.get_slice(0)
-    sKt = _permuted(block.sK, (1, 0))  # (d, keys)
-    if tiling.dq_split == "transposed":
-        a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
-        b = block.sdS
-    elif tiling.dq_split == "columns":
-        a = block.sdS
-        b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))
-    else:
-        a = cute.local_tile(block.sdS, (part[0], tiling.tile_n), (warpgroup_index, 0, None))
-        b = sKt
-    operands = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
-    return mma, dq.partition_shape_C(part), *operands
-
-
-def add_to_sum(target: cute.Tensor, tQrdQ: cute.Tensor, warpgroup_index, thread) -> None:
-    """Registers added to fp32 memory: chunk j of thread t lies at 4 * (j * threads + t) of the warpgroup's part."""
-    count = cute.size(tQrdQ)
-    start = target.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
-    for j in range(count // 4):
-        cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[start + j * 4 * WARPGROUP, *(tQrdQ[4 * j + e] for e in range(4))],
-        )
-
-
-def store_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """As `add_to_sum`, to memory that nobody else writes."""
-    for j, place in enumerate(_fours(target, registers, warpgroup_index, thread)):
-        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
-
-
-def load_part(source: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """What `add_to_sum` and `store_part` have left."""
-    for j, place in enumerate(_fours(source, registers, warpgroup_index, thread)):
-        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
-
-
-def _fours(memory: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> list[cute.Tensor]:
-    """Where a thread's registers lie in fp32 memory, 16 bytes each; see `add_to_sum`."""
-    count = cute.size(registers)
-    start = memory.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
-    return [cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)) for j in range(count // 4)]
-
-
-def _dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part) -> cute.Tensor:
-    """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
-    if tiling.dq_split == "transposed":
-        return cute.local_tile(_permuted(whole, (1, 0)), part, (warpgroup_index, 0))
-    place = (0, warpgroup_index) if tiling.dq_split == "columns" else (warpgroup_index, 0)
-    return cute.local_tile(whole, part, place)
-
-
-class Consumer(Fixed):
+class Consumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
     def __init__(self, tiling: BackwardTiling, block: Block, thread):
-        self.tiling, self.block = tiling, block
-        self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        self.thread = thread % WARPGROUP
-        self.lane = cute.arch.lane_idx()
+        super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-
-        def product(b_major, columns, **options):
-            return hopper.make_trivial_tiled_mma(
-                dtype, dtype, k_major, b_major, Float32, (1, 1, 1), (ROWS, columns), **options
-            )
-
-        registers = warpgroup.OperandSource.RMEM
-        self.mma_s = product(k_major, tiling.tile_m)
-        self.mma_dv = product(mn_major, tiling.dv, a_source=registers)
-        self.mma_dk = product(mn_major, tiling.d, a_source=registers)
+        self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
+        self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.warpgroup, 0)
         sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
         self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
         self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(block.sQ)), s.make_fragment_B(s.partition_B(block.sdO))
-        self.tVrdO = dv.make_fragment_B(dv.partition_B(_permuted(block.sdO, (1, 0, 2))))
-        self.tKrQ = dk.make_fragment_B(dk.partition_B(_permuted(block.sQ, (1, 0, 2))))
-        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
+        self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(block.sdO, 1, 0, 2)))
+        self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(block.sQ, 1, 0, 2)))
         self.tVrdV = cute.make_rmem_tensor(dv.partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(dk.partition_shape_C((ROWS, tiling.d)), Float32)
         self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
-        self._bind_dq(dtype)
+        self.dq = DqPart(tiling, block, self.warpgroup)
+        self.store_ds = store_matrix(self.mma_s, dtype, self.thread, transposed=True)
+        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
+        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None)))
         self.diagonals = None
         if tiling.distances:
             self.diagonals = Diagonals(block.sLines, tiling.distances, thread // 32, 4 * tiling.warpgroups)
-        # rows of the seam are queries (columns of this transposed product), columns are keys
-        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
         self.row = (self.lane % 4) * 2
 
     def begin(self, work: KeyTile) -> None:
-        """Another tile of keys."""
-        self.work = work
-        first = work.n * self.tiling.tile_n + self.warpgroup * ROWS
-        self.first_kv = first + (self.thread // 32) * 16 + self.lane // 4
+        super().begin(work)
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
-
-    def _bind_dq(self, dtype):
-        tiling, block = self.tiling, self.block
-        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, self.warpgroup)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), dtype)
-        self.store_ds = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
-        sdSt = _permuted(block.sdS, (1, 0, 2))  # (keys, queries, stage)
-        sdSt = cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None))
-        self.tSsdS = self.store_ds.partition_D(sdSt)
-
-    def begin_head(self, mods: BackwardMods, head, leaves):
-        self.head, self.leaves = head, leaves
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.one_pass = mods.one_pass
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
-    def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":
-        """This thread's rows of a statistic."""
-        return RowStatistic(shared[None, stage].iterator + self.row)
 
     def step(self, call, m, tested, q_slot, do_slot, ds_slot, turn_slot):
         """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
@@ -605,19 +418,19 @@ class Consumer(Fixed):
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         # (row, column) is (query, key) above the seam
-        scores, gradients = [_queries_first(t) for t in (tSrS, tSrdP)]
+        scores, gradients = [queries_first(t) for t in (tSrS, tSrdP)]
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        _issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
+        issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
         block.do_edge.wait(do_slot)
-        _issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
+        issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
-        p_early = self.tiling.p_early and not self.one_pass
+        p_early = self.tiling.p_early and not self.mods.backward.one_pass
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
@@ -628,7 +441,7 @@ class Consumer(Fixed):
             warpgroup.wait_group(0)
             self.mods.both(at, lse, gradients, delta, tested)
             narrow(tVrP, tSrS)
-            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+            issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
@@ -636,46 +449,23 @@ class Consumer(Fixed):
         copy = self.store_ds
         cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
         if const_expr(p_early):
-            _issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
+            issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()
         # with two buffers, whoever passes here has read the buffer that will be written next
         self.sync_consumers()
-        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-        _issue(self.mma_dq, tQrdQ, *self._dq_operands(stage), False)
-        _issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+        tQrdQ = self.dq.issue(stage)
+        issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
         add_sums()
         warpgroup.wait_group(1)
         block.do_edge.release(do_slot, self.lane)
-        if const_expr(block.turn_edge is not None):
-            block.turn_edge.wait(turn_slot)
-        padded = self.work.padded
-        add_to_sum(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
-        if const_expr(block.turn_edge is not None):
-            cute.arch.sync_warp()
-            block.turn_edge.release(turn_slot, self.lane)
+        self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
-    def _dq_operands(self, stage):
-        a, b = self.tQra, self.tQrb
-        if self.tiling.dq_split == "transposed":
-            return a, b[None, None, None, stage]
-        return a[None, None, None, stage], b
-
-    def sync_consumers(self):
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.tiling.warpgroups * WARPGROUP)
-
-    def finish(self, call):
-        """dK and dV to memory: rounded, through shared memory, or as the sums of a piece.
-
-        Rows beyond the end are left out by the copy.
-        """
+    def scale_sums(self, call):
+        """The factor of dK that is left for the end."""
         for i in range(cute.size(self.tKrdK)):
             self.tKrdK[i] = self.tKrdK[i] * call.scale
-        if const_expr(call.pieces is None):
-            self.write_keys(call)
-        else:
-            whole_or_piece(self, call, self.work.piece.is_whole)
 
     def write_keys(self, call):
         if self.tiling.persistent:
@@ -690,97 +480,34 @@ class Consumer(Fixed):
 
     def send_keys(self, call):
         """Through shared memory of their own, each warpgroup its keys, while the next tile's K and V arrive."""
-        tiling, block, work = self.tiling, self.block, self.work
-        is_first = self.thread // 32 == 0
-        wait_if(is_first)  # the last tile's copies have read it
+        block = self.block
+        self.drain_stores()  # the last tile's copies have read it
         self.sync_warpgroup()
         shared = [t[None, None, self.warpgroup] for t in (block.sdK, block.sdV)]
-        self.to_shared(self.mma_dk, self.tKrdK, shared[0])
-        self.to_shared(self.mma_dv, self.tVrdV, shared[1])
-        cute.arch.fence_view_async_shared()
-        self.sync_warpgroup()
-        for number, columns in enumerate((tiling.d, tiling.dv)):
-            tma, tensor = call.tmas[5 + number], call.tensors[5 + number]
-            tiles = work.keys.tiles(tensor, work.kv_head, (ROWS, columns))
-            source, target = _partition(tma, shared[number], tiles)
-            store_if(is_first, tma, source, target[None, work.n * tiling.warpgroups + self.warpgroup])
-
-    def to_shared(self, mma, registers: cute.Tensor, shared: cute.Tensor) -> None:
-        """A sum, rounded, into this warpgroup's rows."""
-        rounded = cute.make_rmem_tensor_like(registers, self.block.dtype)
-        narrow(rounded, registers)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(self.thread)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
-
-    def sync_warpgroup(self):
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
-
-    def drain_stores(self):
-        """Shared memory stays until copies have read it."""
-        wait_if(self.thread // 32 == 0)
+        self.put_keys(shared)
+        number = self.work.n * self.tiling.warpgroups + self.warpgroup
+        send(self.outputs(call, shared, ROWS, number), self.sync_warpgroup, self.is_first_warp)
 
     def round_keys(self, call):
+        """Through the shared memory of K and V, which all warpgroups have read."""
         block, tiling = self.block, self.tiling
-        self.sync_consumers()  # K has been read by all products
-        mine = (self.warpgroup, 0)
-        for mma, registers, shared, columns in (
-            (self.mma_dk, self.tKrdK, block.sK, tiling.d),
-            (self.mma_dv, self.tVrdV, block.sV, tiling.dv),
-        ):
-            self.to_shared(mma, registers, cute.local_tile(shared, (ROWS, columns), mine))
-        cute.arch.fence_view_async_shared()
         self.sync_consumers()
+        shared = (block.sK, tiling.d), (block.sV, tiling.dv)
+        self.put_keys([cute.local_tile(t, (ROWS, columns), (self.warpgroup, 0)) for t, columns in shared])
+        outputs = self.outputs(call, (block.sK, block.sV), tiling.tile_n, self.work.n)
+        send(outputs, self.sync_consumers, lambda: (self.warpgroup == 0) & self.is_first_warp())
+
+    def put_keys(self, shared):
+        """dK and dV, rounded, into this warpgroup's rows."""
+        products = (self.mma_dk, self.tKrdK), (self.mma_dv, self.tVrdV)
+        for (mma, sums), target in zip(products, shared, strict=True):
+            put(mma, narrowed(sums, self.block.dtype), target, self.thread)
+
+    def outputs(self, call, shared, rows: int, number):
         work = self.work
-        is_first = (self.warpgroup == 0) & (self.thread // 32 == 0)
-        for tma, tensor, shared, columns in (
-            (call.tmas[5], call.tensors[5], block.sK, tiling.d),
-            (call.tmas[6], call.tensors[6], block.sV, tiling.dv),
-        ):
-            source, target = _partition(tma, shared, work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns)))
-            store_if(is_first, tma, source, target[None, work.n])
-
-
-class RowStatistic(Fixed):
-    """A number a query row, two rows an access of shared memory when first asked for: registers are scarce."""
-
-    def __init__(self, start: cute.Pointer):
-        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)
-        self.pairs: dict = {}
-
-    def __getitem__(self, r: int) -> Float32:
-        pair = r // 2
-        if pair not in self.pairs:
-            values = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.make_tensor(self.start + 8 * pair, cute.make_layout(2)), values)
-            self.pairs[pair] = values
-        return self.pairs[pair][r % 2]
-
-
-def _queries_first(accumulator: cute.Tensor) -> cute.Tensor:
-    """The registers of a transposed score product as (query, key)."""
-    return _permuted(row_column_view(accumulator), (1, 0))
-
-
-@cute.jit
-def whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Boolean):
-    if is_whole:
-        me.write_keys(call)
-    else:
-        me.leave_piece(call)
-
-
-@cute.jit
-def store_if(condition: Boolean, tma, source, target):
-    if condition:
-        cute.copy(tma, source, target)
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def wait_if(condition: Boolean):
-    if condition:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
+            tiles = work.keys.tiles(call.tensors[5 + i], work.kv_head, (rows, columns))
+            yield call.tmas[5 + i], shared[i], tiles, number
 
 
 def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):

@@ -8,10 +8,11 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
-from ...primitives.values import narrow
 from ..fused.plan_backward import BackwardPlan
-from .backward import _dq_part, dq_columns, dq_product, fake_rows, fake_tensor, fake_work, load_part, store_if, wait_if
-from .forward import WARPGROUP, _partition, fake_sequences, tile_layout
+from .backward import fake_rows, fake_tensor, fake_work
+from .dq import dq_columns, dq_part, dq_product
+from .forward import fake_sequences
+from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_read
 
 
 class BackwardFinish:
@@ -70,18 +71,18 @@ class BackwardFinish:
         load_part(dq_sum[padded.b, head, padded.first + tile, None], registers, warpgroup, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
-        rounded = cute.make_rmem_tensor_like(registers, dtype)
-        narrow(rounded, registers)
-        transposed = tiling.dq_split == "transposed"
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
-        copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(_dq_part(tiling, shared, warpgroup, part)))
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        source, target = _partition(tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)))
-        is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-        store_if(is_first, tma, source, target[None, tile])
-        wait_if(is_first)
+        part = dq_part(tiling, shared, warpgroup, part)
+        put(mma, narrowed(registers, dtype), part, thread, transposed=tiling.dq_split == "transposed")
+
+        def output():
+            yield tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
+
+        send(output(), cute.arch.sync_threads, is_first_warp)
+        wait_read(is_first_warp())
+
+
+def is_first_warp():
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 
 def kernel(plan: BackwardPlan) -> tuple:

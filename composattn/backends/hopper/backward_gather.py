@@ -2,17 +2,15 @@
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from ...primitives.seqlen import DenseRows
-from ...primitives.values import narrow
 from ..fused.plan_backward import BackwardPlan
-from .backward import ROWS, fake_pieces, fake_rows, load_part, pieces_of, store_if, wait_if
-from .forward import WARPGROUP, _partition, tile_layout
+from .backward import fake_pieces, fake_rows, pieces_of
+from .wgmma import MN, ROWS, WARPGROUP, load_part, narrowed, product, put, send, tile_layout, wait_read
 
 
 class BackwardGather:
@@ -65,10 +63,7 @@ class BackwardGather:
     def gather(self, tma, tensor, sums, places, count, columns: cutlass.Constexpr):
         tile, rows, _ = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, columns)
-        )
+        mma = product(self.dtype, columns, right=MN)
         total = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((ROWS, columns)), Float32)
         load_part(sums[tile * count, None], total, rows, thread)
         for piece in cutlass.range(1, count, unroll=1):
@@ -77,19 +72,19 @@ class BackwardGather:
             _add(total, more)
         layout = tile_layout(self.dtype, ROWS, columns)
         shared = SmemAllocator().allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-        rounded = cute.make_rmem_tensor_like(total, self.dtype)
-        narrow(rounded, total)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
-        tiles = cute.local_tile(tensor[None, None, head, b], (ROWS, columns), (None, 0))
-        source, target = _partition(tma, shared, tiles)
-        is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
-        store_if(is_first, tma, source, target[None, n * (self.tiling.tile_n // ROWS) + rows])
-        wait_if(is_first)
+        put(mma, narrowed(total, self.dtype), shared, thread)
+
+        def output():
+            b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
+            tiles = cute.local_tile(tensor[None, None, head, b], (ROWS, columns), (None, 0))
+            yield tma, shared, tiles, n * (self.tiling.tile_n // ROWS) + rows
+
+        send(output(), cute.arch.sync_threads, is_first_warp)
+        wait_read(is_first_warp())
+
+
+def is_first_warp():
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 
 def _add(total: cute.Tensor, more: cute.Tensor) -> None:

@@ -11,7 +11,8 @@ from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
 from ..fused.plan_backward import COUNTER, BackwardPlan
 from .backward import fake_rows, fake_tensor, fake_work, fake_workspace
-from .forward import _permuted, fake_sequences
+from .forward import fake_sequences
+from .wgmma import permuted
 
 THREADS = 256
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
@@ -47,7 +48,7 @@ class BackwardPrepare:
     ):
         queries, _ = rows_of(self.plan.layout, out, out, sequences)
         if const_expr(work is not None):
-            out, dout = [_permuted(t, (1, 0, 2)) for t in (out, dout)]
+            out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(workspace, COUNTER, dq_sum, self.tiling.tile_m)
         self.kernel(out, dout, lse, dlse, statistics, dq_sum, counter_of(workspace), queries, work).launch(
             grid=query_grid(dq_sum, work), block=(THREADS, 1, 1), stream=stream

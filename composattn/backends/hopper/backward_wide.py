@@ -1,34 +1,18 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
+import abc
+
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.diagonals import Diagonals
-from ...primitives.emit_backward import BackwardMods
-from ...primitives.score_tile import FragmentShape, ScoreTile
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import narrow
 from ..fused.plan_backward import BackwardPlan, BackwardTiling
-from .backward import (
-    CONSUMERS_BARRIER,
-    ROWS,
-    Block,
-    HopperBackward,
-    KeyTile,
-    RowStatistic,
-    _queries_first,
-    add_to_sum,
-    bind_dq,
-    fake_arguments,
-    store_if,
-    store_part,
-    wait_if,
-    whole_or_piece,
-)
-from .forward import WARPGROUP, _issue, _partition, _permuted
-
-WEIGHTS_BARRIER = 2
+from .backward import HopperBackward, fake_arguments
+from .dq import DqPart
+from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
+from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, permuted, product, put, send, store_matrix, store_part
 
 
 class HopperBackwardWide(HopperBackward):
@@ -55,56 +39,33 @@ class HopperBackwardWide(HopperBackward):
             self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
 
 
-class Side(Fixed):
+class Side(KeyWarpgroup):
     """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
 
+    apart = 0  # both have all keys of the block
+    result: int  # of dK, dV
+
     def __init__(self, tiling: BackwardTiling, block: Block, thread, number: int):
-        self.tiling, self.block = tiling, block
-        self.warpgroup, self.thread = number, thread
-        self.lane = cute.arch.lane_idx()
+        super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        dtype = block.dtype
-        self.mma_s = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_m)
-        )
-        self.mma_sum = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))
-        self.tTrb = total.make_fragment_B(total.partition_B(_permuted(partner, (1, 0, 2))))
-        self.scores_shape = s.partition_shape_C((ROWS, tiling.tile_m))
+        self.tTrb = total.make_fragment_B(total.partition_B(permuted(partner, 1, 0, 2)))
         self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
         self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
-        self.mma_dq, self.dq_shape, self.tQra, self.tQrb = bind_dq(tiling, block, number)
-        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
-        self.row = (self.lane % 4) * 2
+        self.dq = DqPart(tiling, block, number)
         self.diagonals = Diagonals(block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
-
-    def scale_sum(self, call):
-        """The factor that is left for the end."""
+        self.row = (self.lane % 4) * 2
 
     def begin(self, work: KeyTile) -> None:
-        """A tile of keys."""
-        self.work = work
-        self.first_kv = work.n * self.tiling.tile_n + (self.thread // 32) * 16 + self.lane // 4
+        super().begin(work)
         self.total.fill(0.0)
 
-    def begin_head(self, mods: BackwardMods, head, leaves):
-        self.head = head
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.has_slope = mods.slope is not None
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
-    def statistics(self, shared: cute.Tensor, stage) -> RowStatistic:
-        return RowStatistic(shared[None, stage].iterator + self.row)
+    @abc.abstractmethod
+    def operands(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, int]:
+        """`stationary`, `moving`, what is multiplied with the scores into the sum, and its columns."""
 
     def left(self, values: cute.Tensor) -> cute.Tensor:
         """Scores as left operand of the sum."""
@@ -118,62 +79,27 @@ class Side(Fixed):
         count = self.tiling.tile_m * ROWS // (4 * WARPGROUP)
         return [cute.make_tensor((start + j * 4 * WARPGROUP).align(16), cute.make_layout(4)) for j in range(count)]
 
-    def issue_dq(self, stage) -> cute.Tensor:
-        tQrdQ = cute.make_rmem_tensor(self.dq_shape, Float32)
-        _issue(self.mma_dq, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
-        return tQrdQ
-
-    def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot):
-        edge = self.block.turn_edge
-        if const_expr(edge is not None):
-            edge.wait(turn_slot)
-        padded = self.work.padded
-        add_to_sum(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
-        if const_expr(edge is not None):
-            cute.arch.sync_warp()
-            edge.release(turn_slot, self.lane)
-
-    def sync_consumers(self):
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=2 * WARPGROUP)
-
-    def finish(self, call):
-        """The sum through the shared memory of the stationary operand to its tensor, or to a piece's sums."""
-        self.scale_sum(call)
-        if const_expr(call.pieces is None):
-            self.write_keys(call)
-        else:
-            whole_or_piece(self, call, self.work.piece.is_whole)
-
     def leave_piece(self, call):
         store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, 0, self.thread)
         call.pieces.note(self.work, (self.result == 0) & (self.thread == 0))
 
     def write_keys(self, call):
-        block, tiling, work = self.block, self.tiling, self.work
+        block, tiling = self.block, self.tiling
         shared, columns = ((block.sK, tiling.d), (block.sV, tiling.dv))[self.result]
         self.sync_consumers()  # K has been read by all products
-        rounded = cute.make_rmem_tensor_like(self.total, block.dtype)
-        narrow(rounded, self.total)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_sum).get_slice(self.thread)
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER + 1 + self.warpgroup, number_of_threads=WARPGROUP)
-        tma, tensor = call.tmas[5 + self.result], call.tensors[5 + self.result]
-        tiles = work.keys.tiles(tensor, work.kv_head, (tiling.tile_n, columns))
-        source, target = _partition(tma, shared, tiles)
-        is_first = self.thread // 32 == 0
-        store_if(is_first, tma, source, target[None, work.n])
+        put(self.mma_sum, narrowed(self.total, block.dtype), shared, self.thread)
+        send(self.outputs(call, shared, columns), self.sync_warpgroup, self.is_first_warp)
 
-    def drain_stores(self):
-        """Shared memory stays until copies have read it."""
-        wait_if(self.thread // 32 == 0)
+    def outputs(self, call, shared, columns: int):
+        work = self.work
+        tiles = work.keys.tiles(call.tensors[5 + self.result], work.kv_head, (self.tiling.tile_n, columns))
+        yield call.tmas[5 + self.result], shared, tiles, work.n
 
 
 class ProbabilitySide(Side):
     """S, P and dV."""
 
-    result = 1  # of dK, dV
+    result = 1
 
     def operands(self):
         block = self.block
@@ -182,30 +108,30 @@ class ProbabilitySide(Side):
     def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        scores = _queries_first(tSrS)
+        scores = queries_first(tSrS)
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        _issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
+        issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         warpgroup.wait_group(0)
         weights = tSrS
-        if const_expr(self.has_slope):
+        if const_expr(self.mods.backward.slope is not None):
             # dS for dP - D = 1
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
             weights.fill(1.0)
-            self.mods.both(at, lse, _queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
+            self.mods.both(at, lse, queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
         else:
             self.mods.probabilities(at, lse, tested)
         block.q_edge.release(q_slot, self.lane)
         for j, place in enumerate(self.weights()):
             cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        block.of_weights.arrive()
         tTrP = self.left(tSrS)
         block.do_edge.wait(do_slot)
-        _issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
+        issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
         self.sync_consumers()
-        tQrdQ = self.issue_dq(ds_slot.index)
+        tQrdQ = self.dq.issue(ds_slot.index)
         warpgroup.wait_group(1)
         block.do_edge.release(do_slot, self.lane)
         warpgroup.wait_group(0)
@@ -215,7 +141,7 @@ class ProbabilitySide(Side):
 class GradientSide(Side):
     """dP, dS and dK, and the sums of captured gradients, which come from dS."""
 
-    result = 0  # of dK, dV
+    result = 0
 
     def operands(self):
         block = self.block
@@ -225,15 +151,15 @@ class GradientSide(Side):
         block, stage = self.block, ds_slot.index
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         block.do_edge.wait(do_slot)
-        _issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
+        issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
         delta = self.statistics(block.sDelta, do_slot.index)
         warpgroup.wait_group(0)
-        gradients = _queries_first(tSrdP)
+        gradients = queries_first(tSrdP)
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]
         block.do_edge.release(do_slot, self.lane)
-        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=2 * WARPGROUP)
+        block.of_weights.meet()
         for j, place in enumerate(self.weights()):
             four = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(place, four)
@@ -246,20 +172,19 @@ class GradientSide(Side):
         cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         self.sync_consumers()
-        tQrdQ = self.issue_dq(stage)
+        tQrdQ = self.dq.issue(stage)
         block.q_edge.wait(q_slot)
-        _issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
+        issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
         warpgroup.wait_group(1)
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
     def dS_store(self):
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), self.block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_s).get_slice(self.thread)
-        return copy, copy.partition_D(_permuted(self.block.sdS, (1, 0, 2)))  # (keys, queries, stage)
+        copy = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
+        return copy, copy.partition_D(permuted(self.block.sdS, 1, 0, 2))  # (keys, queries, stage)
 
-    def scale_sum(self, call):
+    def scale_sums(self, call):
         for i in range(cute.size(self.total)):
             self.total[i] = self.total[i] * call.scale
 

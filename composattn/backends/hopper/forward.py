@@ -4,52 +4,47 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
+from ...primitives.barriers import Barriers
 from ...primitives.emit import Leaves, Mods
 from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import kv_tiles_of
 from ...primitives.gqa_packing import HeadRows
-from ...primitives.kv_source import copied_rows, kv_source
-from ...primitives.kv_source import partition as _partition
+from ...primitives.kv_source import copied_rows, kv_source, partition
 from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.pipelines import Edge, Slot, Turns
+from ...primitives.pipelines import Copies, Edge, Slot, start_edges
 from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, choose, narrow
 from ..fused.plan import ForwardPlan
-
-ROWS = 64  # query rows of one warpgroup's product
-WARPGROUP = 128
-CONSUMERS_BARRIER = 8  # of all consumers; turns have 1 to 3, a warpgroup by itself 5 to 7
+from .ping_pong import PingPong
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    Warpgroup,
+    issue,
+    narrowed,
+    permuted,
+    product,
+    put,
+    row_column_view,
+    send,
+    tile_layout,
+    warps_of,
+)
 
 
 def fragment_shape(columns: int) -> FragmentShape:
     """One thread of a 64-row accumulator: rows r and r + 8, pairs of columns every 8, four lanes a row."""
     return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), 4, block=16)
-
-
-def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
-    """The registers of a 64-row accumulator ((2, 2, n/8), 1, 1) as (row, column)."""
-    pairs = cute.size(accumulator) // 4
-    layout = cute.make_layout((2, (2, pairs)), stride=(2, (1, 4)))
-    return cute.make_tensor(accumulator.iterator, layout)
-
-
-def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice_columns: int | None = None):
-    """Shared-memory layout of row-major tiles with the widest swizzle that the columns (or slices of them) take."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, slice_columns or columns)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    shape = (rows, columns) if stages is None else (rows, columns, stages)
-    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
 class HopperForward:
@@ -113,7 +108,7 @@ class HopperForward:
         if const_expr(self.plan.is_split):
             tO, splits = o, Int32(o.shape[0])
         elif const_expr(self.plan.stores_rows):
-            tO = _permuted(o, (1, 0, 2))
+            tO = permuted(o, 1, 0, 2)
         else:
             mO = self.heads.view(queries.for_copies(o))
             tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
@@ -163,12 +158,7 @@ class HopperForward:
             for tma in call.tmas[: 3 if self.plan.stores_rows else 4]:
                 cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                for edge in (block.q_edge, block.k_edge, block.v_edge):
-                    edge.init()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        start_edges(block.edges, warp)
         if warp < 4:
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
@@ -211,7 +201,7 @@ class HopperForward:
             keys.start(before, k_slot.index, bar)
             bar = block.q_edge.acquire(q_slot)
             for w in cutlass.range_constexpr(tiling.warpgroups):
-                tQsQ, tQgQ = _partition(tma_q, block.sQ[None, None, w], gQ)
+                tQsQ, tQgQ = partition(tma_q, block.sQ[None, None, w], gQ)
                 cute.copy(tma_q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
@@ -252,25 +242,25 @@ class HopperForward:
     @cute.jit
     def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
         tiles = self.kv_tiles(call, work)
-        me.begin(self.mods, work, call.leaves(work, self.tiling.queries))
+        rows = QueryRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            me.first_scores(tiles.first, k_slot)
+            rows.first_scores(tiles.first, k_slot)
             if const_expr(self.plan.layout.kv == "paged"):
                 me.clear_values(tiles.first, work.keys.length, v_slot)
             k_slot = k_slot.next()
             for run in tiles.runs:
                 for segment in run.segments():
-                    for test, count in me.tests(segment):
+                    for test, count in rows.tests(segment):
                         for i in cutlass.range(count, unroll=1):
-                            me.step(segment.tile(i), test, k_slot, v_slot)
+                            rows.step(segment.tile(i), test, k_slot, v_slot)
                             k_slot = k_slot.next()
                             v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
-            me.last_product(v_slot)
+            rows.last_product(v_slot)
             v_slot = v_slot.next()
-        me.finish(call, work)
+        rows.finish(call)
         return q_slot, k_slot, v_slot
 
 
@@ -336,19 +326,19 @@ class Block(Fixed):
         self.q_layout, self.k_layout, self.v_layout, self.o_layout = layouts
         self.dtype = dtype
         wide = dtype.width // 8
-        warps = tiling.warpgroups * 4
+        consumers = warps_of(tiling.warpgroups)
         edges = (
-            Edge(1, tiling.tile_m * tiling.d * wide, warps),
-            Edge(tiling.stages, tiling.tile_n * tiling.d * wide, warps),
-            Edge(tiling.stages, tiling.tile_n * tiling.dv * wide, warps),
+            Edge(1, Copies(tiling.tile_m * tiling.d * wide), consumers),
+            Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
+            Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
         )
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, sum(e.barriers for e in edges))
-        bound = []
-        for edge in edges:
-            bound.append(edge.at(barriers))
-            barriers = barriers + edge.barriers
-        self.q_edge, self.k_edge, self.v_edge = bound
+        self.edges = self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
+        barriers = Barriers()
+        # a fourth one nobody asks for: numbers are those of the kernels that were timed
+        self.turns = barriers.row(4, 2 * WARPGROUP)
+        self.of_warpgroup = barriers.row(3, WARPGROUP)
+        self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
         start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
@@ -365,108 +355,43 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
 
-class Consumer(Fixed):
-    """One warpgroup's registers and products: scores tSrS, probabilities tOrP, output tOrO."""
+class Products(Fixed):
+    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for."""
 
-    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
-        tiling = plan.tiling
-        self.plan, self.tiling, self.heads, self.shape, self.block = plan, tiling, heads, fragment, block
-        self.warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        self.thread = thread % WARPGROUP
-        self.lane = cute.arch.lane_idx()
-        self.turns = Turns(tiling.warpgroups if tiling.pingpong else 1, first_barrier=1)
-        dtype = block.dtype
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        self.mma_qk = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, tiling.tile_n)
-        )
-        self.mma_pv = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, tiling.dv),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+    def __init__(self, tiling, block, number):
+        self.qk = product(block.dtype, tiling.tile_n)
+        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
-        qk, pv = self.mma_qk.get_slice(0), self.mma_pv.get_slice(0)
-        sVt = _permuted(block.sV, (1, 0, 2))
-        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, self.warpgroup]))
+        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
+        sVt = permuted(block.sV, 1, 0, 2)
+        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, number]))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
+
+    def issue_scores(self, slot) -> cute.Tensor:
+        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        issue(self.qk, tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
+        return tSrS
+
+    def issue_output(self, tOrO, tOrP, slot) -> None:
+        issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+
+class Consumer(Warpgroup):
+    """One warpgroup, which stays for all work tiles of its block."""
+
+    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
+        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
+        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, heads, fragment
+        self.turns = PingPong(plan.tiling.warpgroups if plan.tiling.pingpong else 1, block.turns)
+        self.products = Products(plan.tiling, block, self.warpgroup)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
         self.row = (self.thread // 32) * 16 + self.lane // 4
         self.column = (self.lane % 4) * 2
-
-    def begin(self, mods, work, leaves):
-        tiling = self.tiling
-        self.work = work
-        self.first_q, self.slot = self.heads.place(work.m * tiling.tile_m + self.warpgroup * ROWS + self.row)
-        self.head = work.h * tiling.heads + self.slot
-        self.scores = None
-        self.mods = mods.at(self.tile(Int32(0)), leaves)
-        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
-        # product (its warning C7510)
-        self.tOrO = cute.make_rmem_tensor(self.output_shape, Float32)
-        self.tOrP = self.mma_pv.get_slice(0).make_fragment_A(self.probabilities_shape)
-        self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(2, self.scale_log2, lanes_per_row=4, keeps_highest=self.plan.return_max_scores)
-        self.rescale = cute.make_rmem_tensor(2, Float32)
-        self.softmax.reset()
-        self.rescale.fill(1.0)
-        self.tOrO.fill(0.0)
-
-    def tile(self, n) -> ScoreTile:
-        work = self.work
-        first_kv = n * self.tiling.tile_n + self.column
-        return ScoreTile(self.shape, self.scores, work.b, self.head, self.first_q, first_kv)
-
-    # products: issued, not waited for
-
-    def issue_scores(self, slot):
-        self.tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        self.scores = row_column_view(self.tSrS)
-        _issue(self.mma_qk, self.tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
-
-    def issue_output(self, slot):
-        _issue(self.mma_pv, self.tOrO, self.tOrP, self.tOrV[None, None, None, slot.index], True)
-
-    def tests(self, segment) -> list:
-        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
-        if not segment.tested:
-            return [(None, segment.count)]
-        holds = self.mods.limits_hold
-        if isinstance(holds, bool):
-            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
-        by_limits = choose(holds, segment.count, 0)
-        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
-
-    def probabilities(self, n, ahead, test, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
-        tile = self.tile(n)
-        self.mods.apply_score(tile, ahead)
-        if test is not None:
-            test(tile)
-        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
-
-    def store_probabilities(self):
-        """The accumulator's register order is that of the next product's left operand, pair for pair."""
-        narrow(self.tOrP, self.tSrS)
-
-    def rescale_output(self):
-        if self.tiling.slack:
-            rescale_rows_if_needed(self.output, self.rescale)
-        else:
-            rescale_rows(self.output, self.rescale)
-
-    def first_scores(self, n, k_slot):
-        ahead = self.mods.read_ahead(self.tile(n))
-        self.block.k_edge.wait(k_slot)
-        self.issue_scores(k_slot)
-        warpgroup.wait_group(0)
-        self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, ahead, self.mods.apply_either, first=True)
-        self.store_probabilities()
 
     @cute.jit
     def clear_values(self, n, kv_len, v_slot):
@@ -479,26 +404,84 @@ class Consumer(Fixed):
                 for column in cutlass.range_constexpr(2):
                     sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=groups * WARPGROUP)
+        self.sync_consumers()
+
+
+class QueryRows(Fixed):
+    """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
+
+    def __init__(self, me: Consumer, mods, work, leaves):
+        tiling, products = me.tiling, me.products
+        self.me, self.tiling, self.block, self.products, self.work = me, tiling, me.block, products, work
+        self.first_q, self.slot = me.heads.place(work.m * tiling.tile_m + me.warpgroup * ROWS + me.row)
+        self.head = work.h * tiling.heads + self.slot
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
+        # product (its warning C7510)
+        self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
+        self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
+        self.output = row_column_view(self.tOrO)
+        self.softmax = OnlineSoftmax(2, me.scale_log2, lanes_per_row=4, keeps_highest=me.plan.return_max_scores)
+        self.rescale = cute.make_rmem_tensor(2, Float32)
+        self.softmax.reset()
+        self.rescale.fill(1.0)
+        self.tOrO.fill(0.0)
+
+    def tile(self, scores, n) -> ScoreTile:
+        first_kv = n * self.tiling.tile_n + self.me.column
+        return ScoreTile(self.me.shape, scores, self.work.b, self.head, self.first_q, first_kv)
+
+    def tests(self, segment) -> list:
+        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
+        if not segment.tested:
+            return [(None, segment.count)]
+        holds = self.mods.limits_hold
+        if isinstance(holds, bool):
+            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
+        by_limits = choose(holds, segment.count, 0)
+        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+
+    def probabilities(self, tSrS, n, ahead, test, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
+        tile = self.tile(row_column_view(tSrS), n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
+
+    def rescale_output(self):
+        if self.tiling.slack:
+            rescale_rows_if_needed(self.output, self.rescale)
+        else:
+            rescale_rows(self.output, self.rescale)
+
+    def first_scores(self, n, k_slot):
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        self.block.k_edge.wait(k_slot)
+        tSrS = self.products.issue_scores(k_slot)
+        warpgroup.wait_group(0)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
     def step(self, n, test, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         early = self.tiling.rescale_early
-        ahead = self.mods.read_ahead(self.tile(n))
+        ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
-        self.turns.take(self.warpgroup)
-        self.issue_scores(k_slot)
+        self.me.turns.take(self.me.warpgroup)
+        tSrS = self.products.issue_scores(k_slot)
         if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
-        self.issue_output(v_slot)
-        self.turns.give(self.warpgroup)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
+        self.me.turns.give(self.me.warpgroup)
         warpgroup.wait_group(1)
-        self.block.k_edge.release(k_slot, self.lane)
-        self.probabilities(n, ahead, test, first=False)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, test, first=False)
         warpgroup.wait_group(0)
-        self.block.v_edge.release(v_slot, self.lane)
-        self.store_probabilities()
+        self.block.v_edge.release(v_slot, self.me.lane)
+        narrow(self.tOrP, tSrS)
         if not early:
             self.rescale_output()
 
@@ -506,97 +489,79 @@ class Consumer(Fixed):
         if self.tiling.rescale_early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
-        self.issue_output(v_slot)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         warpgroup.wait_group(0)
-        self.block.v_edge.release(v_slot, self.lane)
+        self.block.v_edge.release(v_slot, self.me.lane)
 
     # epilogue
 
-    def finish(self, call, work):
+    def finish(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
         rescale_rows(self.output, normalizer)
-        if self.plan.stores_rows:
-            self.store_rows(call, work)
+        if self.me.plan.stores_rows:
+            self.store_rows(call)
         else:
-            self.store_output(call, work)
+            self.store_output(call)
         if call.lse is not None:
-            self.store_statistic(call.lse, work, row_lse)
+            self.store_statistic(call.lse, row_lse)
         if call.max_scores is not None:
-            self.store_statistic(call.max_scores, work, self.softmax.highest_scores(row_lse))
+            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse))
 
-    def store_statistic(self, target, work, of_rows):
+    def store_statistic(self, target, of_rows):
         """A number a row, with what does not change along a row and was left out of the scores."""
+        target = _of_part(target, self.work.part)
         for r in range(2):
             shift = self.mods.row_shift[r]
             value = of_rows[r] if shift is None else of_rows[r] + shift
-            q, h, inside = self.row_place(work, r)
-            mine = inside & (self.lane % 4 == 0)
-            _store_at(work.queries.head(_of_part(target, work.part), h), q, value, mine)
+            q, h, inside = self.row_place(r)
+            mine = inside & (self.me.lane % 4 == 0)
+            _store_at(self.work.queries.head(target, h), q, value, mine)
 
-    def row_place(self, work, r: int):
+    def row_place(self, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
-        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
-        inside = q < work.queries.length
+        q, h = self.first_q + self.me.shape.row_offsets[r], self.head + self.me.shape.head_offsets[r]
+        inside = q < self.work.queries.length
         if self.tiling.heads < self.tiling.slots:
-            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.heads)
+            inside = inside & (self.slot + self.me.shape.head_offsets[r] < self.tiling.heads)
         return q, h, inside
 
-    def store_output(self, call, work):
+    def store_output(self, call):
         """Through shared memory; the copy leaves out what is no query."""
-        tiling, block = self.tiling, self.block
-        sO = block.sO[None, None, self.warpgroup]
-        rounded = cute.make_rmem_tensor_like(self.tOrO, block.dtype)
-        narrow(rounded, self.tOrO)
-        to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), block.dtype)
-        copy = cute.make_tiled_copy_C(to_shared, self.mma_pv).get_slice(self.thread)
+        sO = self.block.sO[None, None, self.me.warpgroup]
+        rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(sO))
-        cute.arch.fence_view_async_shared()
-        self.sync_warpgroup()
-        gO = work.queries.tiles(call.tensors[3], work.h, (self.heads.box(ROWS), tiling.dv))
-        tOsO, tOgO = _partition(call.tmas[3], sO, gO)
-        tile = work.m * tiling.warpgroups + self.warpgroup
-        _store_tile(call.tmas[3], tOsO, tOgO[None, tile], self.thread // 32)
+        put(self.products.pv, rounded, sO, self.me.thread)
+        send(self.outputs(call, sO), self.me.sync_warpgroup, self.me.is_first_warp)
 
-    def store_rows(self, call, work):
+    def outputs(self, call, sO):
+        work = self.work
+        gO = work.queries.tiles(call.tensors[3], work.h, (self.me.heads.box(ROWS), self.tiling.dv))
+        yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.me.warpgroup
+
+    def store_rows(self, call):
         """From registers: few rows, or few parts."""
-        part = _of_part(call.tensors[3], work.part)
+        part = _of_part(call.tensors[3], self.work.part)
         for r in range(2):
-            q, h, inside = self.row_place(work, r)
-            _store_row(work.queries.head(part, h), q, self.output[r, None], self.lane % 4, self.plan.head_dim_v, inside)
-
-    def sync_warpgroup(self):
-        cute.arch.barrier(barrier_id=self.warpgroup + 5, number_of_threads=WARPGROUP)
+            q, h, inside = self.row_place(r)
+            row = self.work.queries.head(part, h)
+            _store_row(row, q, self.output[r, None], self.me.lane % 4, self.me.plan.head_dim_v, inside)
 
     def wait_store_read(self):
         """Before O's shared memory is written again: the last tile's store has read it."""
         if self.tiling.persistent:
-            _wait_store(self.thread // 32)
-            self.sync_warpgroup()
-
-    def drain_stores(self):
-        _wait_store(self.thread // 32)
-
-
-@cute.jit
-def _wait_store(warp: Int32):
-    if warp == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _store_tile(tma_o, source, target, warp: Int32):
-    if warp == 0:
-        cute.copy(tma_o, source, target)
-        cute.arch.cp_async_bulk_commit_group()
+            self.me.drain_stores()
+            self.me.sync_warpgroup()
 
 
 def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
     """What belongs to a part of kv: all of it where there is but one."""
-    return tensor if part is WHOLE else tensor[(part[0], *(None,) * (cute.rank(tensor) - 1))]
+    if part is WHOLE:
+        return tensor
+    place = (part[0], *(None,) * (cute.rank(tensor) - 1))
+    return tensor[place]
 
 
 @cute.jit
@@ -617,21 +582,6 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
                 narrow(rounded, two)
                 two = rounded
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
-
-
-def _issue(mma, accumulator, a, b, accumulate: bool):
-    warpgroup.fence()
-    # an atom of its own: its accumulate flag changes along the way
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for step in range(cute.size(a, mode=[2])):
-        cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-def _permuted(tensor: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
 
 
 def fake_arguments(plan: ForwardPlan) -> tuple:

@@ -13,7 +13,7 @@ from ...primitives.q_tiles import ListedQueryRun
 from ...primitives.values import Fixed
 
 
-class Turns(Fixed):
+class DqSemaphore(Fixed):
     """What the warp that waits does, in a `HopperBackward`, whose walk it repeats."""
 
     def __init__(self, kernel):

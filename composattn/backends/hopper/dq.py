@@ -1,0 +1,60 @@
+"""The product dQ = dS K, to which each warpgroup of the backward adds a part: who has which (`dq_split`)."""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ...primitives.values import Fixed
+from ..fused.plan_backward import BackwardTiling
+from .wgmma import MN, K, issue, permuted, product
+
+
+def dq_columns(tiling: BackwardTiling) -> int:
+    """How many columns of dQ a warpgroup computes, so of K it reads as a right operand: whole swizzles of them."""
+    return tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
+
+
+def dq_product(tiling: BackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
+    """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
+    if tiling.dq_split == "transposed":
+        part = (tiling.d // tiling.warpgroups, tiling.tile_m)
+        return product(dtype, part[1], left=MN, right=K), part
+    rows, columns = (1, tiling.warpgroups) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
+    part = (tiling.tile_m // rows, tiling.d // columns)
+    return product(dtype, part[1], left=K, right=MN), part
+
+
+def dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part: tuple[int, int]) -> cute.Tensor:
+    """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
+    if tiling.dq_split == "transposed":
+        return cute.local_tile(permuted(whole, 1, 0), part, (warpgroup_index, 0))
+    place = (0, warpgroup_index) if tiling.dq_split == "columns" else (warpgroup_index, 0)
+    return cute.local_tile(whole, part, place)
+
+
+class DqPart(Fixed):
+    """A warpgroup's part of the product, its operands in the shared memory of `block`."""
+
+    def __init__(self, tiling: BackwardTiling, block, warpgroup_index):
+        self.mma, part = dq_product(tiling, block.dtype)
+        dq = self.mma.get_slice(0)
+        sKt = permuted(block.sK, 1, 0)  # (d, keys)
+        if tiling.dq_split == "transposed":
+            a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
+            b = block.sdS
+        elif tiling.dq_split == "columns":
+            a = block.sdS
+            b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))
+        else:
+            a = cute.local_tile(block.sdS, (part[0], tiling.tile_n), (warpgroup_index, 0, None))
+            b = sKt
+        self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
+        self.shape = dq.partition_shape_C(part)
+        self.transposed = tiling.dq_split == "transposed"
+
+    def issue(self, stage) -> cute.Tensor:
+        """Registers that the product of a stage of dS is on its way to."""
+        tQrdQ = cute.make_rmem_tensor(self.shape, Float32)
+        at = (None, None, None, stage)
+        a, b = (self.tQra, self.tQrb[at]) if self.transposed else (self.tQra[at], self.tQrb)
+        issue(self.mma, tQrdQ, a, b, False)
+        return tQrdQ

@@ -1,0 +1,175 @@
+"""The warpgroup's matrix unit: products, their operands in shared memory, and how their sums leave registers."""
+
+from collections.abc import Callable, Iterable
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ...primitives.kv_source import partition
+from ...primitives.pipelines import Warps
+from ...primitives.values import Fixed, aligned, narrow
+
+ROWS = 64  # of one warpgroup's product
+WARPGROUP = 128  # threads
+
+K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
+
+
+def warps_of(warpgroups: int) -> Warps:
+    return Warps(warpgroups * WARPGROUP // 32)
+
+
+class Warpgroup(Fixed):
+    """One of a block's consumers: its number among them, and this thread's number in it.
+
+    `block` has the barriers where a warpgroup (`of_warpgroup`) and where all consumers (`of_consumers`) meet.
+    """
+
+    def __init__(self, block, number, thread):
+        self.block, self.warpgroup, self.thread = block, number, thread
+        self.lane = cute.arch.lane_idx()
+
+    def is_first_warp(self):
+        """Of the warpgroup."""
+        return self.thread // 32 == 0
+
+    def sync_warpgroup(self) -> None:
+        self.block.of_warpgroup[self.warpgroup].meet()
+
+    def sync_consumers(self) -> None:
+        self.block.of_consumers.meet()
+
+    def drain_stores(self) -> None:
+        """Shared memory stays until this warpgroup's copies have read it."""
+        wait_read(self.is_first_warp())
+
+
+# --- operands in shared memory ----------------------------------------------------------------------------------
+
+
+def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice_columns: int | None = None):
+    """Shared-memory layout of row-major tiles with the widest swizzle that the columns (or slices of them) take."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, slice_columns or columns)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    shape = (rows, columns) if stages is None else (rows, columns, stages)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def permuted(tensor: cute.Tensor, *modes: int) -> cute.Tensor:
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
+
+
+# --- products ---------------------------------------------------------------------------------------------------
+
+
+def product(dtype, columns: int, left=K, right=K, left_in_registers: bool = False) -> cute.TiledMma:
+    """64 rows by `columns`, summed in fp32; the operands' contiguous modes."""
+    source = warpgroup.OperandSource.RMEM if left_in_registers else warpgroup.OperandSource.SMEM
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, left, right, Float32, (1, 1, 1), (ROWS, columns), a_source=source
+    )
+
+
+def issue(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
+    """Starts a product, one group for `warpgroup.wait_group`."""
+    warpgroup.fence()
+    # an atom of its own: its accumulate flag changes along the way
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for step in range(cute.size(a, mode=[2])):
+        cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
+    """The registers of a 64-row accumulator ((2, 2, n/8), 1, 1) as (row, column)."""
+    pairs = cute.size(accumulator) // 4
+    layout = cute.make_layout((2, (2, pairs)), stride=(2, (1, 4)))
+    return cute.make_tensor(accumulator.iterator, layout)
+
+
+# --- from registers to tensors ----------------------------------------------------------------------------------
+
+
+def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
+    """fp32 registers, rounded to 16 bits."""
+    rounded = cute.make_rmem_tensor_like(sums, dtype)
+    narrow(rounded, sums)
+    return rounded
+
+
+def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
+    """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four at a time."""
+    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
+    return cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
+
+
+def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, transposed: bool = False) -> None:
+    """A product's registers to its tile in shared memory."""
+    copy = store_matrix(mma, rounded.element_type, thread, transposed)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+
+
+def send(outputs: Iterable[tuple], meet: Callable[[], None], is_first: Callable[[], Boolean]) -> None:
+    """What was put into shared memory to its tensors: (copy, shared memory, the tensor's tiles, which of them) each.
+
+    All who put it there `meet`, and one warp of them `is_first`: that one copies, and waits for its copies
+    (`wait_read`) before the shared memory is used again or the block ends. What lies beyond a tensor's end is left out.
+    """
+    cute.arch.fence_view_async_shared()
+    meet()
+    for tma, shared, tiles, number in outputs:
+        source, target = partition(tma, shared, tiles)
+        _copy_if(is_first(), tma, source, target[None, number])
+
+
+@cute.jit
+def _copy_if(condition: Boolean, tma, source, target):
+    if condition:
+        cute.copy(tma, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def wait_read(condition: Boolean):
+    """Until the copies that this warp has started have read shared memory."""
+    if condition:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+# --- registers in fp32 memory -----------------------------------------------------------------------------------
+#
+# As the product left them: chunk j of thread t, 16 bytes, lies at 4 * (j * threads + t) of the warpgroup's part.
+
+
+def add_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
+    """Registers added to memory that other blocks add to as well."""
+    count = cute.size(registers)
+    start = target.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
+    for j in range(count // 4):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[start + j * 4 * WARPGROUP, *(registers[4 * j + e] for e in range(4))],
+        )
+
+
+def store_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
+    """Registers to memory that nobody else writes."""
+    for j, place in enumerate(_fours(target, registers, warpgroup_index, thread)):
+        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
+
+
+def load_part(source: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
+    """What `add_part` and `store_part` have left."""
+    for j, place in enumerate(_fours(source, registers, warpgroup_index, thread)):
+        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
+
+
+def _fours(memory: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> list[cute.Tensor]:
+    count = cute.size(registers)
+    start = memory.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
+    return [cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)) for j in range(count // 4)]
