@@ -23,10 +23,10 @@ from functools import cached_property
 from ..graph.expr import Dep, DType, Expr, const, index, substitute
 from ..graph.linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
-from .derived import range_extreme
 from .row_limits import ALL_KEYS, RowLimits, limits_of
 from .saturated import saturated
 from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
+from .windows import range_extreme
 
 
 @dataclass(frozen=True, eq=False)

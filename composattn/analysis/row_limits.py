@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..graph.expr import Expr, const, index, read, substitute, walk
 from ..graph.linear import finish, larger, smaller
 from ..graph.ops import apply
-from .derived import END, FULL_END, FULL_START, START, is_matches, without_gaps
+from .matches import END, FULL_END, FULL_START, START, Matches, without_gaps
 from .saturated import saturated
 from .solve import Piece, Row
 
@@ -81,7 +81,7 @@ def _without_gaps(e: Expr, tables: dict[Expr, None]) -> Expr:
     """`e` if the columns that match a row have no gaps; adds to `tables` the reads that say whether they have."""
     plain: dict[Expr, Expr] = {}
     for node in walk(e):
-        if node.op == "read" and is_matches(node.attr):
+        if node.op == "read" and isinstance(node.attr, Matches):
             which, *at = node.args
             kind = {FULL_START: START, FULL_END: END}.get(int(which.attr))
             if kind is not None:

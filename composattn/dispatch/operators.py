@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ..analysis.derived import distrusting
-from ..analysis.keeping import keeping_nothing
+from ..analysis.refreshed import distrusting, keeping_nothing
 from ..backends.fused.captured import values
 from ..call.autograd import Differentiable, Grads, Known, Results
 from ..call.checks import check_blocks, check_contents, check_reads
