@@ -15,18 +15,18 @@ launch.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..graph.expr import Dep, DType, Expr, const, index, substitute
 from ..graph.linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
-from .derived import range_extreme
-from .row_limits import ALL_KEYS, RowLimits, limits_of
+from .row_limits import ALL_KEYS, RowLimits, without_gaps
 from .saturated import saturated
 from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
+from .windows import range_extreme
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class TileInterval:
         return TileInterval(*(substitute(e, leaves) for e in self.ends))
 
 
-_ZERO, _ONE, _KV_LEN = const(0), const(1), index("kv_len")
+_ZERO, _Q, _KV_LEN = const(0), index("q"), index("kv_len")
 
 EVERYTHING = (TileInterval(_ZERO, _KV_LEN, _ZERO, _KV_LEN),)
 """No mask: all of kv, all of it without a test."""
@@ -95,10 +95,10 @@ class _Solved:
         self.exact = None if left else solved
         self.intervals = tuple(map(_saturated, _union([_lifted(p) for p in solved])))
 
-    @cached_property
+    @functools.cached_property
     def limits(self) -> RowLimits | None:
         try:
-            return None if self.exact is None else limits_of(self.exact)
+            return None if self.exact is None else _limits_of(self.exact)
         finally:
             forget()
 
@@ -162,6 +162,16 @@ class _Rows:
     first: Expr
     last: Expr
 
+    @property
+    def is_one(self) -> bool:
+        """Whether this is row q and no other."""
+        return self.first is self.last is _Q
+
+    def joined(self, join: Callable[[Expr, Expr], Expr], limit: Expr, ends: list[Expr | None]) -> Expr:
+        """Of the ends that are known; a loop keeps inside of the sequence by itself, the test of a row by `limit`."""
+        known = [e for e in ends if e is not None]
+        return functools.reduce(join, [limit, *known] if self.is_one or not known else known)
+
     def lowest(self, e: Expr) -> Expr | None:
         """A value that `e` is never below on these rows; None where there is no such expression."""
         return self._extreme(e, largest=False)
@@ -171,7 +181,7 @@ class _Rows:
 
     def _extreme(self, e: Expr, largest: bool) -> Expr | None:
         """Interval arithmetic on expressions: exact where every term moves the same way with the row."""
-        if not e.deps & Dep.Q:
+        if self.is_one or not e.deps & Dep.Q:
             return e
         lin = linear(e)
         total = Linear(lin.constant, {})
@@ -237,12 +247,14 @@ class _Rows:
         return range_extreme(t.attr, d, others, larger(low, _ZERO), high, largest)
 
 
-def _lifted(piece: Piece) -> TileInterval:
+_TILE, _ROW = _Rows(index("first"), index("last")), _Rows(_Q, _Q)
+
+
+def _lifted(piece: Piece, tile: _Rows = _TILE) -> TileInterval:
     """What the rows of a tile see together, and what all of them see."""
-    tile = _Rows(index("first"), index("last"))
     rows, some, every = tile, [], []  # conditions under which any row, every row of the tile belongs to the piece
     for row in (c for c in piece.constraints if isinstance(c, Row)):
-        span = rows_where(row)
+        span = None if tile.is_one else rows_where(row)
         if span is None:
             some.append(_some_row(row, tile))
             every.append(_every_row(row, tile))
@@ -257,35 +269,42 @@ def _lifted(piece: Piece) -> TileInterval:
     if not at_most(rows.first, rows.last):
         some.append(apply("le", rows.first, rows.last))
     lows, highs = tightened(piece)
-    begin, full_begin, end, full_end = _ZERO, _ZERO, _KV_LEN, _KV_LEN
-    exact: bool = piece.exact
-    for bound in lows:
-        outer, inner = rows.lowest(bound.outer), tile.highest(bound.inner)
-        begin = begin if outer is None else outer if begin is _ZERO else larger(begin, outer)
-        exact = exact and inner is not None
-        full_begin = full_begin if inner is None else inner if full_begin is _ZERO else larger(full_begin, inner)
-    for bound in highs:  # type: ignore[assignment]
-        outer, inner = rows.highest(bound.outer), tile.lowest(bound.inner)
-        end = end if outer is None else outer if end is _KV_LEN else smaller(end, outer)
-        exact = exact and inner is not None
-        full_end = full_end if inner is None else inner if full_end is _KV_LEN else smaller(full_end, inner)
+    begin = tile.joined(larger, _ZERO, [rows.lowest(b.outer) for b in lows])
+    end = tile.joined(smaller, _KV_LEN, [rows.highest(b.outer) for b in highs])
+    from_here, to_here = [tile.highest(b.inner) for b in lows], [tile.lowest(b.inner) for b in highs]
+    full_begin, full_end = tile.joined(larger, _ZERO, from_here), tile.joined(smaller, _KV_LEN, to_here)
+    exact = piece.exact and None not in (*from_here, *to_here)
     end = _only_if(some, end)
     full_end = _only_if(every, full_end) if exact else _ZERO
     full_begin = full_begin if exact and full_end is not _ZERO else _ZERO
     return TileInterval(begin, end, full_begin, full_end)
 
 
+def _limits_of(found: Pieces) -> RowLimits | None:
+    """What a row sees as a tile of one, if this is one run and all of it is seen."""
+    tables: dict[Expr, None] = {}
+    lifted = [_lifted(without_gaps(piece, tables), _ROW) for piece in found]
+    first, *others = [run for run in lifted if not _is_empty(run)] or NOTHING
+    run = functools.reduce(lambda x, y: x and _joined(x, y), others, first)
+    if run is None or run.begin is not run.full_begin or run.end is not run.full_end:
+        return None
+    return RowLimits(*(saturated(finish(e)) for e in (run.begin, run.end)), _all(apply("ne", t, _ZERO) for t in tables))
+
+
 def _only_if(conditions: list[Expr], end: Expr) -> Expr:
     """`end`, or 0 (an empty range: positions start there) unless all conditions hold."""
-    together = const(True)
-    for c in conditions:
-        together = apply("and", together, c)
-    return apply("where", together, end, _ZERO)
+    return apply("where", _all(conditions), end, _ZERO)
+
+
+def _all(conditions: Iterable[Expr]) -> Expr:
+    return functools.reduce(functools.partial(apply, "and"), conditions, const(True))
 
 
 def _some_row(row: Row, rows: _Rows) -> Expr:
     """A condition that holds if any row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
+    if low is high is not None:
+        return apply(row.kind, row.value, _ZERO)
     up, down = (const(True) if e is None else apply(op, e, _ZERO) for e, op in ((high, "ge"), (low, "le")))
     if row.kind == "ge":
         return up
@@ -299,6 +318,8 @@ def _some_row(row: Row, rows: _Rows) -> Expr:
 def _every_row(row: Row, rows: _Rows) -> Expr:
     """A condition that holds only if every row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
+    if low is high is not None:
+        return apply(row.kind, row.value, _ZERO)
     if row.kind == "ge":
         return const(False) if low is None else apply("ge", low, _ZERO)
     if row.kind == "eq":

@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..graph.expr import Expr, const, index, read, substitute, walk
-from ..graph.linear import finish, larger, smaller
-from ..graph.ops import apply
-from .derived import END, FULL_END, FULL_START, START, is_matches, without_gaps
-from .saturated import saturated
-from .solve import Piece, Row
+from .matches import END, FULL_END, FULL_START, START, Matches
+from .matches import without_gaps as are_without_gaps
+from .solve import High, Low, Piece
 
 _ZERO, _KV_LEN = const(0), index("kv_len")
 
@@ -38,53 +36,19 @@ ALL_KEYS = RowLimits(_ZERO, _KV_LEN, const(True))
 """No mask."""
 
 
-def limits_of(found: list[Piece]) -> RowLimits | None:
-    """The limits of the rows of a mask, solved exactly; None where it has none that can be told."""
-    tables: dict[Expr, None] = {}
-    runs = [run for p in found if (run := _run(p, tables)) is not None]
-    if not runs or len(runs) < len(found):
-        return None
-    (begin, end), *others = runs
-    for here, there in others:
-        if begin is here:
-            end = larger(end, there)
-        elif end is there:
-            begin = smaller(begin, here)
-        else:
-            return None  # two runs, for all that is known
-    holds = const(True)
-    for table in tables:
-        holds = apply("and", holds, apply("ne", table, _ZERO))
-    return RowLimits(saturated(finish(begin)), saturated(finish(end)), holds)
-
-
-def _run(piece: Piece, tables: dict[Expr, None]) -> tuple[Expr, Expr] | None:
-    """(begin, end) of what row q sees of a piece; None where the bounds that hide and those that show differ."""
-    lows, highs = piece.bounds()
-    begin, end = _ZERO, _KV_LEN
-    for low in lows:
-        outer, inner = _without_gaps(low.outer, tables), _without_gaps(low.inner, tables)
-        if outer is not inner:
-            return None
-        begin = larger(begin, outer)
-    for high in highs:
-        outer, inner = _without_gaps(high.outer, tables), _without_gaps(high.inner, tables)
-        if outer is not inner:
-            return None
-        end = smaller(end, outer)
-    for row in (c for c in piece.constraints if isinstance(c, Row)):
-        end = apply("where", apply(row.kind, row.value, _ZERO), end, _ZERO)
-    return begin, end
-
-
-def _without_gaps(e: Expr, tables: dict[Expr, None]) -> Expr:
-    """`e` if the columns that match a row have no gaps; adds to `tables` the reads that say whether they have."""
+def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:
+    """The piece where the columns that match a row have no gaps; adds to `tables` the reads that say whether so."""
     plain: dict[Expr, Expr] = {}
-    for node in walk(e):
-        if node.op == "read" and is_matches(node.attr):
+    bounds = [c for c in piece.constraints if isinstance(c, (Low, High))]
+    for node in walk(*(e for c in bounds for e in (c.outer, c.inner))):
+        if node.op == "read" and isinstance(node.attr, Matches):
             which, *at = node.args
-            kind = {FULL_START: START, FULL_END: END}.get(int(which.attr))
-            if kind is not None:
-                plain[node] = read(node.attr, (const(kind), *at))
-            tables[read(without_gaps(node.attr), tuple(at[:2]))] = None
-    return substitute(e, plain) if plain else e
+            plain[node] = read(node.attr, (const(_OUTER[int(which.attr)]), *at))
+            tables[read(are_without_gaps(node.attr), tuple(at[:2]))] = None
+    if not plain:
+        return piece
+    moved = {c: type(c)(substitute(c.outer, plain), substitute(c.inner, plain)) for c in bounds}
+    return Piece(tuple(moved.get(c, c) for c in piece.constraints))  # type: ignore[call-overload]
+
+
+_OUTER = {START: START, END: END, FULL_START: START, FULL_END: END}

@@ -17,7 +17,8 @@ from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const, index, read
 from ..graph.linear import Linear, bounds, build, difference, linear
 from ..graph.ops import apply
 from ..graph.simplify import balanced
-from .derived import END, FULL_END, FULL_START, START, Derived, derive, matches
+from .derived import Derived, derive
+from .matches import END, FULL_END, FULL_START, START, matches
 
 MOST_PIECES = 8  # a mask that needs more is analysed by intervals over tiles instead
 

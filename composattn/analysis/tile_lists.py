@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -27,9 +27,10 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
 from .bands import TileInterval, ends_of, mirrored, tile_intervals, untold
-from .derived import Derived, is_matches, refresh, value_of, version, without_gaps
+from .derived import Derived, refresh, value_of
 from .intervals import Tiles
-from .keeping import may_keep
+from .matches import Matches, without_gaps
+from .refreshed import Refreshed, may_keep, recording, version
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -112,16 +113,16 @@ def made_lists(kind: type[Lists], mask: Expr | None, extent: Extent, tile: tuple
 _in_use: weakref.WeakValueDictionary[Any, TileLists] = weakref.WeakValueDictionary()
 
 
-def _matches_behind(capture: Capture) -> Iterator[Derived]:
-    """The tables of `derived.matches` that a capture comes from."""
-    if is_matches(capture):
+def _matches_behind(capture: Capture) -> Iterator[Matches]:
+    """The tables of `matches` that a capture comes from."""
+    if isinstance(capture, Matches):
         yield capture
     elif isinstance(capture, Derived):
         for source in capture.sources:
             yield from _matches_behind(source)
 
 
-def _has_gaps(table: Derived) -> bool:
+def _has_gaps(table: Matches) -> bool:
     """Whether its ranges have columns between that don't match."""
     whole = without_gaps(table)
     whole.refresh()
@@ -147,9 +148,7 @@ class TileLists(ABC):
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
-        self._made: list[T] = []
-        self._seen: tuple[Any, ...] | None = None
-        self._held: list[T] = []
+        self.kept: Refreshed[list[T]] = Refreshed([])
 
     def of_call(
         self,
@@ -168,22 +167,23 @@ class TileLists(ABC):
         refresh(self.sources)
         read = [value_of(c, given) for c in self.sources]
         places = [t for t in (*queries, *keys) if t is not None]
-        stamp = (*values, *(v for t in (*read, *places) for v in (t.data_ptr(), t.shape, t.stride(), version(t))))
-        stamp += tuple(c.epoch for c in self.sources if isinstance(c, Lent))
-        if stamp != self._seen or None in stamp or (places and _recording()):
+        seen: list[Hashable] = [*values, *(v for t in (*read, *places) for v in (t.shape, t.stride(), version(t)))]
+        seen += [c.epoch for c in self.sources if isinstance(c, Lent)]
+        if places and recording(self.extent.device):
+            seen.append(None)  # a part of the graph: a replay must see the lengths of its time
+        # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
+        lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
+        own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
+
+        def make() -> list[T]:
             made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
-            if not may_keep():
+            if not self.kept.value or not may_keep():
                 return made
-            if self._made:
-                for old, new in zip(self._made, made, strict=True):
-                    old.copy_(new)
-            else:
-                self._made = made
-            # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
-            lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
-            own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
-            self._seen, self._held = stamp, [*own, *places]
-        return self._made
+            for old, new in zip(self.kept.value, made, strict=True):
+                old.copy_(new)
+            return self.kept.value
+
+        return self.kept(seen, make, [*own, *places])
 
     def _compute(self, read: Sequence[T], values: Sequence[Any], q_lens: T | None, kv_lens: T | None) -> tuple[T, ...]:
         x = self.extent
@@ -305,11 +305,6 @@ def _numbered(found: T) -> tuple[T, int]:
 def _lengths(starts: T | None, used: T | None) -> T | None:
     """How long each sequence is, int (B,); None where all are of one length."""
     return used if used is not None or starts is None else starts.diff()
-
-
-def _recording() -> bool:
-    """Whether a CUDA graph is being captured: lengths may then change at every replay."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 __all__ = ["Extent", "KeyLists", "QueryLists", "TileLists", "made_lists", "reason_for_lists"]

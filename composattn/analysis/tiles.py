@@ -8,7 +8,8 @@ from ..errors import InvalidArgument
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Dep, Expr, captures, walk
 from .derived import refresh
-from .intervals import Bools, Tiles
+from .interval_values import Bools
+from .intervals import Tiles
 from .picture import check_sizes, device_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..analysis.derived import distrusting
-from ..analysis.keeping import keeping_nothing
+from ..analysis.refreshed import distrusting, keeping_nothing
 from ..backends.fused.captured import values
 from ..call.autograd import Differentiable, Known
 from ..call.checks import check_blocks, check_contents, check_reads

@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
 from ...analysis.derived import stamp as stamp_of
-from ...analysis.derived import version
-from ...analysis.keeping import may_keep
+from ...analysis.refreshed import Refreshed, may_keep, recording, version
 from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
@@ -159,34 +158,30 @@ class WorkTables:
         # tiles in their own order are the same whatever the mask leaves them
         self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
         self.dense: Visits | None = None  # where neither the tiles nor the lengths ever change
-        # by the sequences' tensors: those tensors, what they held, the table
-        self.made: OrderedDict[Hashable, tuple[list[torch.Tensor], list[Hashable], torch.Tensor]] = OrderedDict()
+        self.made: OrderedDict[Hashable, Refreshed[torch.Tensor | None]] = OrderedDict()  # by the sequences' tensors
 
     def __call__(
         self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
     ) -> torch.Tensor:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
-        if _recording(self.problem):
+        if recording(self.problem.device):
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
         read = sequences.queries if self.order == "in_order" else (*sequences, counts)
         sources = [t for t in read if t is not None]
-        key = (rows, *[id(t) for t in sources])  # which nothing else can have as long as `made` holds them
-        stamp: list[Hashable] = [_version(t) for t in sources]
+        key = (rows, *[id(t) for t in sources])  # which nothing else can have as long as the table's entry holds them
+        stamp: list[Hashable] = [version(t) for t in sources]
         if self.captures:
-            stamp += [stamp_of(c) or object() for c in self.captures]
+            stamp += [stamp_of(c) for c in self.captures]
         if self.scalars:
             stamp += [s.value for s in self.scalars]
-        found = self.made.get(key)
-        if found is not None and found[1] == stamp:
-            return found[2]
-        table = self._make(sequences, counts, rows)
-        if not may_keep():
-            return table
-        self.made[key] = (sources, stamp, table)
-        self.made.move_to_end(key)
-        if len(self.made) > MOST_TABLES:
-            self.made.popitem(last=False)
-        return table
+        kept = self.made.get(key) or Refreshed(None)
+        table = kept(stamp, lambda: self._make(sequences, counts, rows), sources)
+        if kept.value is not None:
+            self.made[key] = kept
+            self.made.move_to_end(key)
+            if len(self.made) > MOST_TABLES:
+                self.made.popitem(last=False)
+        return table  # type: ignore[return-value]
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         with torch.no_grad():
@@ -203,18 +198,9 @@ class WorkTables:
             return self.dense
         tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_keep() and not _recording(self.problem) and all(t is None for t in sequences):
+        if may_keep() and not recording(self.problem.device) and all(t is None for t in sequences):
             self.dense = visits
         return visits
-
-
-def _recording(problem: Problem) -> bool:
-    return problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _version(tensor: torch.Tensor) -> Hashable:
-    # one unlike any other for a tensor that counts no writes: it is read every time
-    return version(tensor) or object()
 
 
 _forms: weakref.WeakValueDictionary[Hashable, WorkTables] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.analysis import derived
+from composattn.analysis import matches
 from composattn.analysis.bands import EVERYTHING, NOTHING, UNKNOWN, TileInterval, row_limits, tile_intervals, transposed
 from composattn.analysis.derived import Derived, derive, refresh
 from composattn.analysis.picture import dense, tiles_of
@@ -284,7 +284,7 @@ def test_equal_values_of_a_tensor_and_itself_are_found_without_search(kind: str,
         n, heads = (int(torch.randint(1, most, (), generator=generator)) for most in (20, 3))
         values = torch.randint(0, 5, (2, heads, n), generator=generator)
         values = values.sort(-1).values if kind == "sorted" else values
-        assert torch.equal(derived._equal_to_itself(values), derived._equal(values, values))
+        assert torch.equal(matches._equal_to_itself(values), matches._equal(values, values))
 
 
 BY_LENGTH = {

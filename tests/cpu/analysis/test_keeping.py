@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import composattn as ca
-from composattn.analysis.keeping import keeping_nothing
 from composattn.analysis.program import Program
+from composattn.analysis.refreshed import keeping_nothing
 from composattn.analysis.tile_lists import Extent, KeyLists
 from composattn.backends.fused.work import WorkTables
 from composattn.call.problem import Problem
@@ -33,7 +33,7 @@ def test_lists_of_tiles_are_made_each_time_and_used_if_there_are_some() -> None:
     lists = KeyLists(mask.expr, Extent(384, 384, 1, 1, torch.device("cpu")), (128, 128))
     with keeping_nothing():
         made = lists.of_call()
-        assert not lists._made
+        assert not lists.kept.value
     kept = lists.of_call()
     assert all(map(torch.equal, made, kept))
     with keeping_nothing():

@@ -1,0 +1,128 @@
+"""Bounds of a captured tensor over what each tile reads of it: by blocks, by range minima, or of a whole dimension."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..graph.expr import DType, Expr
+from ..graph.linear import bounds
+from .derived import countable
+from .interval_values import Bools, Ints, T, Value, anything, widened
+
+if TYPE_CHECKING:
+    from .intervals import Tiles
+
+
+def read_in_tiles(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
+    """A captured tensor between its smallest and largest element among those that a tile reads."""
+    held = node.attr.tensor
+    x = tiles.tensors.get(id(held), held).detach().to(tiles.device)
+    if x.numel() == 0:
+        return anything(node.dtype, tiles.device)
+    if node.dtype is not DType.FLOAT:
+        x = x if node.dtype is DType.BOOL else countable(x)
+        low, high = _extremes([(x, False), (x, True)], node, at, tiles)
+        if node.dtype is DType.BOOL:
+            return Bools(high, ~low)
+        return Ints(low.to(torch.int64), high.to(torch.int64))
+    floor, ceiling = x.nan_to_num(math.inf, math.inf, -math.inf), x.nan_to_num(-math.inf, math.inf, -math.inf)
+    low, high, nan = _extremes([(floor, False), (ceiling, True), (x.isnan(), True)], node, at, tiles)
+    return widened(low.to(torch.float64), high.to(torch.float64), nan)
+
+
+def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
+    """Of each (tensor, largest?), all read at the same places: its extreme over what each tile reads, in its dtype."""
+    xs, most = [x for x, _ in sources], [largest for _, largest in sources]
+    indices: list[T | None] = []  # position in each dimension left, None for the one that is a range
+    ranged: _Range | None = None
+    for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
+        size = xs[0].shape[d]
+        which = int(index.attr == "kv")
+        if index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
+            part = tiles.positions[which]
+            xs = [_by_tiles(x, d, tiles.tile[which], part, largest) for x, largest in zip(xs, most, strict=True)]
+            indices.append(_numbers(xs[0], d, 2 + which))
+            continue
+        # negative positions count from the end
+        signed = bounds(index)[0] < 0 and tiles.range(index)[0] < 0
+        if v.low is v.high:
+            indices.append((torch.where(v.low < 0, v.low + size, v.low) if signed else v.low).clamp(0, size - 1))
+            continue
+        low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
+        if signed:
+            low, high = torch.where(v.low < 0, 0, low), torch.where(v.low < 0, size - 1, high)
+        span = _Range(d, low, high, size - 1 if v.width is None or signed else min(v.width, size - 1))
+        axis = 3 - (low.shape[3] == 1)
+        if low.shape[axis] == low.numel():  # the same for all heads, and moves along one axis of the grid only
+            span = _Range(d, low.flatten(), high.flatten(), span.width)
+            xs = [_over_range(x, span, None, largest) for x, largest in zip(xs, most, strict=True)]
+            indices.append(_numbers(xs[0], d, axis))
+        elif ranged is None:
+            ranged = span
+            indices.append(None)
+        else:  # a second range that moves along both: the whole of that dimension
+            xs = [
+                (torch.amax if largest else torch.amin)(x, d, keepdim=True) for x, largest in zip(xs, most, strict=True)
+            ]
+            indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=xs[0].device))
+    if ranged is not None:
+        return [_over_range(x, ranged, indices, largest) for x, largest in zip(xs, most, strict=True)]
+    if not indices:
+        return [x.view(1, 1, 1, 1) for x in xs]
+    places = tuple(torch.broadcast_tensors(*indices))  # type: ignore[arg-type]
+    return [x[places] for x in xs]
+
+
+def _numbers(x: T, d: int, axis: int) -> T:
+    """0, 1, ... along dimension `d` of `x`, lying along `axis` of the grid."""
+    return torch.arange(x.shape[d], device=x.device).view([-1 if a == axis else 1 for a in range(4)])
+
+
+def _by_tiles(x: T, d: int, tile: int, positions: tuple[int, int], largest: bool) -> T:
+    """`x` with dimension `d` reduced tile by tile over positions; beyond its end they read the last element."""
+    size = x.shape[d]
+    first, stop = positions
+    count = -(-(stop - first) // tile)
+    there = x.narrow(d, min(first, size - 1), max(1, min(size - first, count * tile)))
+    missing = count * tile - there.shape[d]
+    if missing:
+        shape = list(x.shape)
+        shape[d] = missing
+        there = torch.cat([there, x.narrow(d, size - 1, 1).expand(shape)], d)
+    return (torch.amax if largest else torch.amin)(there.unflatten(d, (count, tile)), d + 1)
+
+
+class _Range:
+    """Positions low..high of dimension `d`; high - low is at most `width`."""
+
+    def __init__(self, d: int, low: T, high: T, width: int) -> None:
+        self.d, self.low, self.width = d, low, width
+        # two windows of a power of two cover the range
+        self.level = (high - low + 1).to(torch.float64).log2().floor().to(torch.int64)
+        self.second = high + 1 - (1 << self.level)
+
+
+def _over_range(x: T, ranged: _Range, indices: list[T | None] | None, largest: bool) -> T:
+    """Smallest or largest over a range of one dimension.
+
+    With `indices`, the other dimensions are read there; without, they stay, and the range's ends are one-dimensional.
+    """
+    d, pick = ranged.d, torch.maximum if largest else torch.minimum
+    levels, n = [x], x.shape[d]
+    for k in range((ranged.width + 1).bit_length() - 1):
+        last, window = levels[-1], 1 << k
+        kept = n - window
+        merged = pick(last.narrow(d, 0, kept), last.narrow(d, window, kept))
+        levels.append(torch.cat([merged, last.narrow(d, kept, window)], d))
+    table = torch.stack(levels)
+
+    def at(position: T) -> T:
+        if indices is None:
+            return table.movedim(d + 1, 1)[ranged.level, position].movedim(0, d)
+        full = [position if i is None else i for i in indices]
+        return table[tuple(torch.broadcast_tensors(ranged.level, *full))]
+
+    return pick(at(ranged.low), at(ranged.second))

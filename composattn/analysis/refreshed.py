@@ -1,0 +1,98 @@
+"""What is made from tensors and kept from call to call: made again when one of them was written to.
+
+Torch counts the writes to a tensor; what it can't say so of (made in inference mode, below a transform of torch.func)
+counts as written to at every call. Compiled code that torch runs as CUDA graphs (mode "reduce-overhead") gives
+operators memory of the graph's own pool, and refuses to go on when some of it is still held after the call: there
+nothing new is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+V = TypeVar("V")
+
+
+class Refreshed(Generic[V]):
+    """A value, made when it is first asked for and when the stamp of what it comes from is another.
+
+    What is made may be the value itself, rewritten in place.
+    """
+
+    __slots__ = ("_holding", "_stamp", "value", "version")
+
+    def __init__(self, value: V, stamp: Sequence[Hashable] | None = None) -> None:
+        self.value, self.version = value, 0
+        self._stamp, self._holding = stamp, ()  # type: tuple[Sequence[Hashable] | None, Sequence[object]]
+
+    def __call__(self, stamp: Sequence[Hashable], make: Callable[[], V], holding: Sequence[object] = ()) -> V:
+        """The value up to date. A None in the stamp: nobody says whether it changed.
+
+        `holding` is kept alive with the value: an address in the stamp is then nobody else's.
+        """
+        if self._stamp is None or stamp != self._stamp or None in stamp:
+            made = make()
+            if made is not self.value and not may_keep():
+                return made
+            self.value, self._stamp, self._holding = made, stamp, holding
+            self.version += 1
+        return self.value
+
+
+# --- whether a tensor was written to ---------------------------------------------------------------------------
+
+
+def version(tensor: torch.Tensor) -> tuple[object, int] | None:
+    """Changes when `tensor` is written to or its memory is another; None where nobody says so.
+
+    Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors and
+    those below a transform of torch.func have neither.
+    """
+    if tensor.is_inference() or is_functorch_wrapped_tensor(tensor):
+        return None
+    return _distrust.get() or tensor._version, tensor.data_ptr()
+
+
+_distrust: ContextVar[object] = ContextVar("distrust", default=None)
+
+
+@contextmanager
+def distrusting() -> Iterator[None]:
+    """Inside, no tensor counts as unwritten since before: what comes from it is made anew, once."""
+    token = _distrust.set(object())
+    try:
+        yield
+    finally:
+        _distrust.reset(token)
+
+
+def recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: what tensors hold may then be another at every replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# --- whether memory that a call makes may outlive it -----------------------------------------------------------
+
+
+_may_keep: ContextVar[bool] = ContextVar("may_keep", default=True)
+
+
+def may_keep() -> bool:
+    """Whether what is made now may be held after the call."""
+    return _may_keep.get()
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Inside, nothing that is made is held on to; what was kept before may be used."""
+    token = _may_keep.set(False)
+    try:
+        yield
+    finally:
+        _may_keep.reset(token)
