@@ -364,6 +364,6 @@ def content_key(*roots: Expr | None) -> tuple[Hashable, ...]:
         elif isinstance(attr, float):
             attr = struct.pack("d", attr)
         number[id(node)] = len(number)
-        rows.append((node.op, node.dtype.value, attr, type(node.attr).__name__, *(number[id(a)] for a in node.args)))
+        rows.append((node.op, node.dtype.value, attr, type(attr).__name__, *(number[id(a)] for a in node.args)))
     ends = tuple(-1 if r is None else number[id(r)] for r in roots)
     return (ends, *rows)
