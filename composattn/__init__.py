@@ -8,7 +8,7 @@ from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .errors import ComposattnError
 from .flex import flex_attention
-from .graph.trace import Scalar
+from .graph.scalar import Scalar
 from .mods.mask import Mask
 from .mods.score import Score
 

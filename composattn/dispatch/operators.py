@@ -41,7 +41,7 @@ from ..call.strides import ordered
 from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
-from ..graph.trace import scalar_of
+from ..graph.scalar import scalar_of
 from .kept import planned_of
 from .planned import Asked, Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..call.schedule import Schedule
-from ..graph.trace import Scalar
+from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.score import Score
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .trace import POINTWISE
+from .torch_functions import POINTWISE
 
 CELL, GLOBAL, SELF, DEFAULT = "cell", "global", "self", "default"
 

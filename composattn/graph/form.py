@@ -25,7 +25,8 @@ import torch
 from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
 from .lent import capture_of
 from .ops import apply
-from .trace import Proxy, as_expr, call_by_name, passing_gradients
+from .proxies import Proxy, as_expr, passing_gradients
+from .torch_functions import call_by_name
 
 INDICES = ("b", "h", "q", "kv", "q_len", "kv_len")
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import errors
 from .dynamo import teach_dynamo
-from .trace import Scalar
+from .scalar import Scalar
 
 
 class Tape:

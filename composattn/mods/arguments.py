@@ -10,7 +10,8 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.expr import DType, has_no_shape
-from ..graph.trace import Scalar, Symbolic
+from ..graph.proxies import Symbolic
+from ..graph.scalar import Scalar
 
 Number = int | float | Scalar | torch.Tensor
 At = Callable[[Any], Any]

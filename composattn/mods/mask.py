@@ -11,7 +11,8 @@ import torch
 from .. import errors
 from ..analysis import picture
 from ..graph.expr import Expr, const
-from ..graph.trace import arity, trace_mask, user_line
+from ..graph.refusals import user_line
+from ..graph.trace import arity, trace_mask
 from .mod import Mod, asked_by_dynamo, formed, name_of
 
 _INDICES = ("b", "h", "q", "kv")

@@ -16,7 +16,8 @@ from ..graph.dynamo import teach_dynamo
 from ..graph.expr import const, index, size
 from ..graph.lent import capture_of
 from ..graph.ops import apply
-from ..graph.trace import Proxy, Scalar
+from ..graph.proxies import Proxy
+from ..graph.scalar import Scalar
 from .arguments import Number, choice, count_at, integer, offsets_of, sequence, tensor
 from .mask import Mask
 

@@ -20,8 +20,8 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
 from ..graph.form import form_of, graph_of, joined
+from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.recorded import Recorded, record
-from ..graph.trace import Symbolic, as_expr, traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

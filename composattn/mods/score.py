@@ -9,7 +9,8 @@ import torch
 
 from .. import errors
 from ..graph.expr import Expr, score
-from ..graph.trace import arity, trace_score, user_line
+from ..graph.refusals import user_line
+from ..graph.trace import arity, trace_score
 from .mask import Mask
 from .mod import Mod, asked_by_dynamo, formed, name_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.trace import Scalar
+from ..graph.scalar import Scalar
 from .arguments import integer, positive, tensor
 from .score import Score
 

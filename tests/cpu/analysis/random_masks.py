@@ -8,7 +8,7 @@ import torch
 
 from composattn.graph.expr import Capture, DType, Expr, const, index, read
 from composattn.graph.ops import apply
-from composattn.graph.trace import Scalar
+from composattn.graph.scalar import Scalar
 
 _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 

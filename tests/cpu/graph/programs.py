@@ -9,7 +9,7 @@ import torch
 from composattn.graph.expr import Capture, DType, Expr, const, index, make, read, score
 from composattn.graph.expr import Dep as _Dep
 from composattn.graph.ops import apply
-from composattn.graph.trace import Scalar
+from composattn.graph.scalar import Scalar
 
 SIZE = 5  # of every captured tensor in every dimension: indices in 0..4
 

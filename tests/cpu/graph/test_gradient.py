@@ -11,7 +11,8 @@ from composattn.graph.evaluate import Env, _value, evaluate
 from composattn.graph.expr import const, read, score, walk
 from composattn.graph.gradient import derivative, differentiable_leaves, is_zero, partials
 from composattn.graph.ops import OPS
-from composattn.graph.trace import Scalar, trace_score
+from composattn.graph.scalar import Scalar
+from composattn.graph.trace import trace_score
 from tests.cpu.graph.programs import SIZE, ScoreProgram
 
 

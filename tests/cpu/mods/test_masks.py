@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composattn import errors
-from composattn.graph.trace import Scalar
+from composattn.graph.scalar import Scalar
 from composattn.mods import masks
 from composattn.mods.mask import Mask
 

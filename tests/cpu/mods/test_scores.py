@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composattn import errors
 from composattn.graph.expr import captures, scalars
-from composattn.graph.trace import Scalar
+from composattn.graph.scalar import Scalar
 from composattn.mods import scores
 from composattn.mods.score import Score
 

@@ -1,0 +1,101 @@
+"""`ca.scalar`: numbers that a kernel receives at run time, so that a new value never recompiles."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import weakref
+from typing import Any
+
+from .. import errors
+from .expr import Dep, DType, Expr, make
+from .proxies import Symbolic
+
+
+def _is_number(value: Any) -> bool:
+    """A Python int or float, or a number of numpy's; other kinds (Fraction) are no numbers of a kernel."""
+    return isinstance(value, (int, float)) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
+
+
+class Scalar(Symbolic):
+    """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it.
+
+    An int has 32 bits, 64 where it begins beyond 32. Raises: `UnsupportedCapture` for what its type can't hold.
+    """
+
+    __slots__ = ("_expr", "_number", "number")
+
+    _expr: Expr
+    _number: float | int
+    number: int  # by which compiled code knows it, in this process
+
+    def __init__(self, value: float | int) -> None:
+        if isinstance(value, bool) or not _is_number(value):
+            raise errors.UnsupportedCapture(
+                f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
+                "a 0-d tensor can be captured as it is"
+            )
+        kind = DType.FLOAT
+        if isinstance(value, numbers.Integral):
+            kind = DType.INT32 if -(2**31) <= value < 2**31 else DType.INT64
+        self._expr = make("scalar", (), kind, self, Dep.RUNTIME)
+        self.number = next(_scalar_numbers)
+        _scalars[self.number] = self
+        self.value = value
+
+    @property
+    def value(self) -> float | int:
+        return self._number
+
+    @value.setter
+    def value(self, value: float | int) -> None:
+        whole = isinstance(value, numbers.Integral)
+        if isinstance(value, bool) or not _is_number(value) or (self._expr.dtype.is_integer and not whole):
+            raise errors.UnsupportedCapture(
+                f"a scalar of type {self._expr.dtype.value} got {value!r}; its kernels are made for that type: "
+                "make a new ca.scalar, or begin with a float"
+            )
+        bits = {DType.INT32: 32, DType.INT64: 64}.get(self._expr.dtype)
+        if bits is not None and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise errors.UnsupportedCapture(
+                f"{value} does not fit into the {bits} bits that this scalar's kernels are made for; "
+                + ("begin with a number beyond 32 bits for one of 64" if bits == 32 else "make it a float")
+            )
+        self._number = _finite(value) if bits is None else int(value)
+
+    @property
+    def expr(self) -> Expr:
+        return self._expr
+
+    def composattn_fingerprint(self) -> tuple[str, tuple[Any, ...]]:
+        """What a mod that reads it depends on besides its value; see `graph.fingerprint`."""
+        return self._expr.dtype.value, (self,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Scalar, (self._number,)
+
+    def __repr__(self) -> str:
+        return f"ca.scalar({self.value!r})"
+
+
+_scalar_numbers = itertools.count()
+_scalars: weakref.WeakValueDictionary[int, Scalar] = weakref.WeakValueDictionary()
+
+
+def scalar_of(number: int) -> Scalar:
+    """The run-time number of this number in this process. Raises: `ScalarGone`."""
+    found = _scalars.get(number)
+    if found is None:
+        raise errors.ScalarGone(
+            "compiled code reads a ca.scalar that is gone; keep a reference to it, or capture a 0-d tensor"
+        )
+    return found
+
+
+def _finite(value: float | int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise errors.UnsupportedCapture(
+            f"a scalar of {value.__class__.__name__} beyond every float; give a float"
+        ) from None
