@@ -20,7 +20,6 @@ from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
-from .graph.simplify import simplify
 from .mods.mask import ALL, Mask
 
 if TYPE_CHECKING:
@@ -178,9 +177,9 @@ def _classes(program: Program, names: Names) -> str:
 def _gradient(program: Program, names: Names) -> str:
     if program.score is None:
         return ""
-    lines = [f"d score_mod/d score = {formula(simplify(derivative(program.score)), names)}"]
+    lines = [f"d score_mod/d score = {formula(derivative(program.score), names)}"]
     for leaf, d in partials(program.score).items():
-        lines.append(f"d score_mod/d {formula(leaf, names)} = {formula(simplify(d), names)}")
+        lines.append(f"d score_mod/d {formula(leaf, names)} = {formula(d, names)}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from composattn.analysis.symbolic import definition
 from composattn.mods import masks, scores
 from composattn.mods.mask import Mask
 
@@ -57,7 +58,8 @@ HEAD = """\
 
 `from composattn.mods import causal, ...`. Masks join with `&`, `|`, `~`; score mods with `>>` (then) and `+` (both
 changes). A plain function may stand on either side. Pictures show 16 queries (rows) by 16 keys (columns), `■` where
-a query may attend to a key.
+a query may attend to a key. Formulas are what notebooks show of a mod (`_repr_latex_`): $s$ is the score, $t_n$ are
+captured tensors; below a score mod stand its derivatives, which the backward computes.
 """
 
 
@@ -84,6 +86,7 @@ def entry(fn: Callable[..., Any]) -> Iterator[str]:
     for example in EXAMPLES[name]:
         mod = eval(example, {**vocabulary, "torch": torch})
         yield f"```python\n{example}\n```\n"
+        yield f"$${definition(mod.expr)}$$\n"
         if isinstance(mod, Mask):
             yield "```\n" + "\n".join(picture(mod)) + "\n```\n"
 

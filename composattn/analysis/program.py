@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
+from ..graph.balanced import balanced
 from ..graph.expr import Capture, Expr, const, content_key, inputs, score
-from ..graph.simplify import balanced
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .row_limits import RowLimits
 

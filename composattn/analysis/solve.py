@@ -13,10 +13,10 @@ from itertools import product
 
 import torch
 
+from ..graph.balanced import balanced
 from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const, index, read
 from ..graph.linear import Linear, bounds, build, difference, linear
-from ..graph.ops import apply
-from ..graph.simplify import balanced
+from ..graph.ops import MIRRORED, NEGATED, apply
 from .derived import Derived, derive
 from .matches import END, FULL_END, FULL_START, START, matches
 
@@ -125,7 +125,7 @@ class _Solver:
             )
         if op == "cast_bool" and args[0].dtype.is_integer:
             return self.ne(linear(args[0])) if holds else self.eq(linear(args[0]))
-        if op in _NEGATED:
+        if op in NEGATED:
             return self.comparison(e, holds)
         if op == "read":
             if not e.deps & self.dep:
@@ -138,7 +138,7 @@ class _Solver:
         if not all(a.dtype.is_integer for a in e.args):
             exact = _as_integers(e)
             return [Piece((Opaque(e, holds),))] if exact is None else self.formula(exact, holds)
-        op = e.op if holds else _NEGATED[e.op]
+        op = e.op if holds else NEGATED[e.op]
         if any(_is_table(a) and a.deps & self.dep for a in (x, y)):
             return self.compared_reads(op, x, y, e, holds)
         a, b = linear(x), linear(y)
@@ -257,7 +257,7 @@ class _Solver:
     def compared_reads(self, op: str, x: Expr, y: Expr, e: Expr, holds: bool) -> Pieces:
         """A captured value of the column compared with one of the row, or with a constant: x op y."""
         column, row = (x, y) if x.deps & self.dep else (y, x)
-        op = op if column is x else _MIRRORED[op]
+        op = op if column is x else MIRRORED[op]
         ends = None if self.name != "kv" else _matches("eq" if op == "ne" else op, row, column)
         if ends is None:
             return [Piece((Opaque(e, holds),))]
@@ -265,10 +265,6 @@ class _Solver:
         if op == "ne":  # before a run and after it; a run with gaps hides no range that is known
             return self.either([Piece((High(full_start, start),))], [Piece((Low(full_end, end),))])
         return [Piece((Low(start, full_start), High(end, full_end)))]
-
-
-_NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
 def _ALL() -> Pieces:
@@ -298,7 +294,7 @@ def _as_integers(e: Expr) -> Expr | None:
     """A comparison of an integer with a float constant as one of integers, where fp32 can't tell them apart."""
     x, y = e.args
     if x.is_const and not y.is_const:
-        return _as_integers(apply(_MIRRORED[e.op], y, x))
+        return _as_integers(apply(MIRRORED[e.op], y, x))
     if x.op == "cast_float":
         x = x.args[0]
     if not (x.dtype.is_integer and y.is_const and abs(y.attr) < _EXACT_FLOATS):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from ..graph.expr import Capture, DType, Expr, captures, scalars, walk
+from ..graph.expr import Capture, DType, Expr, captures, scalars, score, walk
+from ..graph.gradient import derivative, partials
 from ..graph.linear import FAR
 from ..graph.ops import OPS
 from .derived import Derived
@@ -73,8 +75,7 @@ def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
     if node.op == "const":
         if node.dtype is DType.BOOL:
             return sympy.true if node.attr else sympy.false
-        value = sympy.nsimplify(node.attr) if node.attr in (float("inf"), -float("inf")) else sympy.sympify(node.attr)
-        return sympy.Integer(int(node.attr)) if isinstance(node.attr, float) and node.attr.is_integer() else value
+        return sympy.nsimplify(node.attr) if _is_short(node.attr) else sympy.sympify(node.attr)
     if node.op == "index":
         return sympy.Symbol(_LENGTHS.get(node.attr, node.attr), integer=True, nonnegative=True)
     if node.op == "score":
@@ -87,6 +88,11 @@ def _sympy_leaf(node: Expr, args: list[Any], names: Names) -> Any:
     if node.dtype is DType.BOOL:
         return sympy.Ne(_indexed(name, args), 0)
     return _indexed(name, args)
+
+
+def _is_short(value: float) -> bool:
+    """Whether a number is an infinity or has at most ten binary digits behind the point: 0.5 is printed as 1/2."""
+    return math.isinf(value) or (math.isfinite(value) and (value * 1024) % 1 == 0)
 
 
 def _indexed(name: str, args: list[Any]) -> Any:
@@ -111,12 +117,29 @@ def _sympy_operation(node: Expr, args: list[Any]) -> Any | None:
 
 def latex(expr: Expr, names: Names | None = None) -> str:
     """`expr` as LaTeX; as typewriter text where it is no formula over the reals, or too long for one."""
-    found = None if _ELIDED in formula(expr, names) else to_sympy(expr, names)
+    text = formula(expr, names)
+    found = None if _ELIDED in text or len(text) > _LONGEST_LATEX else to_sympy(expr, names)
     if found is None:
-        return rf"\texttt{{{formula(expr, names)}}}"
+        return rf"\texttt{{{text.translate(_ESCAPED)}}}"
     import sympy
 
     return str(sympy.latex(found))
+
+
+def definition(root: Expr) -> str:
+    """A mask as LaTeX; a score mod with its derivatives by the score and by each captured number that it reads."""
+    if root.dtype is DType.BOOL:
+        return latex(root)
+    by = {score(): derivative(root), **partials(root)}
+    names = Names(root, *by.values())
+    lines = [rf"{_CHANGED} &= {latex(root, names)}"]
+    for leaf, d in by.items():
+        lines.append(rf"\frac{{\partial {_CHANGED}}}{{\partial {latex(leaf, names)}}} &= {latex(d, names)}")
+    return r"\begin{aligned} " + r" \\ ".join(lines) + r" \end{aligned}"
+
+
+_CHANGED = r"\mathrm{score\_mod}"
+_ESCAPED = {ord(c): f"\\{c}" for c in "&%#_{}$"} | {ord("·"): r"$\cdot$", ord("~"): r"\textasciitilde "}
 
 
 # --- text ------------------------------------------------------------------------------------------------------
@@ -132,6 +155,7 @@ _CALLED = {
 }  # fmt: skip
 _ASSOCIATIVE = {"add", "mul", "and", "or"}
 _ATOM = 11
+_LONGEST_LATEX = 400  # sympy takes seconds for more
 _LONGEST, _ELIDED = 2000, "…"  # parts that a graph shares are spelled each time: without a bound, text would explode
 
 

@@ -1,7 +1,7 @@
 """One row per operation: its torch function, its result type, its derivative, its algebra.
 
-A new operation is one row here and one row in `primitives/emit.py` (its CuTe form). `bounds` of a row is in
-`intervals.py`, keyed by the same names, because it speaks of tiles.
+A new operation is one row here and one in `primitives/emit_ops.py` (its CuTe form). Its bounds over tiles are a row of
+`analysis/interval_rules.py`; without one it may be anything there.
 """
 
 # ruff: noqa: E501  (a row of the table is a line)
@@ -214,7 +214,10 @@ OPS: dict[str, Op] = {row.name: row for row in _rows()}
 _OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0, "xor": 0}
 _INTEGER_IDENTITY = {"floor", "ceil", "round", "trunc"}  # of an integer: itself
 _LOGIC_OF_BOOLS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # as torch does with bools
-_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+"""x op y is y MIRRORED[op] x."""
+NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+"""~(x op y) is x NEGATED[op] y, of integers."""
 
 
 _UNARY = {name for name in OPS if name.startswith("cast_")} | {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import errors
+from ..analysis.symbolic import definition
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
@@ -62,6 +63,10 @@ class Mod:
         if self._expr is None:
             self._expr = graph_of(self.form, self.leaves)
         return self._expr
+
+    def _repr_latex_(self) -> str:
+        """What notebooks show: the formula, and a score mod's derivatives; printed by sympy, which is imported here."""
+        return rf"$\displaystyle {definition(self.expr)}$"
 
     def composattn_fingerprint(self) -> tuple[str, tuple[Any, ...]]:
         """What a function that calls it depends on; see `graph.fingerprint`."""

@@ -42,7 +42,7 @@ def _of_process() -> str:
 def sources(package: Path = PACKAGE) -> list[Path]:
     """The files of the package that compiling may reach: all but those of `NOT_COMPILED`.
 
-    Kernels are traced from graphs, and graph code (derivatives, simplification) runs while they are; telling apart
+    Kernels are traced from graphs, and graph code (derivatives) runs while they are; telling apart
     what can change a kernel is worth less than the seconds of compiling once more after an upgrade.
     """
     return sorted(p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_COMPILED)

@@ -11,8 +11,8 @@ import torch
 import composattn as ca
 from composattn.analysis.bands import tile_intervals
 from composattn.analysis.picture import tiles_of
+from composattn.graph.balanced import balanced
 from composattn.graph.expr import DEEP
-from composattn.graph.simplify import balanced
 from composattn.mods.mask import Mask
 
 Mod = Callable[..., Any]
