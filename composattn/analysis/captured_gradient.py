@@ -18,6 +18,7 @@ import torch
 
 from ..graph.expr import DEEP, Capture, Dep, DType, Expr, captures, const
 from ..graph.gradient import derivative, partials
+from ..graph.linear import slopes
 from .program import Program
 
 
@@ -83,7 +84,7 @@ def pattern_of(leaf: Expr) -> Pattern | None:
         return Pattern.COLUMN
     if all(map(follows_distance, leaf.args)):
         return Pattern.DISTANCE
-    forms = [coefficients(a) for a in leaf.args]
+    forms = [slopes(a) for a in leaf.args]
     apart = any(f and f[0] and not f[1] for f in forms) and any(f and f[1] and not f[0] for f in forms)
     return Pattern.PAIR if apart else None
 
@@ -94,33 +95,10 @@ def follows_distance(node: Expr) -> bool:
         return True
     if node.depth > DEEP:
         return False
-    form = coefficients(node)
+    form = slopes(node)
     if form is not None:
         return form[0] == -form[1]
     return bool(node.args) and all(map(follows_distance, node.args))
-
-
-def coefficients(node: Expr) -> tuple[int, int] | None:
-    """(a, b) where the integer `node` is a·q + b·kv + something that changes with neither."""
-    if not node.deps & (Dep.Q | Dep.KV):
-        return 0, 0
-    if node.op == "index":
-        return int(node.attr == "q"), int(node.attr == "kv")
-    if not node.dtype.is_integer or node.op not in ("add", "sub", "neg", "mul") or node.depth > DEEP:
-        return None
-    parts = [coefficients(a) for a in node.args]
-    if None in parts:
-        return None
-    x, *more = [p for p in parts if p is not None]
-    if node.op == "neg":
-        return -x[0], -x[1]
-    if node.op == "mul":
-        for k, form in ((node.args[0], more[0]), (node.args[1], x)):
-            if k.is_const:
-                return int(k.attr) * form[0], int(k.attr) * form[1]
-        return None
-    sign = 1 if node.op == "add" else -1
-    return x[0] + sign * more[0][0], x[1] + sign * more[0][1]
 
 
 _AT_MOST_ONE = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")

@@ -9,11 +9,12 @@ all is derived (`saturated`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .expr import DEEP, DType, Expr, const, index
+from .expr import DEEP, Dep, DType, Expr, const, index
 from .ops import apply
 
 POSITIONS = 2**29  # lengths are at most this
@@ -27,6 +28,7 @@ MOST = {"q_len": POSITIONS, "kv_len": POSITIONS, "heads": HEADS, "batch": _INT32
 _MOST_TERMS = 64  # of a sum that is followed
 
 _FIRST, _LAST, _LENGTH = index("first"), index("last"), index("q_len")
+_Q, _KV, _POSITIONS = index("q"), index("kv"), Dep.Q | Dep.KV
 
 Found = TypeVar("Found")
 
@@ -69,6 +71,18 @@ class Linear:
         return not self.terms
 
 
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """q * `q` + kv * `kv` + `constant`: an integer in positions, with whole coefficients that are known."""
+
+    q: int
+    kv: int
+    constant: int
+
+    def minus(self, other: Affine) -> Affine:
+        return Affine(self.q - other.q, self.kv - other.kv, self.constant - other.constant)
+
+
 # One analysis asks the same of shared parts again and again. Plain dictionaries, emptied by `forget` when it is done:
 # kept, they would hold captured tensors alive.
 _linear: dict[Expr, Linear] = {}
@@ -91,6 +105,32 @@ def linear(expr: Expr) -> Linear:
             _from_below(expr, _linear, _sum)
         found = _linear[expr] = _sum(expr)
     return found
+
+
+def slopes(expr: Expr) -> tuple[int, int] | None:
+    """(a, b) where `expr` is an integer a·q + b·kv + something that changes with neither."""
+    if not expr.deps & _POSITIONS:
+        return 0, 0
+    if not expr.dtype.is_integer:
+        return None
+    terms = linear(expr).terms
+    forget()  # asked by plans and kernels, outside of any analysis
+    if any(t.deps & _POSITIONS for t in terms if t not in (_Q, _KV)):
+        return None
+    return terms.get(_Q, 0), terms.get(_KV, 0)
+
+
+def affine(expr: Expr) -> Affine | None:
+    """`expr` where it is an integer of positions and constants alone."""
+    if expr not in _affine:
+        lin = linear(expr) if expr.dtype.is_integer else Linear(0, {expr: 1})
+        forget()
+        known = lin.terms.keys() <= {_Q, _KV}
+        _affine[expr] = Affine(lin.terms.get(_Q, 0), lin.terms.get(_KV, 0), lin.constant) if known else None
+    return _affine[expr]
+
+
+_affine: weakref.WeakKeyDictionary[Expr, Affine | None] = weakref.WeakKeyDictionary()  # a kernel asks at every element
 
 
 def _from_below(expr: Expr, known: dict[Expr, Found], of: Callable[[Expr], Found]) -> None:

@@ -22,6 +22,7 @@ from cutlass.cute import math as cm
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
+from ..graph.linear import Affine, affine
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller
@@ -34,46 +35,14 @@ _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is
 _LIMIT = 1 << 24  # integers below it are exact in fp32
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """q * `q` + kv * `kv` + `constant`: an integer expression in positions with known whole coefficients."""
-
-    q: int
-    kv: int
-    constant: int
-
-    def plus(self, other: Linear, sign: int = 1) -> Linear:
-        return Linear(self.q + sign * other.q, self.kv + sign * other.kv, self.constant + sign * other.constant)
-
-    def times(self, factor: int) -> Linear:
-        return Linear(self.q * factor, self.kv * factor, self.constant * factor)
+def small_affine(node: Expr) -> Affine | None:
+    """`node` as an affine form whose numbers are immediates, exact in fp32; None where it is none."""
+    form = affine(node) if node.dtype is DType.INT32 else None
+    small = form is not None and max(abs(form.q), abs(form.kv)) <= 64 and abs(form.constant) < _LIMIT
+    return form if small else None
 
 
-def linear(node: Expr) -> Linear | None:
-    """`node` as a linear form with small coefficients, or None."""
-    if node.dtype is not DType.INT32 or node.depth > DEEP:
-        return None
-    if node.is_const:
-        return Linear(0, 0, node.attr) if abs(node.attr) < _LIMIT else None
-    if node.op == "index" and node.attr in ("q", "kv"):
-        return Linear(int(node.attr == "q"), int(node.attr == "kv"), 0)
-    parts = [linear(a) for a in node.args]
-    if node.op not in ("add", "sub", "neg", "mul") or None in parts:
-        return None
-    x = parts[0]
-    if node.op == "neg":
-        return x.times(-1)
-    y = parts[1]
-    if node.op in ("add", "sub"):
-        result = x.plus(y, 1 if node.op == "add" else -1)
-    elif x.q == x.kv == 0 or y.q == y.kv == 0:
-        result = y.times(x.constant) if x.q == x.kv == 0 else x.times(y.constant)
-    else:
-        return None
-    return result if max(abs(result.q), abs(result.kv)) <= 64 and abs(result.constant) < _LIMIT else None
-
-
-def _may_wrap(x: Linear, y: Linear, difference: Linear) -> bool:
+def _may_wrap(x: Affine, y: Affine, difference: Affine) -> bool:
     """Whether x - y may leave 32 bits where neither does: positions are below 2^29, rising forms differ by less."""
     return abs(difference.q) + abs(difference.kv) > 3 and min(x.q, x.kv, y.q, y.kv) < 0
 
@@ -135,9 +104,9 @@ class Evaluator:
         self.column: dict[tuple[Expr, int], Any] = {}
         self.element: dict[tuple[Expr, int, int], Any] = {}
         self.block: dict[tuple[Expr, int, int], Any] = {}
-        self.ahead: dict[Expr, tuple[Linear, Neighbours]] = {}
-        self.start: dict[Linear, Any] = {}
-        self.start_float: dict[Linear, Any] = {}
+        self.ahead: dict[Expr, tuple[Affine, Neighbours]] = {}
+        self.start: dict[Affine, Any] = {}
+        self.start_float: dict[Affine, Any] = {}
 
     def rate(self, node: Expr) -> Rate:
         """How often `node` has to be computed here: where rows are of several heads, these change as rows do."""
@@ -198,13 +167,13 @@ class Evaluator:
             often = self.rate(node)
             if often in (Rate.CONSTANT, Rate.HEAD):
                 self.value(node)
-            elif often is Rate.ROW and linear(node) is None:
+            elif often is Rate.ROW and small_affine(node) is None:
                 for r in range(self.tile.rows):
                     self.value(node, r)
             else:
                 waiting += node.args[::-1]
 
-    def position(self, form: Linear, r: int, c: int) -> Any:
+    def position(self, form: Affine, r: int, c: int) -> Any:
         """The integer value of a linear form: one register for the tile, an immediate for the element."""
         if form not in self.start:
             tile = self.tile
@@ -217,11 +186,11 @@ class Evaluator:
             self.start[form] = Int32(form.constant) if not moves else base + form.constant if form.constant else base
         return self.start[form] + self.offset(form, r, c)
 
-    def offset(self, form: Linear, r: int, c: int) -> int:
+    def offset(self, form: Affine, r: int, c: int) -> int:
         shape = self.tile.shape
         return form.q * shape.row_offsets[r] + form.kv * shape.column_offsets[c]
 
-    def float_start(self, form: Linear) -> Any:
+    def float_start(self, form: Affine) -> Any:
         """The form at the thread's first element of the tile, as fp32 (exact below 2^24)."""
         if form not in self.start_float:
             self.start_float[form] = self.position(form, 0, 0).to(Float32)
@@ -229,7 +198,7 @@ class Evaluator:
 
     def as_float(self, node: Expr, r: int, c: int) -> Any:
         """`node` as fp32; positions convert once a tile, not once an element (conversions are quarter rate)."""
-        form = linear(node) if node.rate in (Rate.ROW, Rate.COLUMN, Rate.ELEMENT) else None
+        form = small_affine(node) if node.rate in (Rate.ROW, Rate.COLUMN, Rate.ELEMENT) else None
         if form is not None:
             offset = self.offset(form, r, c)
             start = self.float_start(form)
@@ -248,7 +217,7 @@ class Evaluator:
     def _read_ahead(self, node: Expr) -> None:
         shape = self.tile.shape
         moving = [mode for mode, a in enumerate(node.args) if not _is_fixed(a, shape.of_one_head)]
-        form = linear(node.args[moving[0]])
+        form = small_affine(node.args[moving[0]])
         if len(moving) > 1 or form is None:
             return
         offsets = {self.offset(form, r, c) for r in range(shape.rows) for c in range(shape.columns)}
@@ -274,7 +243,7 @@ class Evaluator:
                 return numbers[self.offset(form, r, c)]
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
             return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
-        form = linear(node)
+        form = small_affine(node)
         if form is not None:
             return self.position(form, r, c)
         if node.op in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -298,9 +267,9 @@ class Evaluator:
 
     def _comparison(self, node: Expr, r: int, c: int) -> Any:
         x, y = node.args
-        fx, fy = linear(x), linear(y)
+        fx, fy = small_affine(x), small_affine(y)
         if fx is not None and fy is not None:
-            difference = fx.plus(fy, -1)
+            difference = fx.minus(fy)
             small = max(abs(difference.q), abs(difference.kv)) <= 64 and abs(difference.constant) < _LIMIT
             if small and not _may_wrap(fx, fy, difference):
                 # start + offset ? 0 as start ? -offset: the element's part is an immediate
@@ -311,7 +280,7 @@ class Evaluator:
 
     def _index(self, name: str, r: int, c: int) -> Any:
         if name in ("q", "kv"):
-            return self.position(Linear(int(name == "q"), int(name == "kv"), 0), r, c)
+            return self.position(Affine(int(name == "q"), int(name == "kv"), 0), r, c)
         if name == "h" and self.tile is not None:
             return self.tile.head_index(r)
         return getattr(self.leaves, name)
@@ -325,7 +294,7 @@ class LinearTerm:
     """`head` * (q * form.q + kv * form.kv + constant), added to the score: one FMA a column, nothing a row."""
 
     head: Expr | None  # None is 1
-    form: Linear
+    form: Affine
     sign: float
 
     def column(self, at: Evaluator, c: int) -> Any:
@@ -412,11 +381,11 @@ def _linear_term(sign: float, term: Expr, of_one_head: bool) -> LinearTerm | Non
     """Only with a head-only factor: a row-dependent value could be infinite, and must not be lost to softmax."""
     if term.op == "mul":
         for x, y in (term.args, term.args[::-1]):
-            form = linear(y.args[0] if y.op == "cast_float" else y)
+            form = small_affine(y.args[0] if y.op == "cast_float" else y)
             if form is not None and form.kv and _is_fixed(x, of_one_head):
                 return LinearTerm(x, form, sign)
         return None
-    form = linear(term.args[0] if term.op == "cast_float" else term)
+    form = small_affine(term.args[0] if term.op == "cast_float" else term)
     return LinearTerm(None, form, sign) if form is not None and form.kv else None
 
 
@@ -594,4 +563,4 @@ def _apply_either(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean):
         mods.apply_mask(tile)
 
 
-__all__ = ["BoundMods", "Evaluator", "Leaves", "Linear", "Mods", "additive", "linear"]
+__all__ = ["Affine", "BoundMods", "Evaluator", "Leaves", "Mods", "additive", "small_affine"]

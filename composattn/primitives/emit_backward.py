@@ -30,7 +30,7 @@ from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
 from .diagonals import Diagonals
-from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, linear, run_ends, run_of
+from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of, small_affine
 from .emit_captured import CapturedSums
 from .emit_ops import convert
 from .score_tile import ScoreTile
@@ -248,7 +248,7 @@ def _prepare_columns(at: Evaluator, roots: list[Expr]) -> None:
         seen.add(node)
         if node.rate in (Rate.CONSTANT, Rate.HEAD):
             at.value(node)
-        elif node.rate is Rate.COLUMN and linear(node) is None:
+        elif node.rate is Rate.COLUMN and small_affine(node) is None:
             for c in range(at.tile.columns):
                 at.value(node, 0, c)
         else:
