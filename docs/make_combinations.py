@@ -91,7 +91,7 @@ def _table(backend: str, outcomes: dict[str, str]) -> Iterator[str]:
     yield "| mod | heads | " + " | ".join(f"{layout} {mask}" for layout, mask in columns) + " |"
     yield "|" + "---|" * (len(columns) + 2)
     for mod, heads in itertools.product(combinations.MODS, combinations.HEADS):
-        marks = ([mark(Cell(mod, *column, heads, way)) for way in combinations.PASSES] for column in columns)
+        marks = ([mark(Cell(mod, *c, heads, way)) for way in combinations.PASSES] for c in columns)
         yield f"| {mod} | {heads} | " + " | ".join(map(" ".join, marks)) + " |"
     yield ""
     for said, letter in refusals.items():

@@ -109,9 +109,7 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "modules_named_at_run_time_are_those_of_backends_and_of_the_command_line": (
         imports_by_a_name_of_run_time,
-        File(
-            "composattn.backends.fused.plan", "tiling = importlib.import_module(f'composattn.backends.{name}.tiling')"
-        ),
+        File("composattn.backends.fused.plan", "importlib.import_module(f'composattn.backends.{name}.tiling')"),
     ),
     "every_file_says_what_it_owns": (says_what_it_owns, File("composattn.backends.fused.plan", "import torch")),
 }
