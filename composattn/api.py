@@ -197,14 +197,9 @@ def _look(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: _Off = ...,
-    return_max_scores: _Off = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
     **options: Unpack[_CallOptions],
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload

@@ -52,7 +52,7 @@ FLOOR_OF |= {file: FLOOR_OF[room] for room, files in VERSION_0_1_0.items() for f
 
 
 def room_of(name: str) -> str:
-    """The room of a module, or of a name in one: by the longest part of its path that names one, else its first part."""
+    """The room of a module or of a name in it: by the longest part of its path that is one, else by the first part."""
     path = name.split(".")[1:] or ["__init__"]
     inner_first = ("/".join(path[:depth]) for depth in range(len(path), 0, -1))
     return next((ROOM_OF[part] for part in inner_first if part in ROOM_OF), path[0])

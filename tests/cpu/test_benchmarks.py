@@ -147,6 +147,21 @@ def test_ratios_compare_with_the_best_peer_and_the_gemm() -> None:
     assert report.ratio_to_best(host) == pytest.approx(2.5)
 
 
+def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
+    def run_of(way: str, *peers: float) -> report.Result:
+        rows = [{"row": f"{way} {n}", "impl": "composattn", "tflops": 100.0} for n in range(len(peers))]
+        rows += [{"row": f"{way} {n}", "impl": "FlexAttention", "tflops": speed} for n, speed in enumerate(peers)]
+        rows += [{"row": f"{way} {n}", "impl": GEMM, "tflops": 200.0} for n in range(len(peers))]
+        return report.Result(f"chip-{way}", {"machine": "one chip, 1 SM", "rows": rows})
+
+    said = report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0)])
+    assert "forward, to the fastest other implementation of each row: median 1.25×, from 0.50× to 2.00×" in said
+    assert "slower in 1 of 3 rows" in said and "slower in 1 of 1 rows" in said
+    assert "cuBLAS matrix product: median 0.50×" in said
+    assert "both directions, 4 rows: median 1.02×, from 0.50× to 2.00×" in said
+    assert report.headline([run_of("forward", 50.0)]) == ""
+
+
 def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
     row = planning.measure(planning.Row("window", 1 << 12, planning.windows), CPU, repeats=2)
     kept = report.Result("a-planning", {"rows": [row, {**row, "impl": "peer", "done_ms": 5.0, "peak_bytes": 3 << 20}]})
