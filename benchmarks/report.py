@@ -209,7 +209,7 @@ def headline(results: list[Result]) -> str:
     lines = [
         f"![TFLOP/s by mask and score mod, forward and backward](docs/plots/{SPEED})\n",
         f"{machine}, bf16, TFLOP/s of the visible pairs. Where a bar is missing, that run did not measure it, or the",
-        "implementation has no argument for the case. The ratios count all rows of the runs, not those of the plot alone.",
+        "implementation has no argument for the case. The ratios count all rows of these runs, not only those shown.",
         "A ratio is our speed over that of another implementation in the same run: above 1×, ours is faster.\n",
     ]
     for way in ("forward", "backward"):
