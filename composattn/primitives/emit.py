@@ -318,7 +318,7 @@ class Evaluator:
     def _index(self, name: str, r: int, c: int) -> Any:
         if name in ("q", "kv"):
             return self.position(Linear(int(name == "q"), int(name == "kv"), 0), r, c)
-        if name == "h" and self.tile is not None:
+        if name == "h" and self._tile is not None:
             return self.tile.head_index(r)
         return getattr(self.leaves, name)
 
