@@ -222,7 +222,8 @@ def headline(results: list[Result]) -> str:
             f"  ours is slower in {behind} of {len(peers)} rows. To a cuBLAS matrix product: {spread_of(yardstick)}.",
         ]
     every = [row for r in runs.values() for row in r.table.values() if FLEX in row and OURS in row]
-    flex = [score(row[OURS]) / value for row in every if "tflops" in row[OURS] and (value := score(row[FLEX]))]
+    pairs = [{OURS: row[OURS], FLEX: row[FLEX]} for row in every if "tflops" in row[OURS]]
+    flex = [ratio for pair in pairs if (ratio := ratio_to_best(pair))]
     lines.append(f"- to compiled FlexAttention, both directions, {len(flex)} rows: {spread_of(flex)}.")
     return "\n".join(lines) + "\n"
 

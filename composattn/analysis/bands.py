@@ -285,10 +285,13 @@ def _limits_of(found: Pieces) -> RowLimits | None:
     tables: dict[Expr, None] = {}
     lifted = [_lifted(without_gaps(piece, tables), _ROW) for piece in found]
     first, *others = [run for run in lifted if not _is_empty(run)] or NOTHING
-    run = functools.reduce(lambda x, y: x and _joined(x, y), others, first)
+    run: TileInterval | None = first
+    for other in others:
+        run = run and _joined(run, other)
     if run is None or run.begin is not run.full_begin or run.end is not run.full_end:
         return None
-    return RowLimits(*(saturated(finish(e)) for e in (run.begin, run.end)), _all(apply("ne", t, _ZERO) for t in tables))
+    begin, end = (saturated(finish(e)) for e in (run.begin, run.end))
+    return RowLimits(begin, end, _all(apply("ne", t, _ZERO) for t in tables))
 
 
 def _only_if(conditions: list[Expr], end: Expr) -> Expr:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..graph.expr import Expr, const, index, read, substitute, walk
 from .matches import END, FULL_END, FULL_START, START, Matches
 from .matches import without_gaps as are_without_gaps
-from .solve import High, Low, Piece
+from .solve import Constraint, High, Low, Piece
 
 _ZERO, _KV_LEN = const(0), index("kv_len")
 
@@ -47,8 +47,10 @@ def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:
             tables[read(are_without_gaps(node.attr), tuple(at[:2]))] = None
     if not plain:
         return piece
-    moved = {c: type(c)(substitute(c.outer, plain), substitute(c.inner, plain)) for c in bounds}
-    return Piece(tuple(moved.get(c, c) for c in piece.constraints))  # type: ignore[call-overload]
+    moved: dict[Constraint, Constraint] = {
+        c: type(c)(substitute(c.outer, plain), substitute(c.inner, plain)) for c in bounds
+    }
+    return Piece(tuple(moved.get(c, c) for c in piece.constraints))
 
 
 _OUTER = {START: START, END: END, FULL_START: START, FULL_END: END}

@@ -124,7 +124,6 @@ STILL_TO_BE_CLEARED: dict[str, tuple[str, ...]] = {
         "composattn.backends",
         "composattn.backends.fused.plan",
         "composattn.backends.fused.plan_backward",
-        "composattn.primitives.pipelines",
     ),
     "modules_named_at_run_time_are_those_of_backends_and_of_the_command_line": (
         "composattn.backends.fused.compile",
