@@ -206,6 +206,7 @@ def headline(results: list[Result]) -> str:
     if not {"forward", "backward"} <= set(runs):
         return ""
     machine = runs["forward"].facts["machine"].split(",")[0]
+    machine = machine[0].upper() + machine[1:]
     lines = [
         f"![TFLOP/s by mask and score mod, forward and backward](docs/plots/{SPEED})\n",
         f"{machine}, bf16, TFLOP/s of the visible pairs. Where a bar is missing, that run did not measure it, or the",
