@@ -1,9 +1,10 @@
-"""Tables and plots from the kept results, written into the pages between their markers."""
+"""Tables, plots and the README's sentences from the kept results, written into the pages between their markers."""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 PLOTS = ROOT / "docs" / "plots"
 NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
+
+SPEED = "speed.svg"
+FLEX = "FlexAttention"
+COLOURS = {OURS: "#31688e", "torch cuDNN": "#bbbbbb", FLEX: "#35b779", "flash-attn-4": "#d8a03c"}
 
 Row = dict[str, Any]
 
@@ -191,6 +196,69 @@ def plot(result: Result, folder: Path) -> list[str]:
     return drawn
 
 
+SHOWN = "D128 S8192"
+"""The rows of the README's plot: one shape, every mask and score mod measured at it."""
+
+
+def headline(results: list[Result]) -> str:
+    """The README's plot and what it says in words, all rows of the runs counted; "" where such runs lack."""
+    runs = {r.name.rpartition("-")[2]: r for r in results}
+    if not {"forward", "backward"} <= set(runs):
+        return ""
+    machine = runs["forward"].facts["machine"].split(",")[0]
+    machine = machine[0].upper() + machine[1:]
+    lines = [
+        f"![TFLOP/s by mask and score mod, forward and backward](docs/plots/{SPEED})\n",
+        f"{machine}, bf16, TFLOP/s of the visible pairs. Where a bar is missing, that run did not measure it, or the",
+        "implementation has no argument for the case. The ratios count all rows of these runs, not only those shown.",
+        "A ratio is our speed over that of another implementation in the same run: above 1×, ours is faster.\n",
+    ]
+    for way in ("forward", "backward"):
+        rows = runs[way].table.values()
+        peers = [ratio for row in rows if (ratio := ratio_to_best(row)) and "tflops" in row[OURS]]
+        yardstick = [f for row in rows if (f := fraction_of_gemm(row))]
+        behind = sum(ratio < 1 for ratio in peers)
+        lines += [
+            f"- {way}, to the fastest other implementation of each row: {spread_of(peers)};",
+            f"  ours is slower in {behind} of {len(peers)} rows. To a cuBLAS matrix product: {spread_of(yardstick)}.",
+        ]
+    every = [row for r in runs.values() for row in r.table.values() if FLEX in row and OURS in row]
+    pairs = [{OURS: row[OURS], FLEX: row[FLEX]} for row in every if "tflops" in row[OURS]]
+    flex = [ratio for pair in pairs if (ratio := ratio_to_best(pair))]
+    lines.append(f"- to compiled FlexAttention, both directions, {len(flex)} rows: {spread_of(flex)}.")
+    return "\n".join(lines) + "\n"
+
+
+def spread_of(ratios: list[float]) -> str:
+    return f"median {statistics.median(ratios):.2f}×, from {min(ratios):.2f}× to {max(ratios):.2f}×"
+
+
+def plot_speed(results: list[Result], folder: Path) -> None:
+    """TFLOP/s of each implementation, a group of bars per row of `SHOWN`, forward beside backward."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "composattn"
+    from matplotlib import pyplot as plt
+
+    runs = {r.name.rpartition("-")[2]: r for r in results}
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained", sharex=True)
+    for axes, way in zip(panels, ("forward", "backward"), strict=True):
+        table = {case.split(SHOWN)[1].strip(): rows for case, rows in runs[way].table.items() if SHOWN in case}
+        for number, (name, colour) in enumerate(COLOURS.items()):
+            places = [place + (number - 1.5) * 0.2 for place in range(len(table))]
+            heights = [rows.get(name, {}).get("tflops", 0) for rows in table.values()]
+            axes.barh(places, heights, 0.2, color=colour, label=name)
+        axes.set_yticks(range(len(table)), list(table))
+        axes.invert_yaxis()
+        axes.set_title(f"{way}, D 128, S 8192")
+        axes.set_xlabel("TFLOP/s")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / SPEED, metadata={"Date": None})
+    plt.close(figure)
+
+
 def between(text: str, generated: str, name: str) -> str:
     """`text` with what stands between its markers for `name` replaced."""
     begin, end = f"<!-- {name}: generated, see benchmarks/report.py -->", f"<!-- {name}: end -->"
@@ -203,12 +271,9 @@ def between(text: str, generated: str, name: str) -> str:
 def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
     """What the two pages must say, given the results and the names of their plots."""
     sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
-    first = {"forward": 0, "backward": 1}  # the rest behind them, by name
-    shown = sorted(results, key=lambda r: (first.get(r.name.rpartition("-")[2], 2), r.name))
-    short = "\n".join(f"From `{r.name}` ({r.facts['machine']}):\n\n{markdown(r)}" for r in shown)
     return {
         PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
-        README: between(README.read_text(), short or NOTHING, "results"),
+        README: between(README.read_text(), headline(results) or NOTHING, "results"),
     }
 
 
@@ -226,6 +291,8 @@ def stale() -> list[Path]:
 def write() -> None:
     results = kept()
     plots = {result.name: plot(result, PLOTS) for result in results}
+    if headline(results):
+        plot_speed(results, PLOTS)
     for path, text in pages(results, plots).items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")

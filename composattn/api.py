@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -22,8 +22,29 @@ from .dispatch.spoken import Spoken, spoken
 from .mods.mask import Mask
 from .mods.score import Score
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
+
+
+class _InputOptions(TypedDict, total=False):
+    varlen: Varlen | None
+    paged: Paged | None
+
+
+class _CallOptions(_InputOptions, total=False):
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    scale: float | None
+    backend: str | None
+    deterministic: bool | None
+    schedule: Schedule | None
+
+
+_Off = Literal[False]
+Tensor = torch.Tensor
 
 
 class Attention(Planned):
@@ -91,7 +112,19 @@ class Attention(Planned):
         score, mask, _ = self._state
         return "identity" if score is None else score.name, "all" if mask is None else mask.name
 
-    def __call__(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
+        **options: Unpack[_InputOptions],
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
+        **options: Unpack[_InputOptions],
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+
+    def __call__(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -160,6 +193,20 @@ class Attention(Planned):
 
 def _look(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
+    **options: Unpack[_CallOptions],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
+    **options: Unpack[_CallOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(

@@ -44,10 +44,10 @@ def page(outcomes: Outcomes) -> str:
 HEAD = """\
 # Which combinations work
 
-Made by running them (`python docs/make_combinations.py`): the outputs of each cell, and its gradients where there are
-any, were held to the tolerance rule of `composattn.testing` against fp64. Columns are masks whose kv tiles come from a
-*band* (`causal & sliding_window`), from *tiles* (`neighborhood`, by interval analysis) and from a user's blocks
-(`BlockSparse`). A cell says forward, backward, deterministic backward (run twice more, the same bits).
+`python docs/make_combinations.py` made this page by running each cell. Its outputs and its gradients were held to the
+tolerance rule of `composattn.testing` against fp64. Columns are masks whose kv tiles come from a *band*
+(`causal & sliding_window`), from *tiles* (`neighborhood`, by interval analysis) and from a user's blocks
+(`BlockSparse`). A cell says forward, backward, and deterministic backward (run twice more, the same bits).
 
 - ✓ is right; a letter is a refusal, by the named error below the table; · has not been run.
 - bf16, D {dim}; MHA {mha} heads, GQA {gqa} heads. Dense: {q_len} queries, {kv_len} keys. Varlen: {q_lens} queries,
@@ -91,7 +91,7 @@ def _table(backend: str, outcomes: dict[str, str]) -> Iterator[str]:
     yield "| mod | heads | " + " | ".join(f"{layout} {mask}" for layout, mask in columns) + " |"
     yield "|" + "---|" * (len(columns) + 2)
     for mod, heads in itertools.product(combinations.MODS, combinations.HEADS):
-        marks = ([mark(Cell(mod, *column, heads, way)) for way in combinations.PASSES] for column in columns)
+        marks = ([mark(Cell(mod, *c, heads, way)) for way in combinations.PASSES] for c in columns)
         yield f"| {mod} | {heads} | " + " | ".join(map(" ".join, marks)) + " |"
     yield ""
     for said, letter in refusals.items():

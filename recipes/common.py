@@ -52,7 +52,7 @@ def compare_with_fp64(
     `captured`: the tensors that the mods read and that want gradients, by name.
     """
     captured = captured or {}
-    mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+    mods: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
     out = ca.attention(q, k, v, **mods, varlen=varlen)
     upstream = torch.randn_like(out)
     gradients = torch.autograd.grad(out, [q, k, v, *captured.values()], upstream)

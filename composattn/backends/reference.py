@@ -132,7 +132,7 @@ class Recomputed:
             out, lse, _ = self.forward(q, k, v, captured)
         if not out.requires_grad and not lse.requires_grad:  # below an operator nothing is recorded
             raise GradientUnsupported(
-                'this backend has no gradient inside of torch.compile; use backend="streaming" there, or call it outside'
+                'this backend has no gradient inside torch.compile; use backend="streaming" there, or call it outside'
             )
         dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
         asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]

@@ -97,7 +97,7 @@ class Evaluator:
     """
 
     def __init__(self, mods: Mods, leaves: Leaves, tile: ScoreTile | None, parent: Evaluator | None = None) -> None:
-        self.mods, self.leaves, self.tile = mods, leaves, tile
+        self.mods, self.leaves, self._tile = mods, leaves, tile
         # copies: what is computed inside a loop must not be seen outside of it
         self.head: dict[Expr, Any] = {} if parent is None else dict(parent.head)
         self.row: dict[tuple[Expr, int], Any] = {} if parent is None else dict(parent.row)
@@ -108,9 +108,14 @@ class Evaluator:
         self.start: dict[Affine, Any] = {}
         self.start_float: dict[Affine, Any] = {}
 
+    @property
+    def tile(self) -> ScoreTile:
+        assert self._tile is not None, "without a score tile only values of a head are known"
+        return self._tile
+
     def rate(self, node: Expr) -> Rate:
         """How often `node` has to be computed here: where rows are of several heads, these change as rows do."""
-        return node.rate if self.tile is None else rate(node, self.tile.shape.of_one_head)
+        return node.rate if self._tile is None else rate(node, self._tile.shape.of_one_head)
 
     def value(self, node: Expr, r: int = 0, c: int = 0) -> Any:
         """The value of `node` at row `r` and column `c` of the thread's fragment."""
@@ -128,6 +133,8 @@ class Evaluator:
         if often in (Rate.ELEMENT, Rate.ROW, Rate.COLUMN):
             first = self.first_of_block(node, r, c)
             shared, (r, c) = first is not None, first or (r, c)
+        store: dict[Any, Any]
+        key: Any
         if often is Rate.ELEMENT:
             store, key = self.block if shared else self.element, (node, r, c)
         elif often is Rate.COLUMN:
@@ -239,8 +246,8 @@ class Evaluator:
             return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
         if node.op == "read":
             if node in self.ahead:
-                form, numbers = self.ahead[node]
-                return numbers[self.offset(form, r, c)]
+                place, numbers = self.ahead[node]
+                return numbers[self.offset(place, r, c)]
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
             return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
         form = small_affine(node)
@@ -281,7 +288,7 @@ class Evaluator:
     def _index(self, name: str, r: int, c: int) -> Any:
         if name in ("q", "kv"):
             return self.position(Affine(int(name == "q"), int(name == "kv"), 0), r, c)
-        if name == "h" and self.tile is not None:
+        if name == "h" and self._tile is not None:
             return self.tile.head_index(r)
         return getattr(self.leaves, name)
 
@@ -463,11 +470,11 @@ class BoundMods(Fixed):
         self.limits_hold: Any = False  # a number known when compiling, or a kernel value
         if mods.limits is not None and _is_fixed(mods.limits.holds, tile.shape.of_one_head):
             self.limits_hold = self.work.value(mods.limits.holds)
-            self.row_limits = [self._row_limits(r) for r in range(tile.rows)]
+            self.row_limits = [self._row_limits(mods.limits, r) for r in range(tile.rows)]
 
-    def _row_limits(self, r: int) -> tuple[Any, Any]:
+    def _row_limits(self, limits: RowLimits, r: int) -> tuple[Any, Any]:
         """The keys that row `r` sees, inside of the sequence."""
-        begin, end = run_ends(self.work, self.mods.limits, r, 0)
+        begin, end = run_ends(self.work, limits, r, 0)
         return begin, smaller(end, self.leaves.kv_len)
 
     def _row_shift(self, r: int) -> Any:
@@ -511,8 +518,8 @@ class BoundMods(Fixed):
                 along = part if along is None else along + part
             for r in range(tile.rows):
                 added = along
-                for sign, term in shape.others:
-                    value = convert(at.value(term, r, c), DType.FLOAT)
+                for sign, other in shape.others:
+                    value = convert(at.value(other, r, c), DType.FLOAT)
                     if sign < 0:
                         added = -value if added is None else added - value
                     else:

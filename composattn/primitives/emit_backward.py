@@ -172,15 +172,16 @@ class BoundBackwardMods(Fixed):
 
     def hide_by_limits(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
         """By the first and last query that sees a column, read here: registers are scarce outside of the branch."""
-        tile, leaves = at.tile, self.leaves
+        tile, leaves, limits = at.tile, self.leaves, self.mods.limits
+        assert limits is not None, "the mask is no run of queries"
 
         def before(end: Any) -> Any:
             return tile.shape.rows_before(larger(end - tile.first_q, 0))
 
         # rows beyond the last query: see `hide_by_mask`
-        to_the_end = self.backward.score is None and self.mods.limits.end is index("q_len")
+        to_the_end = self.backward.score is None and limits.end is index("q_len")
         for c in range(tile.columns):
-            begin, end = run_ends(at, self.mods.limits, 0, c)
+            begin, end = run_ends(at, limits, 0, c)
             begin = choose(tile.kv_index(c) < leaves.kv_len, Int32(0) if begin is None else begin, leaves.q_len)
             stop = None if to_the_end else before(smaller(end, leaves.q_len))
             for r, visible in run_of(tile.rows, before(begin), stop):

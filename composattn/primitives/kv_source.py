@@ -39,7 +39,7 @@ class Pages(Bundle):
 
 def kv_source(keys: DenseSequence | PackedSequence | PagedSequence, h: Int32, tile_n: int) -> Together | InPages:
     """K and V of key/value head `h`, in tiles of `tile_n` rows."""
-    return (InPages if isinstance(keys, PagedSequence) else Together)(keys, h, tile_n)
+    return InPages(keys, h, tile_n) if isinstance(keys, PagedSequence) else Together(keys, h, tile_n)
 
 
 @dataclasses.dataclass

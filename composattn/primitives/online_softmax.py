@@ -114,6 +114,7 @@ class OnlineSoftmax(Fixed):
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""
+        assert self.highest is not None, "keeps_highest was not asked for"
         found = []
         for r in range(self.rows):
             highest = self.highest[r] * self.scale * math.log(2.0)

@@ -13,7 +13,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .seqlen import DenseSequence, Sequence
+from .seqlen import DenseSequence, PackedSequence, Sequence
 from .values import Fixed
 
 
@@ -29,6 +29,7 @@ class PaddedTiles(Fixed):
         """Those of sequence `b` in tiles of `tile` rows."""
         if isinstance(sequence, DenseSequence):
             return PaddedTiles(b, 0)
+        assert isinstance(sequence, PackedSequence), "keys in pages have no workspaces"
         return PaddedTiles(0, sequence.start // tile + b)
 
 

@@ -51,7 +51,7 @@ class Pieces(Bundle):
             sums.append(cute.make_tensor(start, cute.make_layout((slots, numbers), stride=(numbers, 1))))
             start = start + Int64(slots) * numbers
         places = cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout((cut, 4), stride=(4, 1)))
-        return Pieces(*sums, places, whole, cute.fast_divmod_create_divisor_v2(count), whole + slots)
+        return Pieces(sums[0], sums[1], places, whole, cute.fast_divmod_create_divisor_v2(count), whole + slots)
 
     @property
     def sums(self) -> tuple[cute.Tensor, cute.Tensor]:

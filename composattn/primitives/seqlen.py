@@ -108,7 +108,8 @@ class DenseSequence(Fixed):
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(S, ...) of a plain tensor (B, H, S, ...)."""
-        return tensor[(self.b, h, *(None,) * (cute.rank(tensor) - 2))]
+        of_head = (self.b, h, *(None,) * (cute.rank(tensor) - 2))
+        return tensor[of_head]
 
 
 @dataclasses.dataclass
@@ -129,7 +130,8 @@ class PackedSequence(Fixed):
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(total - start, ...) of a plain tensor (H, total, ...)."""
         rest = (0,) * (cute.rank(tensor) - 2)
-        return cute.domain_offset((self.start, *rest), tensor[(h, *(None,) * (cute.rank(tensor) - 1))])
+        of_head = (h, *(None,) * (cute.rank(tensor) - 1))
+        return cute.domain_offset((self.start, *rest), tensor[of_head])
 
 
 @dataclasses.dataclass

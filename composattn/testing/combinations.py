@@ -76,9 +76,9 @@ MASKS: dict[str, Callable[[Shapes], Mask]] = {
     "block-sparse": _blocks,
 }
 
-LAYOUTS = ("dense", "varlen", "paged")
+LAYOUTS: tuple[Literal["dense", "varlen", "paged"], ...] = ("dense", "varlen", "paged")
 HEADS = {"MHA": (2, 2), "GQA": (4, 2)}
-PASSES = ("forward", "backward", "deterministic")
+PASSES: tuple[Literal["forward", "backward", "deterministic"], ...] = ("forward", "backward", "deterministic")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,9 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
     q, k, v = (outlier_normal(400, h, 64, generator=generator, dtype=torch.bfloat16) for h in (heads[0], 2, 2))
-    mask, varlen, sequences = causal(), ca.Varlen(cu), Sequences(cu, cu)
+    mask: Mask = causal()
+    varlen: ca.Varlen | None = ca.Varlen(cu)
+    sequences = Sequences(cu, cu)
     if lies == "dense":
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         mask, varlen, sequences = causal() & document(ids), None, NO_SEQUENCES

@@ -14,7 +14,7 @@ import torch
 from benchmarks import cold, planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
-from benchmarks.implementations import Inputs, TorchSdpa, interval_ends
+from benchmarks.implementations import GEMM, Inputs, TorchSdpa, interval_ends
 
 CPU = torch.device("cpu")
 SMALL = Case("small", (), causal, batch=2, heads=4, kv_heads=2, q_len=96, dim=16, dtype=torch.float32)
@@ -139,12 +139,27 @@ def test_ratios_compare_with_the_best_peer_and_the_gemm() -> None:
         "slow": {"tflops": 300.0, "ms": 2.0},
         "fast": {"tflops": 800.0, "ms": 0.75},
         "broken": {"error": "x"},
-        report.GEMM: {"tflops": 1000.0, "ms": 3.0},
+        GEMM: {"tflops": 1000.0, "ms": 3.0},
     }
     assert report.ratio_to_best(rows) == pytest.approx(0.75)
     assert report.fraction_of_gemm(rows) == pytest.approx(0.6)
     host = {"composattn": {"ms": 0.02}, "peer": {"ms": 0.05}}
     assert report.ratio_to_best(host) == pytest.approx(2.5)
+
+
+def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
+    def run_of(way: str, *peers: float) -> report.Result:
+        rows = [{"row": f"{way} {n}", "impl": "composattn", "tflops": 100.0} for n in range(len(peers))]
+        rows += [{"row": f"{way} {n}", "impl": "FlexAttention", "tflops": speed} for n, speed in enumerate(peers)]
+        rows += [{"row": f"{way} {n}", "impl": GEMM, "tflops": 200.0} for n in range(len(peers))]
+        return report.Result(f"chip-{way}", {"machine": "one chip, 1 SM", "rows": rows})
+
+    said = report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0)])
+    assert "forward, to the fastest other implementation of each row: median 1.25×, from 0.50× to 2.00×" in said
+    assert "slower in 1 of 3 rows" in said and "slower in 1 of 1 rows" in said
+    assert "cuBLAS matrix product: median 0.50×" in said
+    assert "both directions, 4 rows: median 1.02×, from 0.50× to 2.00×" in said
+    assert report.headline([run_of("forward", 50.0)]) == ""
 
 
 def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:

@@ -19,8 +19,8 @@ from composattn.testing import Space, check, make_case, random_case, strategies
 
 attend = functools.partial(ca.attention, backend="streaming")
 
-ROUNDS, CASES = 24, 100
-"""2,400 cases a run; 13 ms each on one core."""
+ROUNDS, CASES = int(os.environ.get("COMPOSATTN_FUZZ", "24")), 100
+"""24 rounds are 2,400 cases, 13 ms each on one core; COMPOSATTN_FUZZ asks for more rounds."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

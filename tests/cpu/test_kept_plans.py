@@ -42,7 +42,7 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     counted = Work()
-    form_of, plan = mod.form_of, planned.Planned._plan
+    form_of, plan = mod.form_of, planned.Planned._plan  # type: ignore[attr-defined]
 
     def count_form(*args: Any) -> Any:
         counted.traced += 1

@@ -203,6 +203,7 @@ def test_fully_sharded_modules_are_trained(one_process_group: None) -> None:
             optimizer.step()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[0], losses[1])
+    bias: Any
     (bias,) = sharded.parameters()
     assert bias.grad is not None
     torch.testing.assert_close(bias.full_tensor(), plain.attention.bias.data)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def leaf(*shape, generator, positive=False):
 
 
 # name → (shapes of learned tensors, the score mod of those tensors); q 9 × kv 7, 4 heads on 2
-LEARNED = {
+LEARNED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
     "a temperature": ([()], temperature),
     "a slope a head": ([(4,)], alibi),
     "a factor a head": ([(4,)], scale_by_head),

@@ -22,6 +22,7 @@ from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, narrow
+from ..fused.plan import CombinePlan
 from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
 from .dq import DqPart, dq_columns
 from .forward import _fake_capture, fake_sequences
@@ -516,7 +517,7 @@ def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):
     return make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
-def element_type(plan: BackwardPlan):
+def element_type(plan: BackwardPlan | CombinePlan):
     return cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
 
 

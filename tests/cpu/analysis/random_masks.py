@@ -146,8 +146,10 @@ class RandomMask:
         if kind == 6:
             return self._row_read("flags", r.choice([q, kv, kv]))
         if kind == 7:
-            n = r.choice([2, 4, 5, 8])
-            return apply("eq", apply("floordiv", q, const(n)), apply("floordiv", kv, const(r.choice([n, n, 3]))))
+            size = r.choice([2, 4, 5, 8])
+            return apply(
+                "eq", apply("floordiv", q, const(size)), apply("floordiv", kv, const(r.choice([size, size, 3])))
+            )
         if kind == 8:
             n = const(r.choice([2, 3, 5]))
             distance = apply("sub", q, kv)

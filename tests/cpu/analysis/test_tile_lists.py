@@ -61,8 +61,8 @@ def holds(mask: RandomMask | Mask, extent: Extent, tile: tuple[int, int]) -> Non
             assert {(m, n) for n, entries in enumerate(by_key) for m, _, _ in entries} == visited
             for n, entries in enumerate(by_key):
                 assert [m for m, _, _ in entries] == sorted({m for m, _, _ in entries})
-                for m, tested, before in entries:
-                    assert tested or exact[b, h, m, n] == FULL
+                for m, is_tested, before in entries:
+                    assert is_tested or exact[b, h, m, n] == FULL
                     assert before == sum((m, other) in visited for other in range(n + 1, exact.shape[3]))
 
 

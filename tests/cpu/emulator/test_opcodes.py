@@ -56,8 +56,8 @@ def random_bits(kind: str, rng: np.random.Generator) -> Any:
     if kind == "p":
         return rng.integers(0, 2, 32).astype(np.uint8)
     if kind == "bf16":
-        x = torch.from_numpy(rng.normal(size=32) * 8).to(torch.bfloat16)
-        return x.view(torch.int16).numpy().view(np.uint16).copy()
+        rounded = torch.from_numpy(rng.normal(size=32) * 8).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16).copy()
     width = int(kind[1:])
     if kind[0] == "f":
         x = (rng.normal(size=32) * 4).astype({16: np.float16, 32: np.float32, 64: np.float64}[width])
@@ -494,8 +494,8 @@ def test_conversion(op: str) -> None:
 def test_rounding_to_eight_bits_is_to_nearest_even_for_every_half() -> None:
     """All midpoints between neighbouring e4m3 and e5m2 values."""
     for name, kind in (("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)):
-        values = torch.arange(0, 127, dtype=torch.uint8).view(kind).float()
-        values = values[torch.isfinite(values)].numpy()
+        every = torch.arange(0, 127, dtype=torch.uint8).view(kind).float()
+        values = every[torch.isfinite(every)].numpy()
         halves = (values[1:] + values[:-1]) / 2
         for start in range(0, len(halves) - 31, 32):
             x = halves[start : start + 32].astype(np.float32).view(np.uint32)

@@ -38,8 +38,8 @@ def autograd(expr, env: Env) -> tuple[torch.Tensor, torch.Tensor, dict]:
     if not value.requires_grad:
         return value, torch.zeros_like(env.score), {n: torch.zeros_like(env.score) for n in leaves}
     inputs = [env.score, *(values[id(n)] for n in leaves)]
-    grads = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
-    grads = [torch.zeros_like(env.score) if g is None else g for g in grads]
+    found = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+    grads = [torch.zeros_like(env.score) if g is None else g for g in found]
     return value, grads[0], dict(zip(leaves, grads[1:], strict=True))
 
 
