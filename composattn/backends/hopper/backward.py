@@ -487,7 +487,7 @@ class Consumer(KeyWarpgroup):
         shared = [t[None, None, self.warpgroup] for t in (block.sdK, block.sdV)]
         self.put_keys(shared)
         number = self.work.n * self.tiling.warpgroups + self.warpgroup
-        send(self.outputs(call, shared, ROWS, number), self.sync_warpgroup, self.is_first_warp)
+        send(self.outputs(call, shared, ROWS, number, self.is_first_warp()), self.sync_warpgroup)
 
     def round_keys(self, call):
         """Through the shared memory of K and V, which all warpgroups have read."""
@@ -495,8 +495,8 @@ class Consumer(KeyWarpgroup):
         self.sync_consumers()
         shared = (block.sK, tiling.d), (block.sV, tiling.dv)
         self.put_keys([cute.local_tile(t, (ROWS, columns), (self.warpgroup, 0)) for t, columns in shared])
-        outputs = self.outputs(call, (block.sK, block.sV), tiling.tile_n, self.work.n)
-        send(outputs, self.sync_consumers, lambda: (self.warpgroup == 0) & self.is_first_warp())
+        is_first = (self.warpgroup == 0) & self.is_first_warp()
+        send(self.outputs(call, (block.sK, block.sV), tiling.tile_n, self.work.n, is_first), self.sync_consumers)
 
     def put_keys(self, shared):
         """dK and dV, rounded, into this warpgroup's rows."""
@@ -504,11 +504,11 @@ class Consumer(KeyWarpgroup):
         for (mma, sums), target in zip(products, shared, strict=True):
             put(mma, narrowed(sums, self.block.dtype), target, self.thread)
 
-    def outputs(self, call, shared, rows: int, number):
+    def outputs(self, call, shared, rows: int, number, is_first):
         work = self.work
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
             tiles = work.keys.tiles(call.tensors[5 + i], work.kv_head, (rows, columns))
-            yield call.tmas[5 + i], shared[i], tiles, number
+            yield is_first, call.tmas[5 + i], shared[i], tiles, number
 
 
 def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):

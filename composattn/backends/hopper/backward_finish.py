@@ -75,9 +75,9 @@ class BackwardFinish:
         put(mma, narrowed(registers, dtype), part, thread, transposed=tiling.dq_split == "transposed")
 
         def output():
-            yield tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
+            yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
 
-        send(output(), cute.arch.sync_threads, is_first_warp)
+        send(output(), cute.arch.sync_threads)
         wait_read(is_first_warp())
 
 

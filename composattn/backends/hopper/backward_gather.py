@@ -77,9 +77,9 @@ class BackwardGather:
         def output():
             b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
             tiles = cute.local_tile(tensor[None, None, head, b], (ROWS, columns), (None, 0))
-            yield tma, shared, tiles, n * (self.tiling.tile_n // ROWS) + rows
+            yield is_first_warp(), tma, shared, tiles, n * (self.tiling.tile_n // ROWS) + rows
 
-        send(output(), cute.arch.sync_threads, is_first_warp)
+        send(output(), cute.arch.sync_threads)
         wait_read(is_first_warp())
 
 

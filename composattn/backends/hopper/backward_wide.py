@@ -88,12 +88,12 @@ class Side(KeyWarpgroup):
         shared, columns = ((block.sK, tiling.d), (block.sV, tiling.dv))[self.result]
         self.sync_consumers()  # K has been read by all products
         put(self.mma_sum, narrowed(self.total, block.dtype), shared, self.thread)
-        send(self.outputs(call, shared, columns), self.sync_warpgroup, self.is_first_warp)
+        send(self.outputs(call, shared, columns), self.sync_warpgroup)
 
     def outputs(self, call, shared, columns: int):
         work = self.work
         tiles = work.keys.tiles(call.tensors[5 + self.result], work.kv_head, (self.tiling.tile_n, columns))
-        yield call.tmas[5 + self.result], shared, tiles, work.n
+        yield self.is_first_warp(), call.tmas[5 + self.result], shared, tiles, work.n
 
 
 class ProbabilitySide(Side):

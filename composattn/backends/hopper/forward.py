@@ -512,13 +512,12 @@ class QueryRows(Fixed):
 
     def store_statistic(self, target, of_rows):
         """A number a row, with what does not change along a row and was left out of the scores."""
-        target = _of_part(target, self.work.part)
         for r in range(2):
             shift = self.mods.row_shift[r]
             value = of_rows[r] if shift is None else of_rows[r] + shift
             q, h, inside = self.row_place(r)
             mine = inside & (self.me.lane % 4 == 0)
-            _store_at(self.work.queries.head(target, h), q, value, mine)
+            _store_at(self.work.queries.head(_of_part(target, self.work.part), h), q, value, mine)
 
     def row_place(self, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
@@ -534,12 +533,13 @@ class QueryRows(Fixed):
         rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
         put(self.products.pv, rounded, sO, self.me.thread)
-        send(self.outputs(call, sO), self.me.sync_warpgroup, self.me.is_first_warp)
+        send(self.outputs(call, sO), self.me.sync_warpgroup)
 
     def outputs(self, call, sO):
         work = self.work
         gO = work.queries.tiles(call.tensors[3], work.h, (self.me.heads.box(ROWS), self.tiling.dv))
-        yield call.tmas[3], sO, gO, work.m * self.tiling.warpgroups + self.me.warpgroup
+        tile = work.m * self.tiling.warpgroups + self.me.warpgroup
+        yield self.me.is_first_warp(), call.tmas[3], sO, gO, tile
 
     def store_rows(self, call):
         """From registers: few rows, or few parts."""

@@ -114,17 +114,18 @@ def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, t
     cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
 
 
-def send(outputs: Iterable[tuple], meet: Callable[[], None], is_first: Callable[[], Boolean]) -> None:
-    """What was put into shared memory to its tensors: (copy, shared memory, the tensor's tiles, which of them) each.
+def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
+    """What was put into shared memory to its tensors, once all who put it there `meet`.
 
-    All who put it there `meet`, and one warp of them `is_first`: that one copies, and waits for its copies
-    (`wait_read`) before the shared memory is used again or the block ends. What lies beyond a tensor's end is left out.
+    An output: (whether this warp starts the copy, the copy, shared memory, the tensor's tiles, which of them). The one
+    warp that does waits (`wait_read`) before the shared memory is used again or the block ends. What lies beyond a
+    tensor's end is left out.
     """
     cute.arch.fence_view_async_shared()
     meet()
-    for tma, shared, tiles, number in outputs:
+    for mine, tma, shared, tiles, number in outputs:
         source, target = partition(tma, shared, tiles)
-        _copy_if(is_first(), tma, source, target[None, number])
+        _copy_if(mine, tma, source, target[None, number])
 
 
 @cute.jit
