@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn.backends import Call
+from composattn.backends.fused.arguments import FinishArguments, ForwardArguments, MainArguments, PrepareArguments
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import HopperCall
 from composattn.call.problem import Problem, softmax_scale
@@ -56,11 +57,16 @@ class HostOnly(ca.Attention):
     def _plan(self, problem: Problem) -> Call:
         return HopperCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
 
-    def last_arguments(self) -> list[tuple[Any, ...]]:
+    def last_arguments(self) -> tuple[ForwardArguments, PrepareArguments, MainArguments, FinishArguments]:
         """What the kernels of the last form of calls were given: the forward, the backward's three."""
         call: Any = list(self._prepared.values())[-1]
         (backward,) = call.gradient._launchers.values()
-        return [k.arguments for k in (call.with_lse.compiled, backward.prepare, backward.main, backward.finish)]
+        return (
+            ForwardArguments(*call.with_lse.kernel.arguments),
+            PrepareArguments(*backward.prepare.arguments),
+            MainArguments(*backward.main.arguments),
+            FinishArguments(*backward.finish.arguments),
+        )
 
 
 class Operations(TorchDispatchMode):

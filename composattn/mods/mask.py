@@ -45,9 +45,7 @@ class Mask(Mod):
         """
         if isinstance(fn, Mask):
             return fn
-        from .score import Score
-
-        if isinstance(fn, Score):
+        if isinstance(fn, Mod):
             raise errors.WrongComposition(
                 f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, "
                 "or join score mods with >> and +"

@@ -133,10 +133,11 @@ def document(
     of_q = tensor(ids, "ids", "integer", ("S",), ("B", "S"))
     of_kv = of_q if kv_ids is None else tensor(kv_ids, "kv_ids", "integer", ("S",), ("B", "S"))
 
-    def at(table: torch.Tensor, b: Any, position: Any) -> Any:
-        return table[position] if table.ndim == 1 else table[b, position]
+    def document(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        mine = of_q[q] if of_q.ndim == 1 else of_q[b, q]
+        return mine == (of_kv[kv] if of_kv.ndim == 1 else of_kv[b, kv])
 
-    return Mask.of(lambda b, h, q, kv: at(of_q, b, q) == at(of_kv, b, kv), name="document")
+    return Mask.of(document, name="document")
 
 
 def _document_by_offsets(offsets: torch.Tensor, kv_offsets: torch.Tensor) -> Mask:

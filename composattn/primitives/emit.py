@@ -423,16 +423,23 @@ def run_ends(at: Evaluator, limits: RowLimits, r: int, c: int) -> tuple[Any, Any
 class Mods:
     """The score mod, the mask and the loop bounds of a plan; holds graphs, no run-time values.
 
-    The kernel receives captured tensors and run-time numbers in the order of the program.
+    The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
     `of_one_head`: whether a thread's rows are.
     """
 
-    def __init__(self, program: Program, positive_scale: bool = True, of_one_head: bool = True) -> None:
+    def __init__(
+        self,
+        program: Program,
+        positive_scale: bool = True,
+        of_one_head: bool = True,
+        captured: tuple[Any, ...] | None = None,
+    ) -> None:
         self.score, self.mask = program.score, program.mask
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
-        self.capture_slot = {capture: slot for slot, capture in enumerate(program.captures)}
+        read = program.captures if captured is None else captured
+        self.capture_slot = {capture: slot for slot, capture in enumerate(read)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
         self.key = (program.key, positive_scale)
         self.in_blocks: dict[tuple[Expr, Dep], bool] = {}

@@ -45,12 +45,10 @@ class BackwardMods:
         program: Program,
         intervals: tuple[TileInterval, ...] = (),
         limits: RowLimits | None = None,
-        captured: tuple[Capture, ...] = (),
+        captured: tuple[Capture, ...] | None = None,
     ) -> None:
-        self.mods = Mods(program)
+        self.mods = Mods(program, captured=captured)
         self.mods.bounds, self.mods.limits = intervals, limits
-        if captured:
-            self.mods.capture_slot = {capture: slot for slot, capture in enumerate(captured)}
         self.score, self.mask = program.score, program.mask
         slope = const(1.0) if program.score is None else derivative(program.score)
         self.slope: Expr | None = None if slope is const(1.0) else slope

@@ -1,7 +1,7 @@
 """Which tiles a work tile visits, asked inside a kernel: of the mask's bands, or of lists on the device.
 
 `kv_tiles_of` answers for the query tiles of a forward, `query_tiles_of` for the kv tiles of a backward. Lists are
-captured tensors of the kernel, behind all that the mods read (`composattn.captured.read_by`).
+captured tensors of the kernel like those that the mods read (`captured` of its plan).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kv_tiles_of(
     mods: Mods, lists: KeyLists | None, shapes: tuple[IntervalShape, ...], tile_n: int
 ) -> BandTiles | ListedTiles:
     """Who knows the kv tiles of a query tile."""
-    return BandTiles(mods, shapes, tile_n) if lists is None else ListedTiles(len(mods.capture_slot))
+    return BandTiles(mods, shapes, tile_n) if lists is None else ListedTiles(mods.capture_slot[lists.captures[0]])
 
 
 @dataclasses.dataclass

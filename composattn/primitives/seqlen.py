@@ -160,16 +160,13 @@ def most_rows(rows: Rows, tensor: cute.Tensor) -> Int32:
 def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Rows, Rows]:
     """Where the rows of queries and of keys lie, on the host.
 
-    `layout` is the problem's; `sequences` are those of cu_q, cu_k, used_q, used_k, page_table that it has,
-    in this order.
+    `layout` is the problem's; `sequences` are the call's, None of a dense one.
     """
-    given = iter(sequences or ())
-    cu_q = next(given) if layout.q == "packed" else None
-    cu_k = next(given) if layout.kv == "packed" else None
-    used_q = next(given) if layout.used_q else None
-    used_k = next(given) if layout.used_kv else None
+    if sequences is None:
+        return DenseRows(Int32(q.shape[2])), DenseRows(Int32(k.shape[2]))
+    cu_q, cu_k, used_q, used_k, page_table = sequences
     queries = DenseRows(Int32(q.shape[2])) if cu_q is None else PackedRows(cu_q, used_q)
-    if layout.kv == "paged":
-        return queries, PagedRows(next(given), used_k, layout.page_size)
+    if page_table is not None:
+        return queries, PagedRows(page_table, used_k, layout.page_size)
     keys = DenseRows(Int32(k.shape[2])) if cu_k is None else PackedRows(cu_k, used_k)
     return queries, keys

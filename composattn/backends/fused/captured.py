@@ -1,4 +1,4 @@
-"""The tensors that mods read, as one call has them: its own inputs, and what is derived from them, up to date."""
+"""The tensors that a kernel reads for its mods, as one call has them: captured, derived from those, or made for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ...analysis.derived import refresh, value_of
+from ...analysis.derived import Upkeep, refresh, value_of
+from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
 from .plan import ForwardPlan
+from .plan_backward import BackwardPlan
 
 
 def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
@@ -23,20 +25,50 @@ def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]
     return [value_of(c, replaced) for c in captures]
 
 
-def read_by(
-    plan: ForwardPlan,
-    captured: Sequence[torch.Tensor],
-    scalars: Sequence[float | int],
-    sequences: Sequences = NO_SEQUENCES,
-) -> list[torch.Tensor]:
-    """What the kernel of `plan` reads: the tensors of the mods, and lists of tiles where it has them, up to date."""
-    if plan.lists is None:
-        return list(captured)
-    program = plan.program
-    lists = plan.lists.of_call(
-        dict(zip(program.captures, captured, strict=True)),
-        dict(zip(program.scalars, scalars, strict=True)),
-        (sequences.cu_q, sequences.used_q),
-        (sequences.cu_k, sequences.used_k),
-    )
-    return [*captured, *lists]
+class Reads:
+    """What the kernel of `plan` reads, in its order (`plan.captured`), in calls of `program`.
+
+    A call gives the tensors and run-time numbers of its program; the kernel may read lists of tiles as well, other
+    tensors that are derived from the call's, and what is made for it (sums of gradients).
+    """
+
+    def __init__(self, plan: ForwardPlan | BackwardPlan, program: Program) -> None:
+        self.program, self.captured, self.lists = program, plan.captured, plan.lists
+        at_call = {capture: n for n, capture in enumerate(program.captures)}
+        self.places = [at_call.get(capture) for capture in plan.captured]
+        self.are_as_given = self.places == list(range(len(program.captures)))
+        self.has_numbers = any(rank == 0 for _, rank in plan.captures)
+        self.upkeep = Upkeep(plan.captured)
+
+    def __call__(
+        self,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences = NO_SEQUENCES,
+        made: Mapping[Capture, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors, up to date; 0-d ones come as one element."""
+        self.upkeep()
+        found = tuple(captured) if self.are_as_given else self._found(captured, scalars, sequences, made or {})
+        return tuple([t if t.ndim else t.reshape(1) for t in found]) if self.has_numbers else found
+
+    def _found(
+        self,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        made: Mapping[Capture, torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        at_call = dict(zip(self.program.captures, captured, strict=True))
+        if self.lists is not None:
+            numbers = dict(zip(self.program.scalars, scalars, strict=True))
+            listed = self.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
+            made = {**made, **dict(zip(self.lists.captures, listed, strict=True))}
+        return tuple(
+            captured[n] if n is not None else made[c] if c in made else value_of(c, at_call)
+            for c, n in zip(self.captured, self.places, strict=True)
+        )
+
+    def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Of what a call reads, how many tiles each tile visits by the lists; None where there are none."""
+        return None if self.lists is None else found[self.captured.index(self.lists.captures[0])]

@@ -20,8 +20,9 @@ from ...emulator.findings import EmulationTooLarge
 from ...emulator.launch import Result, Stream
 from ...emulator.program import KEPT
 from ..hopper import HopperCall
+from .arguments import ForwardArguments
 from .compile import compile_offline, content_hash
-from .launch import ForwardLauncher, leaves_rows_out, tidy
+from .launch import ForwardLauncher, leaves_rows_out, tidied
 from .plan import ForwardPlan, plan_forward
 from .target import HOPPER
 
@@ -100,14 +101,12 @@ class EmulatedForward(ForwardLauncher):
     def __init__(self, plan: ForwardPlan) -> None:
         super().__init__(plan, EmulatedKernel)
 
-    def _launch(self, q, k, v, out, lse, max_scores, scale, ours, work, *rest) -> None:  # type: ignore[no-untyped-def]
-        if not leaves_rows_out(self.plan, k):
-            for t in (out, lse, max_scores):
+    def launch(self, given: ForwardArguments) -> None:
+        if not leaves_rows_out(self.plan, given.k):
+            for t in (given.out, given.lse, given.max_scores):
                 if t is not None:
                     t.fill_(torch.nan)
-        work = None if work is None else work.cpu()
-        tensors = (tidy(t, name) for t, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out")))
-        self.compiled(*tensors, lse, max_scores, scale, ours, work, *rest)
+        super().launch(tidied(given))
 
 
 class EmulatedCall(HopperCall):

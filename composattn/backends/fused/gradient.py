@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ...analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
-from ...analysis.derived import value_of
 from ...analysis.program import Program
 from ...call.autograd import Grads, Known
 from ...call.problem import Problem
@@ -25,7 +24,7 @@ from ...graph.gradient import partials
 from ..streaming import Mods, Streaming
 from .compile import compile_plan
 from .launch_backward import BackwardLauncher
-from .plan_backward import BackwardPlan, plan_backward
+from .plan_backward import plan_backward
 from .target import Target
 
 
@@ -43,7 +42,6 @@ class HopperGradient:
         self.kernel_of = kernel_of
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self._launchers: dict[Any, BackwardLauncher] = {}
-        self._places: dict[BackwardLauncher, list[int | None]] = {}  # of what they read among the captured tensors
         self._summing: dict[frozenset[Capture], Program] = {}
         self.fused = True
         try:
@@ -64,9 +62,7 @@ class HopperGradient:
             plans = plan_backward(
                 self.problem, self.summing(summed), self.target, has_dlse=has_dlse, deterministic=deterministic
             )
-            made = self._launchers[form] = BackwardLauncher(plans, self.kernel_of)
-            at_call = {c: n for n, c in enumerate(self.program.captures)}
-            self._places[made] = [at_call.get(c) for c in plans.main.captured]
+            self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
         return self._launchers[form]
 
     def summing(self, summed: frozenset[Capture]) -> Program:
@@ -126,42 +122,17 @@ class HopperGradient:
         q, k, v, out, lse, dout, dlse, captured, _ = known
         dout = dout.to(out.dtype)
         launcher = self.launcher(dlse is not None, self.deterministic(), summed)
-        program, plan = self.summing(summed), launcher.plans.main
-        made: dict[Capture, torch.Tensor] = {}
-        if plan.lists is not None or isinstance(program, GradientProgram):
-            made = self._made(program, plan, known._replace(dout=dout), scalars, sequences)
+        program = self.summing(summed)
+        inputs = q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences
+        if not isinstance(program, GradientProgram):
+            return launcher(*inputs), {}
         at_call = dict(zip(self.program.captures, captured, strict=True))
-        reads = [
-            captured[n] if n is not None else made[c] if c in made else value_of(c, at_call)
-            for c, n in zip(plan.captured, self._places[launcher], strict=True)
-        ]
-        grads = launcher(q, k, v, out, lse, dout, dlse, self.scale, reads, scalars, sequences)
-        found: dict[Capture, torch.Tensor | None] = {}
-        if isinstance(program, GradientProgram):
-            for n, (c, total) in enumerate(program.totals.items()):
-                found[c] = in_numbers(made[total], made[program.units][n], at_call[c])
-        return grads, found
-
-    def _made(
-        self,
-        program: Program,
-        plan: BackwardPlan,
-        known: Known,
-        scalars: Sequence[float | int],
-        sequences: Sequences,
-    ) -> dict[Capture, torch.Tensor]:
-        """What the kernel reads that no mod captured: units and sums of gradients, lists of tiles."""
-        at_call = dict(zip(self.program.captures, known.captured, strict=True))
-        made: dict[Capture, torch.Tensor] = {}
-        if isinstance(program, GradientProgram):
-            made[program.units] = self._units(program, known, sequences)
-            for c, total in program.totals.items():
-                made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
-        if plan.lists is not None:
-            numbers = dict(zip(self.program.scalars, scalars, strict=True))
-            listed = plan.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
-            made |= zip(plan.lists.captures, listed, strict=True)
-        return made
+        made = {program.units: self._units(program, known._replace(dout=dout), sequences)}
+        for c, total in program.totals.items():
+            made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
+        grads = launcher(*inputs, made)
+        units = made[program.units]
+        return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
 
     def _units(self, program: GradientProgram, known: Known, sequences: Sequences) -> torch.Tensor:
         """Units in 1 of each sum."""

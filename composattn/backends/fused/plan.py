@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Hashable
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from ...analysis.program import Program
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
 from ...call.schedule import Order
-from ...graph.expr import DType, index
+from ...graph.expr import Capture, DType, index
 from ...primitives.interval_shape import IntervalShape
 from .target import Target
 from .work import WorkTables, ascends, entries, work_tables
@@ -103,6 +104,11 @@ class ForwardPlan:
     return_max_scores: bool = False
     is_split: bool = False
     splits: int = dataclasses.field(default=1, compare=False)
+
+    @functools.cached_property
+    def captured(self) -> tuple[Capture, ...]:
+        """What the kernel reads, in the order in which it receives it: the mods' tensors, and lists of tiles."""
+        return (*self.program.captures, *(() if self.lists is None else self.lists.captures))
 
     @property
     def stores_rows(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ...analysis.derived import Upkeep
 from ...analysis.program import Program
 from ...call.autograd import Grads, Known, Results, attend
 from ...call.problem import Problem
@@ -56,7 +55,6 @@ class HopperCall:
         self.kernel_of = kernel_of
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
-        self.upkeep = Upkeep(program.captures)
 
     @property
     def captures(self) -> list[torch.Tensor]:
@@ -92,7 +90,6 @@ class HopperCall:
         *,
         return_max_scores: bool = False,
     ) -> Outputs:
-        self.upkeep()
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
             return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
         if return_max_scores:

@@ -1,18 +1,16 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit import Leaves
 from ...primitives.emit_backward import BackwardMods
-from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import query_tiles_of
 from ...primitives.kv_source import partition
 from ...primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
@@ -22,10 +20,10 @@ from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, narrow
-from ..fused.plan import CombinePlan
+from ..fused.arguments import MainArguments, PiecesArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
 from .dq import DqPart, dq_columns
-from .forward import _fake_capture, fake_sequences
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
 from .turns import DqSemaphore
 from .wgmma import (
@@ -76,37 +74,19 @@ class HopperBackward:
         return "backward"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (B, Hq, Sq, D), packed (total, Hq, D); those that follow alike
-        k: cute.Tensor,  # (B, Hkv, Skv, D)
-        v: cute.Tensor,  # (B, Hkv, Skv, Dv)
-        dout: cute.Tensor,  # (B, Hq, Sq, Dv)
-        workspace: cute.Tensor,  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; `statistics_of`
-        dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
-        dk: cute.Tensor,  # (B, Hkv, Skv, D)
-        dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
-        pieces,  # of tiles that are cut, see `Pieces.of`; None: none is
-        turns: cute.Tensor | None,  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
-        scale: Float32,
-        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
-        work: cute.Tensor | None,  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `WorkOrder`
-        captured,  # tuple of tensors that the mods read
-        scalars,  # tuple of run-time numbers that the mods read
-        stream,
-    ):
-        tiling = self.tiling
-        dtype = self.dtype = q.element_type
-        queries, keys = rows_of(self.plan.layout, q, k, sequences)
-        mQ, mdO = [queries.for_copies(t) for t in (q, dout)]
-        mK, mV = [keys.for_copies(t) for t in (k, v)]
+    def __call__(self, stream, *arguments):
+        given, tiling = MainArguments(*arguments), self.tiling
+        dtype = self.dtype = given.q.element_type
+        queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
+        mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]
+        mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
         q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
         do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
         ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         row_layout = cute.make_layout((tiling.tile_m,))
-        statistics = statistics_of(workspace, COUNTER, dq_sum, tiling.tile_m)
+        statistics = statistics_of(given.workspace, COUNTER, given.dq_sum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         first = [0, 1]
         copies = [
@@ -123,38 +103,37 @@ class HopperBackward:
             dk_layout, dv_layout = [
                 tile_layout(dtype, rows, width, tiling.warpgroups) for width in (tiling.d, tiling.dv)
             ]
-        for tensor, layout, width in ((dk, dk_layout, tiling.d), (dv, dv_layout, tiling.dv)):
+        for tensor, layout, width in ((given.dk, dk_layout, tiling.d), (given.dv, dv_layout, tiling.dv)):
             box = cute.select(layout, first)
             copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (rows, width)))
         kv_heads = mK.shape[2]
         group = mQ.shape[2] // kv_heads
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
-        q_rows = q.shape[2] if self.plan.layout.is_dense else q.shape[0]
+        q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
         section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
-        if const_expr(work is None):
+        if const_expr(given.work is None):
             order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
         else:
-            order = WorkOrder.listed(work, kv_heads, kv_heads, *section)
-        if const_expr(tiling.in_pieces):
-            pieces = pieces_of(tiling, pieces)
+            order = WorkOrder.listed(given.work, kv_heads, kv_heads, *section)
+        pieces = pieces_of(tiling, given.pieces) if tiling.in_pieces else None
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
-            tuple(c[0] for c in copies),
-            tuple(c[1] for c in copies),
+            Operands(*(c[0] for c in copies)),
+            Operands(*(c[1] for c in copies)),
             (q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout),
             statistics,
-            dq_sum,
-            turns,
-            counter_of(workspace),
+            given.dq_sum,
+            given.turns,
+            counter_of(given.workspace),
             order,
             pieces,
             numbers,
-            scale,
-            captured,
-            scalars,
+            given.scale,
+            given.captured,
+            given.scalars,
             queries,
             keys,
             group,
@@ -275,39 +254,39 @@ class HopperBackward:
     def produce_tile(self, call, block, number, kv_slot, q_slot, do_slot):
         tiling = self.tiling
         work = self.work_tile(call, number)
-        tma_q, tma_do, tma_k, tma_v, tma_rows = call.tmas[:5]
-        tQ, tdO, tK, tV, tRows = call.tensors[:5]
-        gK = work.keys.tiles(tK, work.kv_head, (tiling.tile_n, tiling.d))
-        gV = work.keys.tiles(tV, work.kv_head, (tiling.tile_n, tiling.dv))
-        tKsK, tKgK = partition(tma_k, block.sK, gK)
-        tVsV, tVgV = partition(tma_v, block.sV, gV)
+        tmas, tensors = call.tmas, call.tensors
+        gK = work.keys.tiles(tensors.k, work.kv_head, (tiling.tile_n, tiling.d))
+        gV = work.keys.tiles(tensors.v, work.kv_head, (tiling.tile_n, tiling.dv))
+        tKsK, tKgK = partition(tmas.k, block.sK, gK)
+        tVsV, tVgV = partition(tmas.v, block.sV, gV)
         bar = block.kv_edge.acquire(kv_slot)
-        cute.copy(tma_k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
-        cute.copy(tma_v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
+        cute.copy(tmas.k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
+        cute.copy(tmas.v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
-            gQ = work.queries.tiles(tQ, head, (tiling.tile_m, tiling.d))
-            gdO = work.queries.tiles(tdO, head, (tiling.tile_m, tiling.dv))
+            gQ = work.queries.tiles(tensors.q, head, (tiling.tile_m, tiling.d))
+            gdO = work.queries.tiles(tensors.dout, head, (tiling.tile_m, tiling.dv))
             gLse, gDelta = [
-                cute.local_tile(tRows[None, head, work.padded.b, kind], (tiling.tile_m,), (None,)) for kind in range(2)
+                cute.local_tile(tensors.rows[None, head, work.padded.b, kind], (tiling.tile_m,), (None,))
+                for kind in range(2)
             ]
-            tQsQ, tQgQ = partition(tma_q, block.sQ, gQ)
-            tdOsdO, tdOgdO = partition(tma_do, block.sdO, gdO)
-            tLsLse, tLgLse = partition(tma_rows, block.sLse, gLse, modes=1)
-            tDsDelta, tDgDelta = partition(tma_rows, block.sDelta, gDelta, modes=1)
+            tQsQ, tQgQ = partition(tmas.q, block.sQ, gQ)
+            tdOsdO, tdOgdO = partition(tmas.dout, block.sdO, gdO)
+            tLsLse, tLgLse = partition(tmas.rows, block.sLse, gLse, modes=1)
+            tDsDelta, tDgDelta = partition(tmas.rows, block.sDelta, gDelta, modes=1)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
                     padded = work.padded.first + m
                     bar = block.q_edge.acquire(q_slot)
-                    cute.copy(tma_q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
-                    cute.copy(tma_rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
-                    cute.copy(tma_do, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
-                    cute.copy(tma_rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.dout, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
         return kv_slot.next(), q_slot, do_slot
 
@@ -357,15 +336,28 @@ class HopperBackward:
         return kv_slot.next(), q_slot, do_slot, ds_slot, turn_slot
 
 
+class Operands(NamedTuple):
+    """Of each tensor that lies in tiles: its bulk copy, or the tensor as that sees it."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    rows: Any  # row statistics
+    dk: Any
+    dv: Any
+
+    @property
+    def results(self) -> tuple[Any, Any]:
+        return self.dk, self.dv
+
+
 @dataclasses.dataclass
 class Call(Fixed):
-    """What the kernel was called with; copies and tensors in the order Q, dO, K, V, row statistics, dK, dV.
+    """What the kernel was called with; `numbers`: how many pieces of work there are."""
 
-    `numbers`: how many pieces of work there are.
-    """
-
-    tmas: tuple
-    tensors: tuple
+    tmas: Operands
+    tensors: Operands
     statistics: cute.Tensor
     dq_sum: cute.Tensor
     turns: cute.Tensor | None
@@ -507,72 +499,15 @@ class Consumer(KeyWarpgroup):
     def outputs(self, call, shared, rows: int, number, is_first):
         work = self.work
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
-            tiles = work.keys.tiles(call.tensors[5 + i], work.kv_head, (rows, columns))
-            yield is_first, call.tmas[5 + i], shared[i], tiles, number
+            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (rows, columns))
+            yield is_first, call.tmas.results[i], shared[i], tiles, number
 
 
-def fake_tensor(dtype, shape, *, align: int = 16, divisibility: int = 8):
-    """A tensor with dynamic strides of whole 16 bytes and a contiguous last dimension, to compile with."""
-    strides = (*(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1]), 1)
-    return make_fake_tensor(dtype, shape, strides, assumed_align=align)
-
-
-def element_type(plan: BackwardPlan | CombinePlan):
-    return cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
-
-
-def fake_rows(plan: BackwardPlan, batch, heads, length, d):
-    """q, k or a tensor like them to compile with, as the plan's layout has it."""
-    shape = (batch, heads, length, d) if plan.layout.is_dense else (length, heads, d)
-    return fake_tensor(element_type(plan), shape)
-
-
-def pieces_of(tiling: BackwardTiling, given: tuple) -> Pieces:
+def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
     """The pieces of a launch, on the host."""
     return Pieces.of(given, tiling.tile_n * tiling.d, tiling.tile_n * tiling.dv)
 
 
-def fake_pieces(plan: BackwardPlan):
-    """Memory for pieces to compile with, and how tiles are cut; see `Pieces.of`."""
-    return (fake_workspace(), Int32(0), Int32(1), Int32(1)) if plan.tiling.in_pieces else None
-
-
-def fake_workspace():
-    """Statistics of rows and a counter to compile with; see `statistics_of`."""
-    return make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-
-
-def fake_work(plan: BackwardPlan):
-    """A table of the order of tiles to compile with, see `composattn.backends.fused.work`."""
-    return make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8) if plan.listed else None
-
-
-def fake_arguments(plan: BackwardPlan) -> tuple:
-    """Tensors with dynamic sizes and strides that stand for a call's when compiling."""
-    size, tiling = cute.sym_int, plan.tiling
-    batch, heads, kv_heads, q_len, kv_len, tiles = size(), size(), size(), size(), size(), size()
-    entries = batch if plan.layout.is_dense else size()
-    d, dv = plan.head_dim, plan.head_dim_v
-    return (
-        fake_rows(plan, batch, heads, q_len, d),
-        fake_rows(plan, batch, kv_heads, kv_len, d),
-        fake_rows(plan, batch, kv_heads, kv_len, dv),
-        fake_rows(plan, batch, heads, q_len, dv),
-        fake_workspace(),
-        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
-        fake_rows(plan, batch, kv_heads, kv_len, d),
-        fake_rows(plan, batch, kv_heads, kv_len, dv),
-        fake_pieces(plan),
-        fake_tensor(Int32, (entries, heads, tiles), divisibility=1, align=4) if plan.deterministic else None,
-        Float32(1.0),
-        fake_sequences(plan.layout),
-        fake_work(plan),
-        tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
-        tuple(KIND[kind](0) for kind in plan.scalars) or None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    return HopperBackward(plan), fake_arguments(plan)
+    return HopperBackward(plan), fake_arguments(MainArguments.of(plan))

@@ -3,15 +3,14 @@
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
+from ..fused.arguments import FinishArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan_backward import BackwardPlan
-from .backward import fake_rows, fake_tensor, fake_work
 from .dq import dq_columns, dq_part, dq_product
-from .forward import fake_sequences
 from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_read
 
 
@@ -25,24 +24,16 @@ class BackwardFinish:
         return "backward_finish"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
-        dq: cute.Tensor,  # (B, Hq, Sq, D), packed (total, Hq, D)
-        scale: Float32,
-        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
-        work: cute.Tensor | None,  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
-        stream,
-    ):
-        tiling = self.tiling
-        self.dtype = dq.element_type
+    def __call__(self, stream, *arguments):
+        given, tiling = FinishArguments(*arguments), self.tiling
+        self.dtype = given.dq.element_type
         layout = tile_layout(self.dtype, tiling.tile_m, tiling.d, slice_columns=dq_columns(tiling))
-        queries, _ = rows_of(self.plan.layout, dq, dq, sequences)
+        queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
         tma, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(dq), layout, (tiling.tile_m, tiling.d)
+            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (tiling.tile_m, tiling.d)
         )
-        self.kernel(tma, tensor, layout, dq_sum, scale, queries, work).launch(
-            grid=query_grid(dq_sum, work),
+        self.kernel(tma, tensor, layout, given.dq_sum, given.scale, queries, given.work).launch(
+            grid=query_grid(given.dq_sum, given.work),
             block=(tiling.warpgroups * WARPGROUP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -87,15 +78,4 @@ def is_first_warp():
 
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    size, tiling = cute.sym_int, plan.tiling
-    batch, heads, q_len, tiles = size(), size(), size(), size()
-    entries = batch if plan.layout.is_dense else size()
-    arguments = (
-        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
-        fake_rows(plan, batch, heads, q_len, plan.head_dim),
-        Float32(1.0),
-        fake_sequences(plan.layout),
-        fake_work(plan),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return BackwardFinish(plan), arguments
+    return BackwardFinish(plan), fake_arguments(FinishArguments.of(plan))

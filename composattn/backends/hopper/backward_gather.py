@@ -4,12 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from ...primitives.seqlen import DenseRows
+from ..fused.arguments import GatherArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan_backward import BackwardPlan
-from .backward import fake_pieces, fake_rows, pieces_of
+from .backward import pieces_of
 from .wgmma import MN, ROWS, WARPGROUP, load_part, narrowed, product, put, send, tile_layout, wait_read
 
 
@@ -26,28 +27,21 @@ class BackwardGather:
         return "backward_gather"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        pieces,  # see `composattn.primitives.pieces`
-        dk: cute.Tensor,  # (B, Hkv, Skv, D)
-        dv: cute.Tensor,  # (B, Hkv, Skv, Dv)
-        stream,
-    ):
-        tiling = self.tiling
-        self.dtype = dk.element_type
+    def __call__(self, stream, *arguments):
+        given, tiling = GatherArguments(*arguments), self.tiling
+        self.dtype = given.dk.element_type
         outputs = []
-        for tensor, columns in ((dk, tiling.d), (dv, tiling.dv)):
+        for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):
             layout = tile_layout(self.dtype, ROWS, columns)
             outputs.append(
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(), DenseRows.for_copies(tensor), layout, (ROWS, columns)
                 )
             )
-        _, _, cut, count = pieces
-        made = pieces_of(tiling, pieces)
+        made = pieces_of(tiling, given.pieces)
         tmas, tensors = tuple(o[0] for o in outputs), tuple(o[1] for o in outputs)
-        self.kernel(tmas, tensors, made.sums, made.places, count).launch(
-            grid=(cut, tiling.tile_n // ROWS, 2), block=(WARPGROUP, 1, 1), stream=stream, use_pdl=True
+        self.kernel(tmas, tensors, made.sums, made.places, given.pieces.pieces).launch(
+            grid=(given.pieces.cut, tiling.tile_n // ROWS, 2), block=(WARPGROUP, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -94,12 +88,4 @@ def _add(total: cute.Tensor, more: cute.Tensor) -> None:
 
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    size = cute.sym_int
-    batch, kv_heads, kv_len = size(), size(), size()
-    arguments = (
-        fake_pieces(plan),
-        fake_rows(plan, batch, kv_heads, kv_len, plan.head_dim),
-        fake_rows(plan, batch, kv_heads, kv_len, plan.head_dim_v),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return BackwardGather(plan), arguments
+    return BackwardGather(plan), fake_arguments(GatherArguments.of(plan))

@@ -3,15 +3,14 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.runtime import make_fake_stream
 
 from ...primitives.delta import row_product, row_statistics
 from ...primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
+from ..fused.arguments import PrepareArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan_backward import COUNTER, BackwardPlan
-from .backward import fake_rows, fake_tensor, fake_work, fake_workspace
-from .forward import fake_sequences
 from .wgmma import permuted
 
 THREADS = 256
@@ -34,23 +33,15 @@ class BackwardPrepare:
         return "backward_prepare"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
-        dout: cute.Tensor,  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
-        lse: cute.Tensor,  # (B, Hq, Sq) fp32, packed (Hq, total)
-        dlse: cute.Tensor | None,  # (B, Hq, Sq) fp32, packed (Hq, total)
-        workspace: cute.Tensor,  # fp32: a counter of the main kernel, statistics of rows; see `statistics_of`
-        dq_sum: cute.Tensor,  # (B, Hq, tiles, tile_m * d) fp32
-        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
-        work: cute.Tensor | None,  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
-        stream,
-    ):
-        queries, _ = rows_of(self.plan.layout, out, out, sequences)
+    def __call__(self, stream, *arguments):
+        given = PrepareArguments(*arguments)
+        queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
+        out, dout, dq_sum, work = given.out, given.dout, given.dq_sum, given.work
         if const_expr(work is not None):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
-        statistics = statistics_of(workspace, COUNTER, dq_sum, self.tiling.tile_m)
-        self.kernel(out, dout, lse, dlse, statistics, dq_sum, counter_of(workspace), queries, work).launch(
+        statistics = statistics_of(given.workspace, COUNTER, dq_sum, self.tiling.tile_m)
+        counter = counter_of(given.workspace)
+        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_sum, counter, queries, work).launch(
             grid=query_grid(dq_sum, work), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -142,23 +133,4 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
 
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    size, stride, tiling = cute.sym_int, cute.sym_int64, plan.tiling
-    batch, heads, q_len, tiles = size(), size(), size(), size()
-    entries = batch if plan.layout.is_dense else size()
-
-    def statistic():
-        shape = (batch, heads, q_len) if plan.layout.is_dense else (heads, q_len)
-        return cute.runtime.make_fake_tensor(Float32, shape, tuple(stride() for _ in shape))
-
-    arguments = (
-        fake_rows(plan, batch, heads, q_len, plan.head_dim_v),
-        fake_rows(plan, batch, heads, q_len, plan.head_dim_v),
-        statistic(),
-        statistic() if plan.has_dlse else None,
-        fake_workspace(),
-        fake_tensor(Float32, (entries, heads, tiles, tiling.tile_m * tiling.d), divisibility=4),
-        fake_sequences(plan.layout),
-        fake_work(plan),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return BackwardPrepare(plan), arguments
+    return BackwardPrepare(plan), fake_arguments(PrepareArguments.of(plan))

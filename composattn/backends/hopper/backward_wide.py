@@ -8,8 +8,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.diagonals import Diagonals
 from ...primitives.values import narrow
+from ..fused.arguments import MainArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan_backward import BackwardPlan, BackwardTiling
-from .backward import HopperBackward, fake_arguments
+from .backward import HopperBackward
 from .dq import DqPart
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, permuted, product, put, send, store_matrix, store_part
@@ -92,8 +94,8 @@ class Side(KeyWarpgroup):
 
     def outputs(self, call, shared, columns: int):
         work = self.work
-        tiles = work.keys.tiles(call.tensors[5 + self.result], work.kv_head, (self.tiling.tile_n, columns))
-        yield self.is_first_warp(), call.tmas[5 + self.result], shared, tiles, work.n
+        tiles = work.keys.tiles(call.tensors.results[self.result], work.kv_head, (self.tiling.tile_n, columns))
+        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, work.n
 
 
 class ProbabilitySide(Side):
@@ -191,4 +193,4 @@ class GradientSide(Side):
 
 def kernel(plan: BackwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    return HopperBackwardWide(plan), fake_arguments(plan)
+    return HopperBackwardWide(plan), fake_arguments(MainArguments.of(plan))

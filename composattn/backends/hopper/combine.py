@@ -3,13 +3,13 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from ...primitives.split import Weights
 from ...primitives.values import choose, narrow
+from ..fused.arguments import CombineArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan import CombinePlan
-from .backward import element_type, fake_tensor
 
 WARPS = 4
 LANES = 32
@@ -30,16 +30,10 @@ class Combine:
         return "combine"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        parts: cute.Tensor,  # (splits, B, Hq, Sq, Dv) fp32, each normalised by itself
-        part_lse: cute.Tensor,  # (splits, B, Hq, Sq) fp32
-        o: cute.Tensor,  # (B, Hq, Sq, Dv)
-        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32
-        stream,
-    ):
-        batch, heads, q_len, _ = o.shape
-        self.kernel(parts, part_lse, o, lse).launch(
+    def __call__(self, stream, *arguments):
+        given = CombineArguments(*arguments)
+        batch, heads, q_len, _ = given.out.shape
+        self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
             grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
         )
 
@@ -107,14 +101,4 @@ def _store_if(condition, target, at: Int32, value: Float32):
 
 def kernel(plan: CombinePlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    size = cute.sym_int
-    splits, batch, heads, q_len = size(), size(), size(), size()
-    lse = fake_tensor(Float32, (batch, heads, q_len), divisibility=1) if plan.return_lse else None
-    arguments = (
-        fake_tensor(Float32, (splits, batch, heads, q_len, plan.head_dim_v), divisibility=4),
-        fake_tensor(Float32, (splits, batch, heads, q_len), divisibility=1),
-        fake_tensor(element_type(plan), (batch, heads, q_len, plan.head_dim_v), divisibility=8),
-        lse,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    return Combine(plan), arguments
+    return Combine(plan), fake_arguments(CombineArguments.of(plan))

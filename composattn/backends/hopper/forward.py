@@ -1,18 +1,16 @@
 """The forward kernel for Hopper: warp-specialised, fed by bulk tensor copies, products on the warpgroup unit."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.emit import Leaves, Mods
-from ...primitives.emit_ops import KIND
 from ...primitives.emit_tiles import kv_tiles_of
 from ...primitives.gqa_packing import HeadRows
 from ...primitives.kv_source import copied_rows, kv_source, partition
@@ -23,6 +21,8 @@ from ...primitives.score_tile import FragmentShape, ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, choose, narrow
+from ..fused.arguments import ForwardArguments
+from ..fused.fake import fake_arguments
 from ..fused.plan import ForwardPlan
 from .ping_pong import PingPong
 from .wgmma import (
@@ -65,34 +65,20 @@ class HopperForward:
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment_shape(plan.tiling.tile_n))
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head)
+        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
         return "forward"  # becomes part of the kernel's name
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (B, Hq, Sq, D), or packed (total, Hq, D)
-        k: cute.Tensor,  # (B, Hkv, Skv, D), or packed
-        v: cute.Tensor,  # (B, Hkv, Skv, Dv), or packed
-        o: cute.Tensor,  # (B, Hq, Sq, Dv), or packed; or parts, see below
-        lse: cute.Tensor | None,  # (B, Hq, Sq) fp32, or packed (Hq, total), or of parts
-        max_scores: cute.Tensor | None,  # as lse
-        scale: Float32,
-        sequences,  # tuple of int32 tensors that say where packed rows lie; see `rows_of`
-        work: cute.Tensor | None,  # (tiles, 2) int32: b and m of each query tile, in their order; see `WorkOrder`
-        captured,  # tuple of tensors that the mods read
-        scalars,  # tuple of run-time numbers that the mods read
-        stream,
-    ):
-        tiling = self.tiling
-        dtype = self.dtype = q.element_type
-        queries, keys = rows_of(self.plan.layout, q, k, sequences)
+    def __call__(self, stream, *arguments):
+        given, tiling = ForwardArguments(*arguments), self.tiling
+        dtype = self.dtype = given.q.element_type
+        queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
         # a tile is the first two modes
-        mK, mV = keys.for_copies(k), keys.for_copies(v)
-        mQ = queries.for_loads(q)  # a row of Q has no say in what other rows get
+        mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
+        mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
         q_rows, mQ = mQ.shape[0], self.heads.view(mQ)
         q_layout = tile_layout(dtype, ROWS, tiling.d)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
@@ -106,31 +92,31 @@ class HopperForward:
         tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(dtype, rows, tiling.dv), (rows, tiling.dv))
         tma_o, splits = None, None
         if const_expr(self.plan.is_split):
-            tO, splits = o, Int32(o.shape[0])
+            tO, splits = given.out, Int32(given.out.shape[0])
         elif const_expr(self.plan.stores_rows):
-            tO = permuted(o, 1, 0, 2)
+            tO = permuted(given.out, 1, 0, 2)
         else:
-            mO = self.heads.view(queries.for_copies(o))
+            mO = self.heads.view(queries.for_copies(given.out))
             tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
         kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
         section = (tiling.l2, tiling.heads_together)
-        if const_expr(work is None):
+        if const_expr(given.work is None):
             order = WorkOrder.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
         else:
-            order = WorkOrder.listed(work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
+            order = WorkOrder.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
         blocks = order.tiles if splits is None else order.tiles * splits
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
-            (tma_q, tma_k, tma_v, tma_o),
-            (tQ, tK, tV, tO),
-            lse,
-            max_scores,
+            Operands(tma_q, tma_k, tma_v, tma_o),
+            Operands(tQ, tK, tV, tO),
+            given.lse,
+            given.max_scores,
             (q_layout, k_layout, v_layout, o_layout),
             order,
-            scale,
-            captured,
-            scalars,
+            given.scale,
+            given.captured,
+            given.scalars,
             queries,
             keys,
             splits,
@@ -155,8 +141,9 @@ class HopperForward:
         tiling = self.tiling
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in call.tmas[: 3 if self.plan.stores_rows else 4]:
-                cpasync.prefetch_descriptor(tma)
+            for tma in call.tmas:
+                if const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
         block = Block(tiling, layouts, self.dtype)
         start_edges(block.edges, warp)
         if warp < 4:
@@ -189,20 +176,19 @@ class HopperForward:
     def produce_tile(self, call, block, work, q_slot, k_slot, v_slot):
         tiling = self.tiling
         tiles = self.kv_tiles(call, work)
-        tma_q, tma_k, tma_v, _ = call.tmas
-        tQ, tK, tV, _ = call.tensors
-        gQ = work.queries.tiles(tQ, work.h, (self.heads.box(ROWS), tiling.d))
+        tmas, tensors = call.tmas, call.tensors
+        gQ = work.queries.tiles(tensors.q, work.h, (self.heads.box(ROWS), tiling.d))
         source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        keys = source.part(tma_k, tK, block.sK, tiling.d)
-        values = source.part(tma_v, tV, block.sV, tiling.dv)
+        keys = source.part(tmas.k, tensors.k, block.sK, tiling.d)
+        values = source.part(tmas.v, tensors.v, block.sV, tiling.dv)
         if tiles.count > 0:
             before = source.locate(tiles.first)  # V follows K one tile behind, as consumers want it
             bar = block.k_edge.acquire(k_slot)
             keys.start(before, k_slot.index, bar)
             bar = block.q_edge.acquire(q_slot)
             for w in cutlass.range_constexpr(tiling.warpgroups):
-                tQsQ, tQgQ = partition(tma_q, block.sQ[None, None, w], gQ)
-                cute.copy(tma_q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
+                tQsQ, tQgQ = partition(tmas.q, block.sQ[None, None, w], gQ)
+                cute.copy(tmas.q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
             for run in tiles.runs:
@@ -264,12 +250,21 @@ class HopperForward:
         return q_slot, k_slot, v_slot
 
 
+class Operands(NamedTuple):
+    """Of each tensor that lies in tiles: its bulk copy (None: there is none), or the tensor as that sees it."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
 @dataclasses.dataclass
 class Call(Fixed):
     """What the kernel was called with."""
 
-    tmas: tuple
-    tensors: tuple
+    tmas: Operands
+    tensors: Operands
     lse: cute.Tensor | None
     max_scores: cute.Tensor | None
     order: WorkOrder
@@ -537,13 +532,13 @@ class QueryRows(Fixed):
 
     def outputs(self, call, sO):
         work = self.work
-        gO = work.queries.tiles(call.tensors[3], work.h, (self.me.heads.box(ROWS), self.tiling.dv))
+        gO = work.queries.tiles(call.tensors.out, work.h, (self.me.heads.box(ROWS), self.tiling.dv))
         tile = work.m * self.tiling.warpgroups + self.me.warpgroup
-        yield self.me.is_first_warp(), call.tmas[3], sO, gO, tile
+        yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
 
     def store_rows(self, call):
         """From registers: few rows, or few parts."""
-        part = _of_part(call.tensors[3], self.work.part)
+        part = _of_part(call.tensors.out, self.work.part)
         for r in range(2):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
@@ -584,78 +579,6 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
 
 
-def fake_arguments(plan: ForwardPlan) -> tuple:
-    """Tensors with dynamic sizes and strides that stand for a call's when compiling.
-
-    Bulk copies need a contiguous head dimension, 16-byte aligned data and strides of whole 16 bytes.
-    """
-    size, stride = cute.sym_int, cute.sym_int64
-    dtype = cutlass.BFloat16 if plan.dtype == torch.bfloat16 else cutlass.Float16
-    batch, heads, kv_heads, q_len, kv_len = size(), size(), size(), size(), size()
-    layout = plan.layout
-    entries = {"dense": (batch,), "packed": (), "paged": (size(),)}
-
-    def tensor(lies, h, s, d):
-        shape = (s, h, d) if lies == "packed" else (*entries[lies], h, s, d)
-        strides = (*(stride(divisibility=8) for _ in shape[1:]), 1)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    of_head = (heads, q_len) if layout.q == "packed" else (batch, heads, q_len)
-    of_part = (size(), *of_head) if plan.is_split else of_head
-    out = None
-
-    def statistic(there):
-        strides = (*(stride() for _ in of_part[1:]), 1)
-        return make_fake_tensor(Float32, of_part, strides, assumed_align=4) if there else None
-
-    if plan.is_split:
-        strides = (*(stride(divisibility=8) for _ in of_part), 1)
-        out = make_fake_tensor(Float32, (*of_part, plan.head_dim_v), strides, assumed_align=16)
-    return (
-        tensor(layout.q, heads, q_len, plan.head_dim),
-        tensor(layout.kv, kv_heads, kv_len, plan.head_dim),
-        tensor(layout.kv, kv_heads, kv_len, plan.head_dim_v),
-        tensor(layout.q, heads, q_len, plan.head_dim_v) if out is None else out,
-        statistic(plan.return_lse or plan.is_split),
-        statistic(plan.return_max_scores),
-        Float32(1.0),
-        fake_sequences(layout),
-        make_fake_tensor(Int32, (size(), 2), (2, 1), assumed_align=8) if plan.listed else None,
-        tuple(_fake_capture(kind, rank) for kind, rank in plan.captures) or None,
-        tuple(KIND[kind](0) for kind in plan.scalars) or None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-def fake_sequences(layout) -> tuple | None:
-    """Tensors that stand for those that say where the sequences of a call lie."""
-    given = (layout.q == "packed", layout.kv == "packed", layout.used_q, layout.used_kv)
-    tensors = [make_fake_tensor(Int32, (cute.sym_int(),), (1,)) for _ in range(sum(given))]
-    if layout.kv == "paged":
-        tensors.append(make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)))
-    return tuple(tensors) or None
-
-
-def _fake_capture(kind: torch.dtype, rank: int):
-    rank = max(rank, 1)  # a 0-d tensor comes as one element
-    shape = tuple(cute.sym_int() for _ in range(rank))
-    strides = tuple(cute.sym_int64() for _ in range(rank))
-    return make_fake_tensor(CAPTURE_TYPES[kind], shape, strides)
-
-
-CAPTURE_TYPES = {
-    torch.float32: Float32,
-    torch.float16: cutlass.Float16,
-    torch.bfloat16: cutlass.BFloat16,
-    torch.int64: Int64,
-    torch.int32: Int32,
-    torch.int16: cutlass.Int16,
-    torch.int8: cutlass.Int8,
-    torch.uint8: cutlass.Uint8,
-    torch.bool: Boolean,
-}
-
-
 def kernel(plan: ForwardPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    return HopperForward(plan), fake_arguments(plan)
+    return HopperForward(plan), fake_arguments(ForwardArguments.of(plan))

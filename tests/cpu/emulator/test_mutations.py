@@ -72,6 +72,7 @@ def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
 
 
 def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
+    from composattn.backends.fused.arguments import MainArguments
     from composattn.backends.fused.launch_backward import BackwardLauncher
     from composattn.backends.fused.plan_backward import plan_backward
 
@@ -81,9 +82,10 @@ def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     calls = Calls()
     plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
-    arguments = calls.arguments[plans.main.module]
-    sums = arguments[5] = torch.zeros_like(arguments[5])
-    return _trial(calls.kernels[plans.main.module], arguments, (sums, *arguments[6:8]), zero=(sums,))
+    arguments = MainArguments(*calls.arguments[plans.main.module])
+    arguments = arguments._replace(dq_sum=torch.zeros_like(arguments.dq_sum))
+    results = arguments.dq_sum, arguments.dk, arguments.dv
+    return _trial(calls.kernels[plans.main.module], arguments, results, zero=(arguments.dq_sum,))
 
 
 def _trial(
