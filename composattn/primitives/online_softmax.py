@@ -13,7 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .exponential import LN_2, exp2
+from .exponential import LN_2, exp2, exp2_of_column
+from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
@@ -25,12 +26,14 @@ class OnlineSoftmax(Fixed):
     """Row statistics of one thread; `scale` must be positive (a mask's -inf times 0 would be NaN).
 
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
-    exponential; `exponentials`, of all columns or of some at a time; and `add`.
-    `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
+    exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
+    exponentials. `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
     """
 
-    def __init__(self, shape: FragmentShape, scale: Float32, keeps_highest: bool = False) -> None:
-        self.shape, self.scale = shape, scale
+    def __init__(
+        self, shape: FragmentShape, scale: Float32, keeps_highest: bool = False, units: ExponentialUnits = HARDWARE
+    ) -> None:
+        self.shape, self.scale, self.units = shape, scale, units
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
@@ -82,7 +85,8 @@ class OnlineSoftmax(Fixed):
     def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place."""
         for c in columns:
-            tile.values[r, c] = exp2(tile.values[r, c] * self.scale - self.scaled_shift[r])
+            power = exp2_of_column(self.units, c)
+            tile.values[r, c] = power(tile.values[r, c] * self.scale - self.scaled_shift[r])
 
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""

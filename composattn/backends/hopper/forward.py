@@ -417,7 +417,7 @@ class QueryRows(Fixed):
         self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
         self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
         self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, me.plan.return_max_scores)
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, me.plan.return_max_scores, me.tiling.exponential)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         self.softmax.reset()
         self.rescale.fill(1.0)
