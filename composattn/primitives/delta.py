@@ -1,20 +1,9 @@
 """Statistics of a query row that the backward needs: its normalizer, and D, what the softmax subtracts from dP."""
 
-import math
-
-import cutlass.cute as cute
 from cutlass import Float32
 
-from composattn.primitives.values import choose
-
-
-def row_product(part: Float32, lanes: int) -> Float32:
-    """Sum of `part` over `lanes` neighbouring lanes, in all of them, in a fixed order."""
-    distance = 1
-    while distance < lanes:
-        part = part + cute.arch.shuffle_sync_bfly(part, distance)
-        distance *= 2
-    return part
+from .exponential import LOG2_E
+from .values import choose
 
 
 def row_statistics(lse: Float32, product: Float32, dlse: Float32) -> tuple[Float32, Float32]:
@@ -24,6 +13,6 @@ def row_statistics(lse: Float32, product: Float32, dlse: Float32) -> tuple[Float
     """
     nothing = lse == -Float32.inf
     return (
-        choose(nothing, Float32.inf, lse * math.log2(math.e)),
+        choose(nothing, Float32.inf, lse * LOG2_E),
         choose(nothing, Float32(0.0), product - dlse),
     )

@@ -11,7 +11,6 @@ is one register and an immediate, in comparisons too. And in an additive score m
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +23,9 @@ from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.linear import Affine, affine
 from .emit_ops import CUTE, Neighbours, convert, read_element
+from .exponential import LOG2_E
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller
-
-LOG2_E = math.log2(math.e)
 
 WORD = 24  # positions that a word of `run_of` speaks of
 

@@ -30,9 +30,10 @@ from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
 from .diagonals import Diagonals
-from .emit import LOG2_E, AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of, small_affine
+from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of, small_affine
 from .emit_captured import CapturedSums
 from .emit_ops import convert
+from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
 from .values import Fixed, choose, larger, smaller
 
@@ -90,7 +91,7 @@ class BoundBackwardMods(Fixed):
         """Raw q·k to P, in place; `lse[r]` in log2 units, inf for a row with nothing to attend."""
         exponent = self._exponent(at, lse)
         for r, c in _places(at.tile):
-            at.tile.values[r, c] = _exp2(exponent(r, c))
+            at.tile.values[r, c] = exp2(exponent(r, c))
             at.forget_element()
         self._hide(at, tested, at.tile.values)
 
@@ -104,7 +105,7 @@ class BoundBackwardMods(Fixed):
         """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
         exponent = self._exponent(at, lse)
         for r, c in _places(at.tile):
-            p = _exp2(exponent(r, c))
+            p = exp2(exponent(r, c))
             d_probabilities[r, c] = self._gradient(at, r, c, p, d_probabilities[r, c] - delta[r])
             at.tile.values[r, c] = p
             at.forget_element()
@@ -223,10 +224,6 @@ def _hide_by_either(holds: Boolean, mods: cutlass.Constexpr, at: cutlass.Constex
 
 def _places(tile: ScoreTile) -> list[tuple[int, int]]:
     return [(r, c) for r in range(tile.rows) for c in range(tile.columns)]
-
-
-def _exp2(x: Any) -> Float32:
-    return cute.math.exp2(x, fastmath=True)
 
 
 def _sum(parts: list[Any]) -> Any:

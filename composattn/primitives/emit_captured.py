@@ -1,8 +1,7 @@
 """Gradients of captured tensors from a tile of dS: summed in registers along the pattern, then added to memory.
 
-Sums in memory are 64-bit fixed point (`composattn.analysis.captured_gradient`), so their order is free. A thread
-holds columns (keys) 0 and 8 and rows (queries) 8 j + e, e = 0, 1, from its first ones; of the lanes of a warp, lane
-4 b + a begins at column b and row 2 a.
+Sums in memory are 64-bit fixed point (`composattn.analysis.captured_gradient`), so their order is free. Which lanes of
+a warp share a row or a column, and who of them adds their sum, the fragment says.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from ..graph.expr import Capture, DType, Rate
 from .diagonals import Diagonals
 from .emit import Evaluator
 from .emit_ops import convert
-from .score_tile import FragmentShape, ScoreTile
+from .lanes import WARP, add, first_of, over_lanes
+from .score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from .values import choose, larger, smaller
 
 
@@ -49,12 +49,12 @@ class CapturedSums:
             if read.pattern is Pattern.DISTANCE:
                 assert diagonals is not None
                 rest()
-                diagonals.put(at.tile.shape, values)
+                diagonals.put(values)
                 rest = functools.partial(_add_diagonals, read, at, diagonals, captured[tensor], add_to, unit)
                 continue
             where, sums, holds = _PATTERNS[read.pattern](read, at, values)
             flat = [_flat(captured[tensor], indices) for indices in where]
-            _add_if(holds, add_to, flat, [s * unit for s in sums])
+            _add_if(Boolean(holds), add_to, flat, [s * unit for s in sums])
         return rest
 
 
@@ -68,16 +68,17 @@ def _add_diagonals(
     """Adds the sums by distance that were put in `diagonals`, a lane a diagonal."""
     cute.arch.sync_warp()
     tile, lane = at.tile, cute.arch.lane_idx()
-    starts = diagonals.of_lanes(tile.shape)
+    starts = diagonals.of_lanes()
     # positions follow the distance alone: asked at the row that is the distance, and column 0
-    distance = (tile.first_q - (lane & 3) * 2) - (tile.first_kv - (lane >> 2)) + lane
-    shape = FragmentShape(tuple(first for first, _ in starts), (0,), 1)
+    first_q, first_kv = tile.first_q - tile.shape.lane_row(lane), tile.first_kv - tile.shape.lane_column(lane)
+    distance = first_q - first_kv + lane
+    shape = FragmentShape(tuple(first for first, _ in starts), (0,), ROW_PER_LANE)
     along = Evaluator(at.mods, at.leaves, ScoreTile(shape, None, tile.b, tile.h, distance, Int32(0)))
     along.head = dict(at.head)
     for r, (first, lanes) in enumerate(starts):
-        holds = Boolean(True) if lanes == 32 else lane < lanes
+        holds = True if lanes == 32 else lane < lanes
         flat = _flat(tensor, _positions(read, along, r, 0))
-        _add_if(holds, add_to, [flat], [diagonals.sum(first) * unit])
+        _add_if(Boolean(holds), add_to, [flat], [diagonals.sum(first) * unit])
 
 
 def _values(read: FusedRead, at: Evaluator, ds: cute.Tensor) -> list[list[Any]]:
@@ -103,19 +104,20 @@ Sums = tuple[list[list[Any]], list[Any], Any]
 
 
 def _by_head(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
-    total = _over_lanes(_total([x for row in values for x in row]), (1, 2, 4, 8, 16))
-    return [_positions(read, at, 0, 0)], [total], cute.arch.lane_idx() == 0
+    total = over_lanes(add, _total([x for row in values for x in row]), WARP)
+    return [_positions(read, at, 0, 0)], [total], first_of(cute.arch.lane_idx(), WARP)
 
 
 def _by_column(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
-    columns = range(at.tile.columns)
-    sums = [_over_lanes(_total([row[c] for row in values]), (1, 2)) for c in columns]
-    return [_positions(read, at, 0, c) for c in columns], sums, cute.arch.lane_idx() % 4 == 0
+    shape, columns = at.tile.shape, range(at.tile.columns)
+    sums = [shape.along_column(add, _total([row[c] for row in values])) for c in columns]
+    return [_positions(read, at, 0, c) for c in columns], sums, shape.first_in_column(cute.arch.lane_idx())
 
 
 def _by_row(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
-    sums = [_over_lanes(_total(row), (4, 8, 16)) for row in values]
-    return [_positions(read, at, r, 0) for r in range(at.tile.rows)], sums, cute.arch.lane_idx() < 4
+    shape = at.tile.shape
+    sums = [shape.along_row(add, _total(row)) for row in values]
+    return [_positions(read, at, r, 0) for r in range(at.tile.rows)], sums, shape.first_in_row(cute.arch.lane_idx())
 
 
 def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
@@ -124,7 +126,7 @@ def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
         for c in range(at.tile.columns):
             where.append(_positions(read, at, r, c))
             at.forget_element()
-    return where, [x for row in values for x in row], Boolean(True)
+    return where, [x for row in values for x in row], True
 
 
 _PATTERNS = {
@@ -140,16 +142,7 @@ def _positions(read: FusedRead, at: Evaluator, r: int, c: int) -> list[Any]:
 
 
 def _total(values: list[Any]) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def _over_lanes(value: Any, distances: tuple[int, ...]) -> Any:
-    for distance in distances:
-        value = value + cute.arch.shuffle_sync_bfly(value, distance)
-    return value
+    return functools.reduce(add, values)
 
 
 def _flat(tensor: cute.Tensor, indices: list[Any]) -> Any:

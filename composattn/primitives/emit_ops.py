@@ -17,22 +17,17 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute import math as cm
 
 from ..graph.expr import DType
+from .exponential import LN_2, LOG2_E, exp2
 from .values import Fixed, choose
 
 KIND = {DType.BOOL: Boolean, DType.INT32: Int32, DType.INT64: Int64, DType.FLOAT: Float32}
 
-_LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2.0)
 _TWO_PI_HIGH = 6.28125  # exact in 9 bits, so k * high is exact for k < 2^15
 _TWO_PI_LOW = 2.0 * math.pi - 6.28125
 
 
-def _exp2(x: Any) -> Any:
-    return cm.exp2(x, approx=True, ftz=True)  # 2 ulp
-
-
 def _exp(x: Any) -> Any:
-    return _exp2(x * _LOG2_E)  # relative error 2^-22 + |x| 2^-23
+    return exp2(x * LOG2_E)  # relative error 2^-22 + |x| 2^-23
 
 
 def _reciprocal(x: Any) -> Any:
@@ -47,11 +42,11 @@ def _division(x: Any, y: Any) -> Any:
 
 def _tanh(x: Any) -> Any:
     """1 - 2 / (1 + e^2x): absolute error 2^-23. The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P."""
-    return 1.0 - 2.0 * _reciprocal(_exp2(x * (2.0 * _LOG2_E)) + 1.0)
+    return 1.0 - 2.0 * _reciprocal(exp2(x * (2.0 * LOG2_E)) + 1.0)
 
 
 def _sigmoid(x: Any) -> Any:
-    return _reciprocal(_exp2(x * -_LOG2_E) + 1.0)
+    return _reciprocal(exp2(x * -LOG2_E) + 1.0)
 
 
 def _turns(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -202,9 +197,9 @@ CUTE: dict[str, Callable[..., Any]] = {
     "isnan": lambda x: x != x if isinstance(x, Float32) else Boolean(False),
     "isinf": lambda x: _abs(x) == math.inf if isinstance(x, Float32) else Boolean(False),
     "exp": _exp,
-    "exp2": _exp2,
+    "exp2": exp2,
     "expm1": lambda x: cm.expm1(x),
-    "log": lambda x: cm.log2(x, fastmath=True) * _LN_2,  # absolute error 2^-22 near 1
+    "log": lambda x: cm.log2(x, fastmath=True) * LN_2,  # absolute error 2^-22 near 1
     "log2": lambda x: cm.log2(x, fastmath=True),
     "log1p": lambda x: cm.log1p(x),
     "sqrt": lambda x: cm.sqrt(x),

@@ -1,9 +1,9 @@
 """Query heads that share a key/value head as rows of one tile: few queries fill it, and K and V are read once for all.
 
 Row r of packed rows is query r // slots, head r % slots, with `slots` the number of heads rounded up to a power of two;
-rows of heads that are not there are padding (copies fill them with zeros and leave them out). A thread of a 64-row
-accumulator owns rows r and r + 8: with up to 8 slots those are two queries of one head, so that a score mod finds its
-head as it does without packing; with more they are one query and two heads.
+rows of heads that are not there are padding (copies fill them with zeros and leave them out). Where a thread owns rows
+r and r + 8, with up to 8 slots those are two queries of one head, so that a score mod finds its head as it does without
+packing; with more they are one query and two heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .values import Fixed
 
 @dataclasses.dataclass(frozen=True)
 class HeadRows(Fixed):
-    """`heads` neighbouring query heads, at most 64, as rows of a tile; 1: every head has tiles of its own."""
+    """`heads` neighbouring query heads as rows of a tile, which has as many at least; 1: each has tiles of its own."""
 
     heads: int
     slots: int

@@ -5,60 +5,39 @@ subtraction and change of base are one FMA an element (Milakov and Gimelshein, "
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
-import math
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .score_tile import ScoreTile
+from .exponential import LN_2, exp2, exp2_of_column
+from .exponential_units import HARDWARE, ExponentialUnits
+from .lanes import add
+from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
 
 CHAINS = 4  # independent partial maxima and sums a row, so that latency overlaps
 
 
-def _tree(op, values):
-    while len(values) > 1:
-        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + values[len(pairs) * 2 :]
-    return values[0]
-
-
-def _across_lanes(op, value: Float32, lanes: int) -> Float32:
-    distance = 1
-    while distance < lanes:
-        value = op(value, cute.arch.shuffle_sync_bfly(value, distance))
-        distance *= 2
-    return value
-
-
-def _fold(op, values):
-    result = values[0]
-    for value in values[1:]:
-        result = op(result, value)
-    return result
-
-
-def _add(a, b):
-    return a + b
-
-
-def _exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, fastmath=True)
-
-
 class OnlineSoftmax(Fixed):
     """Row statistics of one thread; `scale` must be positive (a mask's -inf times 0 would be NaN).
 
-    `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
+    A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
+    exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
+    exponentials. `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
     """
 
-    def __init__(self, rows: int, scale: Float32, lanes_per_row: int, keeps_highest: bool = False):
-        self.rows = rows
-        self.scale = scale
-        self.lanes = lanes_per_row
+    def __init__(
+        self, shape: FragmentShape, scale: Float32, keeps_highest: bool = False, units: ExponentialUnits = HARDWARE
+    ) -> None:
+        self.shape, self.scale, self.units = shape, scale, units
+        rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
+        self.scaled_shift = cute.make_rmem_tensor(rows, Float32)  # what exponents are less, in log2 units
         self.highest = cute.make_rmem_tensor(rows, Float32) if keeps_highest else None
 
     def reset(self) -> None:
@@ -70,57 +49,90 @@ class OnlineSoftmax(Fixed):
     def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, slack: float = 0.0) -> None:
         """Scores to probabilities, in place; `rescale[r]` gets the factor for what was summed before.
 
-        `first`: nothing was summed before, so `rescale` is left alone. `slack`: a maximum that rose by no more
+        `first`: nothing was summed before, so `rescale` is left alone. `slack`: see `raise_maximum`.
+        """
+        for r in range(tile.rows):
+            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first, slack)
+            if factor is not None:
+                rescale[r] = factor
+            self.exponentials(tile, r, range(tile.columns))
+            self.add(tile, r, factor)
+
+    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, slack: float = 0.0) -> Any:
+        """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
+
+        Returns the factor for what was summed before, None at the `first` tile. `slack`: a maximum that rose by no more
         than this, in log2 units, is not taken up, and the factor is exactly 1; probabilities then reach
         2^slack, which costs no accuracy in a floating-point format (FlashAttention-4, conditional rescaling).
         """
-        for r in range(self.rows):
-            scores = [tile.values[r, c] for c in range(tile.columns)]
-            chains = [_fold(cute.arch.fmax, scores[i::CHAINS]) for i in range(min(CHAINS, len(scores)))]
-            before = self.maximum[r]
-            if not first:
-                chains.append(before)
-            maximum = _across_lanes(cute.arch.fmax, _tree(cute.arch.fmax, chains), self.lanes)
-            if self.highest is not None:
-                self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
-            if slack and not first:
-                # false for the NaN of -inf - -inf, and for a first visible score after -inf
-                maximum = choose((maximum - before) * self.scale <= slack, before, maximum)
-            # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
-            shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
-            if not first:
-                rescale[r] = _exp2((before - shift) * self.scale)
-            self.maximum[r] = maximum
-            scaled_shift = shift * self.scale
-            terms = [_exp2(s * self.scale - scaled_shift) for s in scores]
-            for c, p in enumerate(terms):
-                tile.values[r, c] = p
-            if not first:
-                terms = [self.total[r] * rescale[r], *terms]
-            self.total[r] = _tree(_add, [_fold(_add, terms[i::CHAINS]) for i in range(min(CHAINS, len(terms)))])
+        before = self.maximum[r]
+        chains = _chains(cute.arch.fmax, scores)
+        if not first:
+            chains.append(before)
+        maximum = self.shape.along_row(cute.arch.fmax, _tree(cute.arch.fmax, chains))
+        if self.highest is not None:
+            self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
+        if slack and not first:
+            # false for the NaN of -inf - -inf, and for a first visible score after -inf
+            maximum = choose((maximum - before) * self.scale <= slack, before, maximum)
+        # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
+        shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
+        factor = None if first else exp2((before - shift) * self.scale)
+        self.maximum[r] = maximum
+        self.scaled_shift[r] = shift * self.scale
+        return factor
+
+    def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
+        """Scores of row `r` in these of the thread's columns to probabilities, in place."""
+        for c in columns:
+            power = exp2_of_column(self.units, c)
+            tile.values[r, c] = power(tile.values[r, c] * self.scale - self.scaled_shift[r])
+
+    def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
+        """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
+        terms = [tile.values[r, c] for c in range(tile.columns)]
+        if factor is not None:
+            terms = [self.total[r] * factor, *terms]
+        self.total[r] = _tree(add, _chains(add, terms))
 
     def finish(self, normalizer: cute.Tensor, lse: cute.Tensor) -> None:
-        """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials.
-
-        A row with nothing visible gets normalizer 0 (so O = 0) and LSE = -inf; NaN stays NaN.
-        """
-        for r in range(self.rows):
-            total = _across_lanes(_add, self.total[r], self.lanes)
-            nothing = self.maximum[r] == -Float32.inf
-            nothing = nothing & (total == 0.0)
-            normalizer[r] = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
-            log2 = self.maximum[r] * self.scale + cute.math.log2(total, fastmath=True)
-            lse[r] = choose(nothing, -Float32.inf, log2 * math.log(2.0))
+        """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`."""
+        for r in range(self.shape.rows):
+            total = self.shape.along_row(add, self.total[r])
+            normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""
         assert self.highest is not None, "keeps_highest was not asked for"
         found = []
-        for r in range(self.rows):
-            highest = self.highest[r] * self.scale * math.log(2.0)
+        for r in range(self.shape.rows):
+            highest = self.highest[r] * self.scale * LN_2
             known = (lse[r] == lse[r]) | (highest == Float32.inf)
             found.append(choose(known, highest, lse[r]))
         return found
+
+
+def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:
+    """(1 / sum, natural logarithm of the sum of exponentials) of a row with these statistics, all its lanes' together.
+
+    A row with nothing visible gets normalizer 0 (so O = 0) and LSE = -inf; NaN stays NaN.
+    """
+    nothing = (maximum == -Float32.inf) & (total == 0.0)
+    normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
+    log2 = maximum * scale + cute.math.log2(total, fastmath=True)
+    return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
+
+
+def _chains(op: Callable[[Any, Any], Any], values: Sequence[Any]) -> list[Any]:
+    """`op` over every `CHAINS`-th of the values."""
+    return [functools.reduce(op, values[i::CHAINS]) for i in range(min(CHAINS, len(values)))]
+
+
+def _tree(op: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    while len(values) > 1:
+        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
 
 
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:

@@ -1,31 +1,40 @@
 """A fragment of scores as rows and columns with their logical coordinates: the seam between graph and kernels.
 
 Each backend delivers one thread's part of S = Q Kᵀ in registers; what lies above (score mods, masks, softmax
-statistics) sees only this view. How rows and columns lie over lanes is data (`FragmentShape`).
+statistics) sees only this view. How rows and columns lie over registers and lanes is data (`FragmentShape`).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .lanes import first_of, over_lanes
 from .values import Fixed, smaller
+
+LaneMoves = tuple[tuple[int, int], ...]
+
+ROW_PER_LANE: LaneMoves = ((1, 0), (2, 0), (4, 0), (8, 0), (16, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class FragmentShape:
-    """How one thread's registers spread over a score tile.
+    """How a warp's registers spread over a score tile.
 
-    `row_offsets` and `column_offsets` are added to the thread's first query and column; `lanes_per_row` neighbouring
-    lanes share a row. `head_offsets` are added to the thread's first head where rows are of several heads (see
-    `gqa_packing`), elsewhere there are none. Positions whose offsets have the same quotient by `block` lie in one block
-    of so many, counted from 0; 1 promises nothing.
+    A thread's elements are its first one moved by each of `row_offsets` and of `column_offsets`. Where the first one
+    is, its lane says: `lanes[n]` is (rows, columns) that bit n of the lane's number moves it by, one of them 0. Where
+    each lane has a row of its own (`ROW_PER_LANE`), sums along a row need no other lane.
+
+    `head_offsets` are added to the thread's first head where rows are of several heads (see `gqa_packing`;
+    `row_offsets` are queries then, and `lanes` move rows of the tile still), elsewhere there are none. Positions whose
+    offsets have the same quotient by `block` lie in one block of so many, counted from 0; 1 promises nothing.
     """
 
     row_offsets: tuple[int, ...]
     column_offsets: tuple[int, ...]
-    lanes_per_row: int
+    lanes: LaneMoves
     head_offsets: tuple[int, ...] = ()
     block: int = 1
 
@@ -36,6 +45,51 @@ class FragmentShape:
     @property
     def columns(self) -> int:
         return len(self.column_offsets)
+
+    @property
+    def transposed(self) -> "FragmentShape":
+        """The same registers where rows are called columns: of a product whose operands changed places."""
+        lanes = tuple((row, column) for column, row in self.lanes)
+        return FragmentShape(self.column_offsets, self.row_offsets, lanes, block=self.block)
+
+    @property
+    def row_moves(self) -> tuple[int, ...]:
+        """By how many rows each bit of the lane moves, 0 for those that move columns."""
+        return tuple(row for row, _ in self.lanes)
+
+    @property
+    def column_moves(self) -> tuple[int, ...]:
+        return tuple(column for _, column in self.lanes)
+
+    @property
+    def warp_rows(self) -> int:
+        """How many rows a warp has something of."""
+        return self.rows << len(_distances(self.row_moves))
+
+    @property
+    def warp_columns(self) -> int:
+        return self.columns << len(_distances(self.column_moves))
+
+    def lane_row(self, lane: Any) -> Any:
+        """Row of the first element of `lane`, from the warp's first one."""
+        return _moved(lane, self.row_moves)
+
+    def lane_column(self, lane: Any) -> Any:
+        return _moved(lane, self.column_moves)
+
+    def along_row(self, op: Callable[[Any, Any], Any], value: Any) -> Any:
+        """A thread's sum (or maximum, ...) of its elements of a row over all lanes that have some of the same row."""
+        return over_lanes(op, value, _distances(self.column_moves))
+
+    def along_column(self, op: Callable[[Any, Any], Any], value: Any) -> Any:
+        return over_lanes(op, value, _distances(self.row_moves))
+
+    def first_in_row(self, lane: Any) -> Any:
+        """Whether `lane` is the first of those that share its rows."""
+        return first_of(lane, _distances(self.column_moves))
+
+    def first_in_column(self, lane: Any) -> Any:
+        return first_of(lane, _distances(self.row_moves))
 
     def first_row(self, r: int) -> int:
         """The first row in the block of row `r`."""
@@ -57,6 +111,26 @@ class FragmentShape:
     def rows_before(self, x: Any) -> Any:
         """How many of the thread's rows lie before its first one + `x`, likewise."""
         return _count_before(self.row_offsets, x)
+
+
+def _distances(moves: tuple[int, ...]) -> tuple[int, ...]:
+    """The bits that move, as values of the lane's number."""
+    return tuple(1 << bit for bit, move in enumerate(moves) if move)
+
+
+def _moved(lane: Any, moves: tuple[int, ...]) -> Any:
+    """The sum of the moves of the bits of `lane` that are set; bits whose moves double are one number."""
+    total: Any = 0
+    for bit, move in enumerate(moves):
+        doubles = bit > 0 and move == 2 * moves[bit - 1]
+        if not move or doubles:
+            continue
+        bits = next((n for n, m in enumerate(moves[bit:]) if m != move << n), len(moves) - bit)
+        number = lane >> bit
+        if bit + bits < len(moves):
+            number = number & ((1 << bits) - 1)
+        total = total + number * move
+    return total
 
 
 def _count_before(offsets: tuple[int, ...], x: Any) -> Any:

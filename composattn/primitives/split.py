@@ -6,17 +6,13 @@ O = sum O_s exp(LSE_s - LSE) (Dao et al. 2023, Flash-Decoding; the rule is Milak
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .delta import row_product
+from .exponential import LN_2, LOG2_E, exp2
+from .lanes import LANES, WARP, add, over_lanes
 from .values import Fixed, choose
-
-LANES = 32
-LOG2_E = math.log2(math.e)
 
 
 class Weights(Fixed):
@@ -28,10 +24,10 @@ class Weights(Fixed):
         maximum = _largest(parts, lane)
         # nothing visible: subtract 0, so that exp(-inf - 0) is 0 and not NaN
         self.shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
-        total = row_product(_sum_of_exponentials(parts, self.shift, lane), LANES)
+        total = over_lanes(add, _sum_of_exponentials(parts, self.shift, lane), WARP)
         nothing = (maximum == -Float32.inf) & (total == 0.0)
         self.factor = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
-        log = cute.math.log2(total, fastmath=True) * math.log(2.0)
+        log = cute.math.log2(total, fastmath=True) * LN_2
         self.lse = choose(nothing, -Float32.inf, self.shift + log)
 
     def of(self, s: Int32) -> Float32:
@@ -40,7 +36,7 @@ class Weights(Fixed):
 
 
 def _exp(x: Float32) -> Float32:
-    return cute.math.exp2(x * LOG2_E, fastmath=True)
+    return exp2(x * LOG2_E)
 
 
 @cute.jit
@@ -48,9 +44,7 @@ def _largest(values: cute.Tensor, lane: Int32) -> Float32:
     largest = -Float32.inf
     for s in cutlass.range(lane, cute.size(values), LANES, unroll=1):
         largest = cute.arch.fmax(largest, values[s])
-    for distance in (1, 2, 4, 8, 16):
-        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, distance))
-    return largest
+    return over_lanes(cute.arch.fmax, largest, WARP)
 
 
 @cute.jit

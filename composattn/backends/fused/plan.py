@@ -16,6 +16,7 @@ from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
 from ...call.schedule import Order
 from ...graph.expr import Capture, DType, index
+from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.interval_shape import IntervalShape
 from .target import Target
 from .work import WorkTables, ascends, entries, work_tables
@@ -38,6 +39,7 @@ class Tiling:
     heads they are. `persistent`: one block a multiprocessor,
     each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
     `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
+    `exponential`: which columns of a thread take their exponentials from multiply-adds.
     """
 
     tile_m: int
@@ -56,6 +58,7 @@ class Tiling:
     persistent: bool = False
     separate_o: bool = False
     heads: int = 1
+    exponential: ExponentialUnits = HARDWARE
 
     @property
     def slots(self) -> int:
@@ -146,6 +149,7 @@ class ForwardPlan:
                 f"  overlap    {'ping-pong' if t.pingpong else 'warpgroups at will'}, "
                 f"rescale {'under the next scores' if t.rescale_early else 'after the product'} "
                 f"when a maximum rose by 2^{t.slack:g}",
+                *([f"  exp2       {t.exponential}"] if t.exponential.polynomial else []),
                 f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
                 f"  mods       {mods}",
                 f"  kv tiles   {self._kv_tiles()}",

@@ -397,8 +397,9 @@ class Consumer(KeyWarpgroup):
         self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.warpgroup, 0, None)))
         self.diagonals = None
         if tiling.distances:
-            self.diagonals = Diagonals(block.sLines, tiling.distances, thread // 32, 4 * tiling.warpgroups)
-        self.row = (self.lane % 4) * 2
+            warps = 4 * tiling.warpgroups
+            self.diagonals = Diagonals(self.shape, block.sLines, tiling.distances, thread // 32, warps)
+        self.row = self.shape.lane_row(self.lane)
 
     def begin(self, work: KeyTile) -> None:
         super().begin(work)

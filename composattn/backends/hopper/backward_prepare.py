@@ -4,7 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from ...primitives.delta import row_product, row_statistics
+from ...primitives.delta import row_statistics
+from ...primitives.lanes import add, neighbours, over_lanes
 from ...primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
@@ -80,7 +81,7 @@ class BackwardPrepare:
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         for step in cutlass.range_constexpr(len(rows)):
-            product = row_product(products[step], self.lanes)
+            product = over_lanes(add, products[step], neighbours(self.lanes))
             _store_statistics(lse, dlse, found, first, *rows[step], product)
 
     def clear(self, whole: cute.Tensor, thread: Int32) -> None:

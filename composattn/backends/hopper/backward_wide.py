@@ -58,8 +58,8 @@ class Side(KeyWarpgroup):
         self.left_shape = total.partition_shape_A((ROWS, tiling.tile_m))
         self.total = cute.make_rmem_tensor(total.partition_shape_C((ROWS, columns)), Float32)
         self.dq = DqPart(tiling, block, number)
-        self.diagonals = Diagonals(block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
-        self.row = (self.lane % 4) * 2
+        self.diagonals = Diagonals(self.shape, block.sW, tiling.tile_m * tiling.tile_n, thread // 32, 4)
+        self.row = self.shape.lane_row(self.lane)
 
     def begin(self, work: KeyTile) -> None:
         super().begin(work)

@@ -17,7 +17,7 @@ from ...primitives.kv_source import copied_rows, kv_source, partition
 from ...primitives.kv_tiles import WHOLE, TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Copies, Edge, Slot, start_edges
-from ...primitives.score_tile import FragmentShape, ScoreTile
+from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
 from ...primitives.values import Fixed, choose, narrow
@@ -30,6 +30,7 @@ from .wgmma import (
     ROWS,
     WARPGROUP,
     Warpgroup,
+    fragment_shape,
     issue,
     narrowed,
     permuted,
@@ -40,11 +41,6 @@ from .wgmma import (
     tile_layout,
     warps_of,
 )
-
-
-def fragment_shape(columns: int) -> FragmentShape:
-    """One thread of a 64-row accumulator: rows r and r + 8, pairs of columns every 8, four lanes a row."""
-    return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), 4, block=16)
 
 
 class HopperForward:
@@ -385,8 +381,8 @@ class Consumer(Warpgroup):
         self.products = Products(plan.tiling, block, self.warpgroup)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
-        self.row = (self.thread // 32) * 16 + self.lane // 4
-        self.column = (self.lane % 4) * 2
+        self.row = (self.thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
+        self.column = self.shape.lane_column(self.lane)
 
     @cute.jit
     def clear_values(self, n, kv_len, v_slot):
@@ -416,7 +412,7 @@ class QueryRows(Fixed):
         self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
         self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
         self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(2, me.scale_log2, lanes_per_row=4, keeps_highest=me.plan.return_max_scores)
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, me.plan.return_max_scores, me.tiling.exponential)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         self.softmax.reset()
         self.rescale.fill(1.0)
@@ -511,7 +507,7 @@ class QueryRows(Fixed):
             shift = self.mods.row_shift[r]
             value = of_rows[r] if shift is None else of_rows[r] + shift
             q, h, inside = self.row_place(r)
-            mine = inside & (self.me.lane % 4 == 0)
+            mine = inside & self.me.shape.first_in_row(self.me.lane)
             _store_at(self.work.queries.head(_of_part(target, self.work.part), h), q, value, mine)
 
     def row_place(self, r: int):

@@ -13,12 +13,12 @@ from ...primitives.emit_backward import BackwardMods
 from ...primitives.padded_tiles import PaddedTiles
 from ...primitives.pieces import Piece
 from ...primitives.pipelines import Copies, Edge, Warps
-from ...primitives.score_tile import FragmentShape, ScoreTile
+from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed
 from ..fused.plan_backward import BackwardTiling
-from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, permuted, product, row_column_view, warps_of
+from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, fragment_shape, permuted, product, row_column_view, warps_of
 
 
 @dataclasses.dataclass
@@ -104,14 +104,13 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
         self.tiling = tiling
         self.mma_s = product(block.dtype, tiling.tile_m)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, tiling.tile_m))
-        queries = tuple(8 * (r // 2) + r % 2 for r in range(tiling.tile_m // 4))
-        self.shape = FragmentShape(queries, (0, 8), 32, block=16)
+        self.shape = fragment_shape(tiling.tile_m).transposed
 
     def begin(self, work: KeyTile) -> None:
         """Another tile of keys."""
         self.work = work
         first = work.n * self.tiling.tile_n + self.warpgroup * self.apart
-        self.first_kv = first + (self.thread // 32) * 16 + self.lane // 4
+        self.first_kv = first + (self.thread // 32) * self.shape.warp_columns + self.shape.lane_column(self.lane)
 
     def begin_head(self, mods: BackwardMods, head, leaves) -> None:
         self.head = head

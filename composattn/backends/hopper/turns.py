@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from ...primitives.lanes import WARP, add, over_lanes
 from ...primitives.pipelines import Slot
 from ...primitives.q_tiles import ListedQueryRun
 from ...primitives.values import Fixed
@@ -71,11 +72,7 @@ class DqSemaphore(Fixed):
             for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
                 visits = visits | run.visits(m)
             count = count + Int32(visits & (other < work.count))
-        distance = 16
-        while const_expr(distance > 0):
-            count = count + cute.arch.shuffle_sync_bfly(count, distance)
-            distance //= 2
-        return count
+        return over_lanes(add, count, WARP[::-1])
 
 
 @cute.jit

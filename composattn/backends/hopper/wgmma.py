@@ -10,6 +10,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import Warps
+from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed, aligned, narrow
 
 ROWS = 64  # of one warpgroup's product
@@ -83,6 +84,12 @@ def issue(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.
         cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def fragment_shape(columns: int) -> FragmentShape:
+    """One thread of a 64-row product: rows r and r + 8, pairs of columns every 8; four lanes share a row."""
+    lanes = (0, 2), (0, 4), (1, 0), (2, 0), (4, 0)
+    return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), lanes, block=16)
 
 
 def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:

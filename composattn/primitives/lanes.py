@@ -1,0 +1,38 @@
+"""The lanes of a warp: sums and maxima over some of them, which all of these get, always in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import add
+from typing import Any
+
+import cutlass.cute as cute
+
+LANES = 32
+
+
+def neighbours(lanes: int) -> tuple[int, ...]:
+    """What tells `lanes` neighbouring lanes apart, a power of two of them: the value of each bit of their numbers."""
+    return tuple(1 << bit for bit in range(lanes.bit_length() - 1))
+
+
+WARP = neighbours(LANES)
+
+
+def over_lanes(op: Callable[[Any, Any], Any], value: Any, distances: Iterable[int]) -> Any:
+    """`value` of all lanes that differ in the bits `distances`, one `op` for each: a butterfly."""
+    for distance in distances:
+        value = op(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
+
+
+def first_of(lane: Any, distances: tuple[int, ...]) -> Any:
+    """Whether `lane` is the first of those that differ in these bits; all are where there is no such bit."""
+    if not distances:
+        return True
+    mask = sum(distances)
+    upper = mask + min(distances) == LANES  # a comparison says it with no mask
+    return lane < min(distances) if upper else lane & mask == 0
+
+
+__all__ = ["LANES", "WARP", "add", "first_of", "neighbours", "over_lanes"]

@@ -1,0 +1,132 @@
+"""2^x by hardware and by polynomials, in the emulator against fp64, alone and in a forward kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from composattn.analysis.program import Program
+from composattn.backends import reference
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
+from composattn.emulator.capture import Captured
+from composattn.emulator.launch import run
+from composattn.mods import causal
+from composattn.primitives.exponential import exp2_of_column
+from composattn.primitives.exponential_units import HARDWARE, ExponentialUnits
+
+THREADS, EACH = 256, 16
+
+
+class Exponentials:
+    """2^x of each number, of `EACH` columns a thread."""
+
+    def __init__(self, units: ExponentialUnits) -> None:
+        self.units = units
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        self.kernel(x, y).launch(grid=(x.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, x, y):
+        block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        for c in cutlass.range_constexpr(EACH):
+            y[block, thread, c] = exp2_of_column(self.units, c)(x[block, thread, c])
+
+
+def exponentials(units: ExponentialUnits, x: torch.Tensor) -> torch.Tensor:
+    """`x`: any number of fp32."""
+    blocks = -(-x.numel() // (THREADS * EACH))
+    given = torch.zeros(blocks, THREADS, EACH)
+    given.view(-1)[: x.numel()] = x
+    found = torch.full_like(given, torch.nan)
+    declared: list[Any] = [
+        make_fake_tensor(Float32, (cute.sym_int(), THREADS, EACH), (THREADS * EACH, EACH, 1)) for _ in range(2)
+    ]
+    kernel = Captured(Exponentials(units), [*declared, make_fake_stream()])
+    run(kernel.program, kernel.launch(given, found))
+    return found.view(-1)[: x.numel()]
+
+
+# the largest relative error, of the coefficients and of fp32; and which part of the results is the nearest bf16
+NEAR = {3: (8.6e-5, 0.98), 4: (3.0e-6, 0.999), 5: (1.5e-7, 0.9999)}
+
+
+@pytest.mark.parametrize("degree", NEAR)
+def test_polynomials_are_as_near_as_they_say(degree: int, generator: torch.Generator) -> None:
+    largest, nearest = NEAR[degree]
+    x = torch.rand(1 << 17, generator=generator)
+    for spread in (x - 1.0, 134.0 * x - 126.0):
+        found, wanted = exponentials(ExponentialUnits(1, 1, degree), spread), torch.exp2(spread.double())
+        error = float(((found.double() - wanted) / wanted).abs().max())
+        assert 0.9 * largest < error <= largest
+        apart = (found.bfloat16().view(torch.int16) - wanted.bfloat16().view(torch.int16)).abs()
+        assert int(apart.max()) <= 1 and float((apart == 0).float().mean()) >= nearest
+
+
+@pytest.mark.parametrize("units", [HARDWARE, *(ExponentialUnits(1, 1, degree) for degree in NEAR)], ids=str)
+def test_ends_and_whole_numbers(units: ExponentialUnits) -> None:
+    whole = torch.arange(-126, 128).float()
+    wanted = torch.ldexp(torch.ones_like(whole), whole.int())
+    torch.testing.assert_close(exponentials(units, whole), wanted, atol=0, rtol=2**-22 if units == HARDWARE else 0)
+    inf, nan = torch.inf, torch.nan
+    hidden = exponentials(units, torch.tensor([-inf, -1e30, -200.0, -127.5, nan]))
+    assert torch.equal(hidden[:3], torch.zeros(3)) and 0 <= float(hidden[3]) < 2**-126 and hidden[4].isnan()
+
+
+def test_columns_are_shared_out_as_planned() -> None:
+    units = ExponentialUnits(1, 4)
+    assert [units.is_polynomial(c) for c in range(8)] == [False, False, False, True] * 2
+    assert not any(HARDWARE.is_polynomial(c) for c in range(128))
+    x = torch.linspace(-3.0, 0.0, 4096)
+    found = exponentials(units, x).view(-1, 4)
+    assert torch.equal(found[:, :3], exponentials(HARDWARE, x).view(-1, 4)[:, :3])
+    assert torch.equal(found[:, 3], exponentials(ExponentialUnits(1, 1), x).view(-1, 4)[:, 3])
+
+
+def planned(units: ExponentialUnits, d: int = 64) -> ForwardPlan:
+    problem = Problem(1, 2, 2, 300, 300, d, d, torch.bfloat16, torch.device("cpu"))
+    program = Program(None, causal().expr)
+    tiling = plan_forward(problem, program, HOPPER).tiling
+    return plan_forward(problem, program, HOPPER, tiling=dataclasses.replace(tiling, exponential=units))
+
+
+def test_a_forward_takes_a_part_of_its_exponentials_from_the_polynomial(generator: torch.Generator) -> None:
+    plan = planned(ExponentialUnits(1, 4))
+    assert "1 of 4 columns by a polynomial of degree 3" in str(plan) and "polynomial" not in str(planned(HARDWARE))
+    q, k, v = (torch.randn(1, 2, 300, 64, generator=generator).bfloat16() for _ in range(3))
+    k[0, 1, 9] = torch.nan  # a key whose exponentials are the polynomial's: NaN stays NaN
+    out, lse, *_ = EmulatedForward(plan)(q, k, v, 0.125, [], [])
+    exact = (t.double() for t in (q, k, v))
+    wanted, wanted_lse = reference.attention(*exact, score=None, mask=causal().expr, scale=0.125)
+    assert torch.equal(out.isnan(), wanted.isnan()) and out[0, 1, 9:].isnan().all()
+    assert torch.equal(lse.isnan(), wanted_lse.isnan())
+    error = (out.double() - wanted).nan_to_num()
+    assert float(error.norm() / wanted.nan_to_num().norm()) <= torch.finfo(torch.bfloat16).eps
+    assert float((lse.double() - wanted_lse).nan_to_num().abs().max()) <= 1e-4
+
+
+def test_a_quarter_of_the_columns_is_a_quarter_of_the_exponentials() -> None:
+    counts = [
+        len(re.findall(r"\bex2\.", compile_offline(planned(units)).ptx_path.read_text()))
+        for units in (HARDWARE, ExponentialUnits(1, 4))
+    ]
+    elements = 2 * planned(HARDWARE).tiling.tile_n // 4  # of a thread
+    steps = counts[0] // elements  # copies of softmax in the kernel; each has two factors beside, but the first
+    assert counts[0] == steps * elements + 2 * (steps - 1)
+    assert counts[0] - counts[1] == steps * elements // 4
