@@ -9,6 +9,7 @@ all is derived (`saturated`).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Affine:
 # One analysis asks the same of shared parts again and again. Plain dictionaries, emptied by `forget` when it is done:
 # kept, they would hold captured tensors alive.
 _linear: dict[Expr, Linear] = {}
-_bounds: dict[Expr, tuple[float, float]] = {}
+_bounds: dict[Expr, Bounds] = {}
 _at_most: dict[tuple[Expr, Expr], bool] = {}
 
 
@@ -148,31 +149,39 @@ def _from_below(expr: Expr, known: dict[Expr, Found], of: Callable[[Expr], Found
 
 
 def _sum(expr: Expr) -> Linear:
-    op, args = expr.op, expr.args
-    if op == "const":
-        return Linear(int(expr.attr), {})
-    if op in ("add", "sub") and expr.dtype.is_integer:
-        total = linear(args[0]).plus(linear(args[1]), 1 if op == "add" else -1)
-        return total if len(total.terms) <= _MOST_TERMS else Linear(0, {expr: 1})
-    if op == "neg":
-        return linear(args[0]).times(-1)
-    if op == "mul" and expr.dtype.is_integer:
-        for factor, other in ((args[0], args[1]), (args[1], args[0])):
-            if factor.is_const:
-                return linear(other).times(int(factor.attr))
-    if op == "lshift" and args[1].is_const:
-        return linear(args[0]).times(1 << int(args[1].attr))
-    if op == "rshift" and args[1].is_const and args[0].dtype.is_integer:
-        return Linear(0, {apply("floordiv", args[0], const(1 << int(args[1].attr))): 1})
-    if op == "truncdiv" and args[1].is_const and args[1].attr > 0 and bounds(args[0])[0] >= 0:
-        return linear(apply("floordiv", args[0], args[1]))
-    if op == "fmod" and args[1].is_const and args[1].attr > 0 and bounds(args[0])[0] >= 0:
-        return linear(apply("mod", args[0], args[1]))
-    if op == "cast_int64" and args[0].dtype is not DType.FLOAT:
-        return linear(args[0])
-    if op == "cast_int32" and args[0].dtype in (DType.INT32, DType.BOOL):
-        return linear(args[0])
-    return Linear(0, {expr: 1})
+    rule = _SUMS.get(expr.op)
+    found = None if rule is None else rule(expr, *expr.args)
+    return Linear(0, {expr: 1}) if found is None else found
+
+
+def _added(e: Expr, x: Expr, y: Expr) -> Linear | None:
+    total = linear(x).plus(linear(y), 1 if e.op == "add" else -1) if e.dtype.is_integer else None
+    return total if total is not None and len(total.terms) <= _MOST_TERMS else None
+
+
+def _multiplied(e: Expr, x: Expr, y: Expr) -> Linear | None:
+    if not e.dtype.is_integer or not (x.is_const or y.is_const):
+        return None
+    return linear(y).times(int(x.attr)) if x.is_const else linear(x).times(int(y.attr))
+
+
+def _floored(e: Expr, x: Expr, y: Expr) -> Linear | None:
+    """Division towards zero by a positive constant, and its remainder, where nothing is negative."""
+    if not (y.is_const and y.attr > 0 and bounds(x)[0] >= 0):
+        return None
+    return linear(apply("floordiv" if e.op == "truncdiv" else "mod", x, y))
+
+
+# of each operation that has a sum: (node, *arguments) → it, None where it has none
+_SUMS: dict[str, Callable[..., Linear | None]] = {
+    "const": lambda e: Linear(int(e.attr), {}),
+    "add": _added, "sub": _added, "mul": _multiplied, "neg": lambda e, x: linear(x).times(-1),
+    "truncdiv": _floored, "fmod": _floored,
+    "lshift": lambda e, x, y: linear(x).times(1 << int(y.attr)) if y.is_const else None,
+    "rshift": lambda e, x, y: linear(apply("floordiv", x, const(1 << int(y.attr)))) if y.is_const else None,
+    "cast_int32": lambda e, x: linear(x) if x.dtype in (DType.INT32, DType.BOOL) else None,
+    "cast_int64": lambda e, x: linear(x) if x.dtype is not DType.FLOAT else None,
+}  # fmt: skip
 
 
 def _tidy(lin: Linear) -> Linear:
@@ -234,10 +243,11 @@ def finish(expr: Expr) -> Expr:
     return apply("cast_int32", expr)
 
 
-_UNKNOWN = (-float("inf"), float("inf"))
+Bounds = tuple[float, float]
+_UNKNOWN = (-math.inf, math.inf)
 
 
-def bounds(expr: Expr) -> tuple[float, float]:
+def bounds(expr: Expr) -> Bounds:
     """Numbers that `expr` (int or bool) never leaves; infinite where nothing is known."""
     found = _bounds.get(expr)
     if found is None:
@@ -247,44 +257,63 @@ def bounds(expr: Expr) -> tuple[float, float]:
     return found
 
 
-def _range(expr: Expr) -> tuple[float, float]:
-    op, args = expr.op, expr.args
-    if op == "const":
-        return expr.attr, expr.attr
-    if op == "index":
-        return _LEAF[expr.attr]
-    if op == "size":
-        return 1, _INT32  # a tensor without elements is no capture
-    if expr.dtype is DType.BOOL:
+def _range(expr: Expr) -> Bounds:
+    if expr.dtype is DType.BOOL and not expr.is_const:
         return 0, 1
-    if op == "read" and expr.dtype.is_integer:
-        return expr.attr.range  # type: ignore[no-any-return]
-    if op == "scalar" and expr.dtype.is_integer:
-        return INT64 if expr.dtype is DType.INT64 else (-_INT32 - 1, _INT32)
-    if op in ("cast_int32", "cast_int64") and args[0].dtype is not DType.FLOAT:
-        return bounds(args[0])
-    if op in ("floordiv", "mod") and args[1].is_const and args[1].attr > 0:
-        n = args[1].attr
-        low, high = bounds(args[0])
-        if op == "mod":
-            return (0, min(high, n - 1)) if low >= 0 else (0, n - 1)
-        return tuple(v // n if abs(v) < _UNKNOWN[1] else v for v in (low, high))  # type: ignore[return-value]
-    if op in ("maximum", "clamp_min", "minimum", "clamp_max"):
-        pick = max if op in ("maximum", "clamp_min") else min
-        (a, b), (c, d) = bounds(args[0]), bounds(args[1])
-        return pick(a, c), pick(b, d)
-    if op == "abs":
-        low, high = bounds(args[0])
-        return max(0, low, -high), max(abs(low), abs(high))
-    if op == "where":
-        (a, b), (c, d) = bounds(args[1]), bounds(args[2])
-        return min(a, c), max(b, d)
-    if op in ("add", "sub", "neg", "mul", "lshift", "rshift"):
-        return _bounds_of_sum(linear(expr), expr)
-    return _UNKNOWN
+    rule = _RANGES.get(expr.op)
+    found = None if rule is None or not (expr.dtype.is_integer or expr.is_const) else rule(expr, *expr.args)
+    return _UNKNOWN if found is None else found
 
 
-def _bounds_of_sum(lin: Linear, whole: Expr) -> tuple[float, float]:
+def _divided(e: Expr, x: Expr, y: Expr) -> Bounds | None:
+    if not (y.is_const and y.attr > 0):
+        return None
+    low, high = (v if math.isinf(v) else v // y.attr for v in bounds(x))
+    return low, high
+
+
+def _remainder(e: Expr, x: Expr, y: Expr) -> Bounds | None:
+    if not (y.is_const and y.attr > 0):
+        return None
+    low, high = bounds(x)
+    return 0, (min(high, y.attr - 1) if low >= 0 else y.attr - 1)
+
+
+def _each(pick: Callable[..., float], other: Callable[..., float]) -> Callable[..., Bounds]:
+    """`pick` of the lower ends of the last two arguments, `other` of the upper ones."""
+
+    def rule(e: Expr, *args: Expr) -> Bounds:
+        (a, b), (c, d) = bounds(args[-2]), bounds(args[-1])
+        return pick(a, c), other(b, d)
+
+    return rule
+
+
+def _size(e: Expr, x: Expr) -> Bounds:
+    low, high = bounds(x)
+    return max(0, low, -high), max(abs(low), abs(high))
+
+
+def _widened(e: Expr, x: Expr) -> Bounds | None:
+    return None if x.dtype is DType.FLOAT else bounds(x)
+
+
+def _of_sum(e: Expr, *args: Expr) -> Bounds:
+    return _bounds_of_sum(linear(e), e)
+
+
+# of each operation of which something is known: (node, *arguments) → least and most
+_RANGES: dict[str, Callable[..., Bounds | None]] = {
+    "const": lambda e: (e.attr, e.attr), "index": lambda e: _LEAF[e.attr], "read": lambda e, *at: e.attr.range,
+    "size": lambda e, dim: (1, _INT32),  # a tensor without elements is no capture
+    "scalar": lambda e: INT64 if e.dtype is DType.INT64 else (-_INT32 - 1, _INT32),
+    "cast_int32": _widened, "cast_int64": _widened, "floordiv": _divided, "mod": _remainder, "abs": _size,
+    "maximum": _each(max, max), "clamp_min": _each(max, max), "minimum": _each(min, min), "clamp_max": _each(min, min),
+    "where": _each(min, max), **dict.fromkeys(("add", "sub", "neg", "mul", "lshift", "rshift"), _of_sum),
+}  # fmt: skip
+
+
+def _bounds_of_sum(lin: Linear, whole: Expr) -> Bounds:
     low: float = lin.constant
     high: float = lin.constant
     for t, c in lin.terms.items():
