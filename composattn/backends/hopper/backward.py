@@ -480,7 +480,7 @@ class Consumer(KeyWarpgroup):
         shared = [t[None, None, self.warpgroup] for t in (block.sdK, block.sdV)]
         self.put_keys(shared)
         number = self.work.n * self.tiling.warpgroups + self.warpgroup
-        send(self.outputs(call, shared, ROWS, number, self.is_first_warp()), self.sync_warpgroup)
+        send(self.outputs(call, shared, ROWS, number, self.is_first_warp), self.sync_warpgroup)
 
     def round_keys(self, call):
         """Through the shared memory of K and V, which all warpgroups have read."""
@@ -488,7 +488,10 @@ class Consumer(KeyWarpgroup):
         self.sync_consumers()
         shared = (block.sK, tiling.d), (block.sV, tiling.dv)
         self.put_keys([cute.local_tile(t, (ROWS, columns), (self.warpgroup, 0)) for t, columns in shared])
-        is_first = (self.warpgroup == 0) & self.is_first_warp()
+
+        def is_first():
+            return (self.warpgroup == 0) & self.is_first_warp()
+
         send(self.outputs(call, (block.sK, block.sV), tiling.tile_n, self.work.n, is_first), self.sync_consumers)
 
     def put_keys(self, shared):
@@ -501,7 +504,7 @@ class Consumer(KeyWarpgroup):
         work = self.work
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
             tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (rows, columns))
-            yield is_first, call.tmas.results[i], shared[i], tiles, number
+            yield is_first(), call.tmas.results[i], shared[i], tiles, number
 
 
 def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
