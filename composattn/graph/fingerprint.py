@@ -118,9 +118,7 @@ _BUILTINS = frozenset(
 )
 _ENDS = (str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-_CALLED = (type, *_FUNCTIONS)
 _PURE_MODULES = ("math", "operator")
-_pure: set[Any] = set()  # functions found to be pure before: of builtin modules and of torch, which stay
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 DEEPEST = 8  # functions that call functions
 
@@ -165,18 +163,8 @@ class Fingerprint:
         if fn.__kwdefaults__:
             self.parts += fn.__kwdefaults__
             self._ends(fn.__kwdefaults__.values(), depth)
-        end, closure, scope = self._end, fn.__closure__, fn.__globals__
-        try:
-            for origin, place, attributes in found:
-                if origin is CELL:
-                    value = closure[place].cell_contents
-                elif origin is GLOBAL:
-                    value = scope[place] if place in scope else _builtin(scope, place)
-                else:
-                    value = owner
-                end(_behind(value, attributes) if attributes else value, depth)
-        except (AttributeError, KeyError, ValueError):
-            raise Unfit from None  # tracing says what is wrong
+        for chain in found:
+            self._end(_reached(chain, fn, owner), depth)
 
     def _ends(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
@@ -185,8 +173,7 @@ class Fingerprint:
     def _end(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind in _TENSORS:
-            if self._is_new(value):
-                self.parts.append(_tensor_form(value))
+            self._leaf(value)
         elif kind is int or kind is bool or isinstance(value, _ENDS):
             self.parts += (kind.__name__, value)
         elif kind is float:
@@ -194,28 +181,28 @@ class Fingerprint:
         elif kind is tuple:
             self.parts.append(len(value))
             self._ends(value, depth)
-        elif kind in _CALLED and (value in _pure or _is_pure(value, kind)):
-            _pure.add(value)
+        elif _is_pure(value, kind):
             self.parts.append(value)
         elif hasattr(kind, "composattn_fingerprint"):
             key, leaves = value.composattn_fingerprint()
             self.parts.append(key)
             for leaf in leaves:
-                self._is_new(leaf)
+                self._leaf(leaf)
         elif kind in (types.FunctionType, types.MethodType, functools.partial):
             self._function(value, depth + 1)
         else:
             raise Unfit
 
-    def _is_new(self, value: Any) -> bool:
-        """Tells which of the leaves `value` is, and whether that is a new one."""
+    def _leaf(self, value: Any) -> None:
+        """Which of the leaves it is, and of a tensor that is a new one its form."""
         for place, known in enumerate(self.leaves):
             if known is value:
                 self.parts.append(place)
-                return False
+                return
         self.parts.append(len(self.leaves))
         self.leaves.append(value)
-        return True
+        if type(value) in _TENSORS:
+            self.parts.append(_tensor_form(value))
 
 
 def _tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -239,18 +226,33 @@ def _is_pure(value: Any, kind: type) -> bool:
     return from_torch and (owner is None or isinstance(owner, type)) and value.__name__ in POINTWISE
 
 
-def _behind(value: Any, attributes: tuple[str, ...]) -> Any:
+def _reached(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     """The value at the end of a chain; a tensor on the way ends it, as its form tells the rest."""
-    for name in attributes:
-        if type(value) in _TENSORS:
-            return value
-        value = getattr(value, name)
+    kind, place, attributes = chain
+    try:
+        if kind is CELL:
+            value = fn.__closure__[place].cell_contents  # type: ignore[index]
+        elif kind is GLOBAL:
+            value = fn.__globals__.get(place, _MISSING)
+            if value is _MISSING:
+                value = _builtin(fn, place)
+        else:
+            value = owner
+        for name in attributes:
+            if type(value) in _TENSORS:
+                return value
+            value = getattr(value, name)
+    except (AttributeError, KeyError, ValueError):
+        raise Unfit from None  # tracing says what is wrong
     return value
 
 
-def _builtin(scope: dict[str, Any], name: str) -> Any:
-    builtins = scope["__builtins__"]
-    return builtins[name] if isinstance(builtins, dict) else getattr(builtins, name)
+_MISSING = object()
+
+
+def _builtin(fn: types.FunctionType, name: str) -> Any:
+    scope = fn.__globals__["__builtins__"]
+    return scope[name] if isinstance(scope, dict) else getattr(scope, name)
 
 
 def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:

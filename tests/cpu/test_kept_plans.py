@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import composattn as ca
 from composattn.dispatch import kept, planned
 from composattn.graph import lent
+from composattn.graph.fingerprint import fingerprint
 from composattn.mods import alibi, causal, document, global_tokens, mod, padding, relative_bias, sliding_window, softcap
 
 LENGTH = 48
@@ -63,6 +64,12 @@ WIDTH = 9
 KEPT_SCORE = alibi(SLOPES)
 
 
+def _read_twice(of: torch.Tensor) -> Callable[..., Any]:
+    """A mod that reads a tensor itself, after a mask that does."""
+    mask = document(of)
+    return lambda b, h, q, kv: mask(b, h, q, kv) & (of.shape[0] > 40)
+
+
 def _outer(scale: float) -> Callable[..., Any]:
     def squash(x: Any) -> Any:
         return torch.tanh(x / scale) * scale
@@ -100,6 +107,12 @@ def test_where_nothing_is_new_nothing_is_traced_or_planned(name: str, inputs: li
         assert work.of(call) == (0, 0)
     torch.testing.assert_close(call(), first, rtol=0, atol=0)
     torch.testing.assert_close(first, ca.attention(*inputs, **ENTRIES[name](), backend="reference"))
+
+
+def test_a_tensor_that_a_mask_read_before_is_told_apart_by_its_form() -> None:
+    marks = [fingerprint(_read_twice(torch.zeros(n, dtype=torch.int64))) for n in (LENGTH, 30)]
+    keys = [mark.key for mark in marks if mark is not None]
+    assert len(set(keys)) == 2
 
 
 def test_flex_attention_plans_once_per_block_mask(inputs: list[torch.Tensor], work: Work) -> None:
