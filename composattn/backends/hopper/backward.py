@@ -23,8 +23,8 @@ from ...primitives.values import Fixed, narrow
 from ..fused.arguments import MainArguments, PiecesArguments
 from ..fused.fake import fake_arguments
 from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
-from .dq import DqPart, dq_columns
-from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
+from .dq import DqPart
+from .key_tile import Block, KeyTile, KeyWarpgroup, Layouts, queries_first
 from .turns import DqSemaphore
 from .wgmma import (
     MN,
@@ -38,7 +38,6 @@ from .wgmma import (
     send,
     store_matrix,
     store_part,
-    tile_layout,
 )
 
 
@@ -80,42 +79,24 @@ class HopperBackward:
         queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
         mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]
         mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
-        q_layout = tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages)
-        do_layout = tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages)
-        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
-        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv)
-        ds_layout = tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages)
+        layouts = Layouts.of(tiling, dtype)
         row_layout = cute.make_layout((tiling.tile_m,))
         statistics = statistics_of(given.workspace, COUNTER, given.dq_sum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         first = [0, 1]
         copies = [
-            cpasync.make_tiled_tma_atom(load, mQ, cute.select(q_layout, first), (tiling.tile_m, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mdO, cute.select(do_layout, first), (tiling.tile_m, tiling.dv)),
-            cpasync.make_tiled_tma_atom(load, mK, k_layout, (tiling.tile_n, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mV, v_layout, (tiling.tile_n, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.tile_n, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.tile_n, tiling.dv)),
             cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
-        dk_layout, dv_layout = k_layout, v_layout
-        rows = tiling.tile_n
-        if const_expr(tiling.persistent):
-            rows = ROWS
-            dk_layout, dv_layout = [
-                tile_layout(dtype, rows, width, tiling.warpgroups) for width in (tiling.d, tiling.dv)
-            ]
-        for tensor, layout, width in ((given.dk, dk_layout, tiling.d), (given.dv, dv_layout, tiling.dv)):
+        rows = ROWS if tiling.persistent else tiling.tile_n
+        for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, first)
             copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (rows, width)))
-        kv_heads = mK.shape[2]
-        group = mQ.shape[2] // kv_heads
-        # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
-        q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
-        q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * dtype.width // 8 + 4 * tiling.d)
-        section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
-        if const_expr(given.work is None):
-            order = WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
-        else:
-            order = WorkOrder.listed(given.work, kv_heads, kv_heads, *section)
+        group = mQ.shape[2] // mK.shape[2]
+        order = self.order(given, mK, group)
         pieces = pieces_of(tiling, given.pieces) if tiling.in_pieces else None
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
@@ -123,7 +104,7 @@ class HopperBackward:
         self.kernel(
             Operands(*(c[0] for c in copies)),
             Operands(*(c[1] for c in copies)),
-            (q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout),
+            layouts,
             statistics,
             given.dq_sum,
             given.turns,
@@ -144,6 +125,17 @@ class HopperBackward:
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+
+    def order(self, given: MainArguments, mK: cute.Tensor, group) -> WorkOrder:
+        """Of the tiles of keys: heads whose queries stay in L2 together."""
+        tiling, kv_heads = self.tiling, mK.shape[2]
+        # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
+        q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
+        q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
+        section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
+        if given.work is None:
+            return WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
+        return WorkOrder.listed(given.work, kv_heads, kv_heads, *section)
 
     @cute.kernel
     def kernel(

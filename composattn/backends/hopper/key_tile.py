@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,7 +19,19 @@ from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed
 from ..fused.plan_backward import BackwardTiling
-from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, fragment_shape, permuted, product, row_column_view, warps_of
+from .dq import dq_columns
+from .wgmma import (
+    ROWS,
+    WARPGROUP,
+    Warpgroup,
+    add_part,
+    fragment_shape,
+    permuted,
+    product,
+    row_column_view,
+    tile_layout,
+    warps_of,
+)
 
 
 @dataclasses.dataclass
@@ -35,12 +48,40 @@ class KeyTile(Fixed):
     piece: Piece | None
 
 
+class Layouts(NamedTuple):
+    """Of tiles in shared memory: (rows, columns), then stages, or warpgroups; kept tiles have neither."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    ds: Any  # (queries, keys, stage), keys contiguous
+    dk: Any  # on its way out, apart from K where a block stays for many tiles
+    dv: Any
+
+    @staticmethod
+    def of(tiling: BackwardTiling, dtype) -> "Layouts":
+        k = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
+        v = tile_layout(dtype, tiling.tile_n, tiling.dv)
+        leaving = k, v
+        if tiling.persistent:
+            dk, dv = (tile_layout(dtype, ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
+            leaving = dk, dv
+        return Layouts(
+            tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages),
+            tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages),
+            k,
+            v,
+            tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages),
+            *leaving,
+        )
+
+
 class Block(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
-    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
+    def __init__(self, tiling: BackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor):
         self.dtype = dtype
-        q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout = layouts
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         statistic = 4 * tiling.tile_m
@@ -74,13 +115,13 @@ class Block(Fixed):
         def tiles(layout):
             return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
 
-        self.sK, self.sV = tiles(k_layout), tiles(v_layout)
-        self.sQ, self.sdO = tiles(q_layout), tiles(do_layout)
-        self.sdS = tiles(ds_layout)  # (tile_m, tile_n, stage), keys contiguous
+        self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
+        self.sQ, self.sdO = tiles(layouts.q), tiles(layouts.dout)
+        self.sdS = tiles(layouts.ds)
         # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
         self.sdK = self.sdV = None
         if tiling.persistent:
-            self.sdK, self.sdV = tiles(dk_layout), tiles(dv_layout)
+            self.sdK, self.sdV = tiles(layouts.dk), tiles(layouts.dv)
         self.sLines = None
         if tiling.distances:
             self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
