@@ -13,7 +13,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import PLAIN, Program
-from composattn.backends.fused.compile import Artifact, compile_offline
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import CombinePlan, ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import forward_tiling, splits

@@ -12,7 +12,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import Artifact, compile_offline, content_hash
+from composattn.backends.fused.compile import compile_offline, content_hash
+from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import forward_tiling

@@ -22,7 +22,8 @@ from ...primitives.tile_scheduler import WorkOrder
 from ...primitives.values import Fixed, narrow
 from ..fused.arguments import MainArguments, PiecesArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
+from ..fused.plan_backward import COUNTER, BackwardPlan
+from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart, dq_columns
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
 from .turns import DqSemaphore
@@ -375,7 +376,7 @@ class Call(Fixed):
 class Consumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
-    def __init__(self, tiling: BackwardTiling, block: Block, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread):
         super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
@@ -507,7 +508,7 @@ class Consumer(KeyWarpgroup):
             yield is_first(), call.tmas.results[i], shared[i], tiles, number
 
 
-def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
+def pieces_of(tiling: HopperBackwardTiling, given: PiecesArguments) -> Pieces:
     """The pieces of a launch, on the host."""
     return Pieces.of(given, tiling.tile_n * tiling.d, tiling.tile_n * tiling.dv)
 

@@ -11,7 +11,7 @@ from ...primitives.seqlen import rows_of
 from ...primitives.values import aligned, choose
 from ..fused.arguments import PrepareArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import COUNTER, BackwardPlan
+from ..fused.plan_backward import COUNTER, PreparePlan
 from .wgmma import permuted
 
 THREADS = 256
@@ -24,7 +24,7 @@ class BackwardPrepare:
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: PreparePlan):
         self.plan, self.tiling = plan, plan.tiling
         chunks = -(-plan.head_dim_v // ELEMENTS)
         self.lanes = min(32, 1 << (chunks - 1).bit_length())
@@ -132,6 +132,6 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
         found[1][first + q] = delta
 
 
-def kernel(plan: BackwardPlan) -> tuple:
+def kernel(plan: PreparePlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
     return BackwardPrepare(plan), fake_arguments(PrepareArguments.of(plan))

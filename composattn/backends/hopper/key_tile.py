@@ -17,7 +17,7 @@ from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed
-from ..fused.plan_backward import BackwardTiling
+from .backward_tiling import HopperBackwardTiling
 from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, fragment_shape, permuted, product, row_column_view, warps_of
 
 
@@ -38,7 +38,7 @@ class KeyTile(Fixed):
 class Block(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
-    def __init__(self, tiling: BackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
+    def __init__(self, tiling: HopperBackwardTiling, layouts, dtype, deterministic: bool, counter: cute.Tensor):
         self.dtype = dtype
         q_layout, do_layout, k_layout, v_layout, ds_layout, dk_layout, dv_layout = layouts
         wide = dtype.width // 8
@@ -99,7 +99,7 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
     apart = ROWS  # keys between the first ones of neighbouring warpgroups
     row: Int32  # of this thread's first score in a tile
 
-    def __init__(self, tiling: BackwardTiling, block: Block, number, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
         super().__init__(block, number, thread)
         self.tiling = tiling
         self.mma_s = product(block.dtype, tiling.tile_m)
