@@ -62,7 +62,7 @@ class HostOnly(ca.Attention):
         call: Any = list(self._prepared.values())[-1]
         (backward,) = call.gradient._launchers.values()
         return (
-            ForwardArguments(*call.with_lse.kernel.arguments),
+            ForwardArguments(*call.launcher(True).kernel.arguments),
             PrepareArguments(*backward.prepare.arguments),
             MainArguments(*backward.main.arguments),
             FinishArguments(*backward.finish.arguments),

@@ -16,7 +16,7 @@ from ..call.autograd import Differentiable
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from . import hopper, reference, streaming
-from .fused.architecture import ARCHITECTURES, Architecture
+from .fused.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.call import FusedCall
 from .fused.target import TARGETS, Target
 
@@ -172,7 +172,8 @@ def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, st
     backend = BACKENDS[name if name is not None else default_for(problem.device)]
     why = backend.unavailable(problem.device)
     if why is not None and backend.prepare_elsewhere is not None:
-        return backend, backend.prepare_elsewhere, f"; planned for an H200, not to run here: {why}"
+        gpu = planned_for(backend.name).gpu
+        return backend, backend.prepare_elsewhere, f"; planned for {gpu}, not to run here: {why}"
     backend = choose(name, problem)
     return backend, backend.prepare, ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from ...graph.lent import Lending
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .plan import ForwardPlan, plan_forward
+from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
 
@@ -27,6 +27,8 @@ class FusedCall:
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout` when called.
     """
+
+    launches: ClassVar[type[ForwardLauncher]] = ForwardLauncher
 
     def __init__(
         self,
@@ -40,30 +42,21 @@ class FusedCall:
         self.kernel_of = kernel_of
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
 
     @property
     def captures(self) -> list[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
         return [c.tensor for c in self.program.captures]
 
-    @cached_property
-    def with_lse(self) -> ForwardLauncher:
-        return self._launcher(return_lse=True)
-
-    @cached_property
-    def without_lse(self) -> ForwardLauncher:
-        return self._launcher(return_lse=False)
-
-    @cached_property
-    def with_max_scores(self) -> ForwardLauncher:
-        """LSE as well."""
-        return self._launcher(return_lse=True, return_max_scores=True)
-
-    def forward_plan(self, return_lse: bool, return_max_scores: bool = False) -> ForwardPlan:
-        return dataclasses.replace(self._forward, return_lse=return_lse, return_max_scores=return_max_scores)
-
-    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
-        return ForwardLauncher(self.forward_plan(return_lse, return_max_scores), self.kernel_of)
+    def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
+        """The forward that returns these; whoever gets the largest scores gets LSE too."""
+        returned = (return_lse or return_max_scores, return_max_scores)
+        if returned not in self._launchers:
+            lse, scores = returned
+            plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
+            self._launchers[returned] = self.launches(plan, self.kernel_of)
+        return self._launchers[returned]
 
     def __call__(
         self,
@@ -77,10 +70,7 @@ class FusedCall:
     ) -> Outputs:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
             return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
-        if return_max_scores:
-            launcher = self.with_max_scores
-        else:
-            launcher = self.with_lse if return_lse else self.without_lse
+        launcher = self.launcher(return_lse, return_max_scores)
         return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
 
     def begin(
@@ -96,7 +86,7 @@ class FusedCall:
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        plans = [str(self.forward_plan(return_lse=True))]
+        plans = [str(self._forward)]
         if self.problem.layout.kv != "paged":
             in_order = self.gradient.deterministic()
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
@@ -125,7 +115,7 @@ class FusedAttend:
         self.return_max_scores = return_max_scores
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        launcher = self.call.with_max_scores if self.return_max_scores else self.call.with_lse
+        launcher = self.call.launcher(True, self.return_max_scores)
         out, lse, max_scores = launcher(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
         assert lse is not None
         return out, lse, max_scores

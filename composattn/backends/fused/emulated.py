@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -97,8 +97,8 @@ def _captured(plan: Any) -> Captured:
 class EmulatedForward(ForwardLauncher):
     """A plan's emulated kernel, launched into poisoned memory: what it doesn't write is NaN."""
 
-    def __init__(self, plan: ForwardPlan) -> None:
-        super().__init__(plan, EmulatedKernel)
+    def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Any] = EmulatedKernel) -> None:
+        super().__init__(plan, kernel_of)
 
     def launch(self, given: ForwardArguments) -> None:
         if not leaves_rows_out(self.plan, given.k):
@@ -114,12 +114,11 @@ class EmulatedCall(FusedCall):
     Raises what planning raises, and `EmulationTooLarge`.
     """
 
+    launches = EmulatedForward
+
     def __init__(self, problem: Problem, program: Program, scale: float, target: Target) -> None:
         check_size(problem)
         super().__init__(problem, program, scale, target, EmulatedKernel)
-
-    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> EmulatedForward:
-        return EmulatedForward(self.forward_plan(return_lse, return_max_scores))
 
 
 def random_run(problem: Problem, program: Program, target: Target) -> Result:

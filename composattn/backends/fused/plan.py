@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import TypedDict
+from typing import Generic, TypedDict, TypeVar
 
 import torch
 
@@ -61,14 +61,18 @@ class CombinePlan(Plan):
     return_lse: bool
 
 
+AnyTiling = TypeVar("AnyTiling", bound=Tiling)
+AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiledPlan(Plan):
+class TiledPlan(Plan, Generic[AnyTiling]):
     """A kernel over tiles of queries and keys. `listed`: work tiles come in the order of a table."""
 
     head_dim: int
     layout: Layout
     listed: bool
-    tiling: Tiling
+    tiling: AnyTiling
 
     @property
     def step(self) -> str:
@@ -87,10 +91,9 @@ class TiledPlan(Plan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardPlan(TiledPlan):
+class ForwardPlan(TiledPlan[AnyForwardTiling]):
     """A forward kernel. `splits`: the number of parts that kv is cut into; `is_split`: it is, and `combine` follows."""
 
-    tiling: ForwardTiling
     return_lse: bool
     positive_scale: bool
     intervals: tuple[IntervalShape, ...]  # none where the tiles are listed

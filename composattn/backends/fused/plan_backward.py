@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -25,13 +25,13 @@ from .tiling import BackwardTiling
 from .work import WorkTables, fixed_visits, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
+AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BackwardPlan(TiledPlan):
+class BackwardPlan(TiledPlan[AnyTiling]):
     """The kernel that computes dK and dV, and sums dQ in fp32."""
 
-    tiling: BackwardTiling
     deterministic: bool  # dQ's parts are added in a fixed order
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[DType, ...]  # what run-time numbers are
@@ -66,7 +66,7 @@ class BackwardPlan(TiledPlan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparePlan(TiledPlan):
+class PreparePlan(TiledPlan[AnyTiling]):
     """The kernel before it: statistics of query rows, and an empty dQ."""
 
     step = "backward_prepare"
@@ -75,14 +75,14 @@ class PreparePlan(TiledPlan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FinishPlan(TiledPlan):
+class FinishPlan(TiledPlan[AnyTiling]):
     """The kernel behind it that scales and rounds dQ."""
 
     step = "backward_finish"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherPlan(TiledPlan):
+class GatherPlan(TiledPlan[AnyTiling]):
     """The kernel behind it that adds up dK and dV of tiles of keys that several blocks share."""
 
     step = "backward_gather"

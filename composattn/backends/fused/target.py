@@ -13,11 +13,12 @@ from ...errors import BackendUnavailable
 class Target:
     """Facts of one GPU that planning and code generation need.
 
-    `backend` names who generates its kernels, `arch` its machine code, which runs on no other: there is a row for each
-    compute capability. `shared_memory` is what one block can get, in bytes; `registers` and `exp2_per_clock` what one
-    multiprocessor has; `l2` the bytes of second-level cache.
+    `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
+    other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
+    and `exp2_per_clock` what one multiprocessor has; `l2` the bytes of second-level cache.
     """
 
+    gpu: str = dataclasses.field(compare=False, repr=False)
     backend: str
     arch: str
     sms: int
@@ -37,18 +38,18 @@ class Target:
                 f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); generated "
                 f'kernels take {known}, backend="streaming" takes any device'
             )
-        return dataclasses.replace(target, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
+        return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
 
 
 HOPPER = Target(
-    "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20, exp2_per_clock=16
-)  # an H200
+    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20, exp2_per_clock=16
+)
 BLACKWELL = Target(
-    "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20, exp2_per_clock=16
-)  # a B200
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20, exp2_per_clock=16
+)
 
 TARGETS = {
     (9, 0): HOPPER,
     (10, 0): BLACKWELL,
-    (10, 3): dataclasses.replace(BLACKWELL, arch="sm_103a", exp2_per_clock=32),  # a B300
+    (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32),
 }

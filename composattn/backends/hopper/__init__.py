@@ -14,12 +14,13 @@ from .tiling import forward_tiling
 
 
 def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
-    from . import backward, backward_finish, backward_gather, backward_prepare, backward_wide, combine, forward
+    from ..fused.kernels import combine, preprocess
+    from . import backward, backward_finish, backward_gather, backward_wide, forward
 
     return {
         "forward": forward.kernel,
         "combine": combine.kernel,
-        "backward_prepare": backward_prepare.kernel,
+        "backward_prepare": preprocess.kernel,
         "backward": backward.kernel,
         "backward_wide": backward_wide.kernel,
         "backward_finish": backward_finish.kernel,

@@ -19,21 +19,20 @@ from ...primitives.pipelines import Slot, start_edges
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import Fixed, narrow, permuted
 from ..fused.arguments import MainArguments, PiecesArguments
 from ..fused.fake import fake_arguments
+from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.plan_backward import COUNTER, BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart, dq_columns
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
-from .turns import DqSemaphore
 from .wgmma import (
     MN,
     ROWS,
     WARPGROUP,
     issue,
     narrowed,
-    permuted,
     product,
     put,
     send,
@@ -66,7 +65,7 @@ class HopperBackward:
     dV leave.
     """
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)

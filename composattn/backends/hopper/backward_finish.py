@@ -10,6 +10,7 @@ from ...primitives.seqlen import rows_of
 from ..fused.arguments import FinishArguments
 from ..fused.fake import fake_arguments
 from ..fused.plan_backward import FinishPlan
+from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
 from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_read
 
@@ -17,7 +18,7 @@ from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_
 class BackwardFinish:
     """A block a query tile, a warpgroup a part of it: registers as the product left them, through shared memory."""
 
-    def __init__(self, plan: FinishPlan):
+    def __init__(self, plan: FinishPlan[HopperBackwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def __repr__(self):

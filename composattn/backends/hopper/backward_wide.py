@@ -7,7 +7,7 @@ from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.diagonals import Diagonals
-from ...primitives.values import narrow
+from ...primitives.values import narrow, permuted
 from ..fused.arguments import MainArguments
 from ..fused.fake import fake_arguments
 from ..fused.plan_backward import BackwardPlan
@@ -15,7 +15,7 @@ from .backward import HopperBackward
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
-from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, permuted, product, put, send, store_matrix, store_part
+from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, product, put, send, store_matrix, store_part
 
 
 class HopperBackwardWide(HopperBackward):

@@ -3,9 +3,9 @@
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ...primitives.values import Fixed
+from ...primitives.values import Fixed, permuted
 from .backward_tiling import HopperBackwardTiling
-from .wgmma import MN, K, issue, permuted, product
+from .wgmma import MN, K, issue, product
 
 
 def dq_columns(tiling: HopperBackwardTiling) -> int:

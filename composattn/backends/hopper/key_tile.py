@@ -16,9 +16,9 @@ from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
-from ...primitives.values import Fixed
+from ...primitives.values import Fixed, permuted
 from .backward_tiling import HopperBackwardTiling
-from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, fragment_shape, permuted, product, row_column_view, warps_of
+from .wgmma import ROWS, WARPGROUP, Warpgroup, add_part, fragment_shape, product, row_column_view, warps_of
 
 
 @dataclasses.dataclass
