@@ -34,13 +34,6 @@ FIRST_KEYS_FIRST = Formula(
 )
 
 
-def order_of_queries(
-    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, heads: int, target: Target
-) -> Ordered:
-    """Of the query tiles of `heads` for each batch entry."""
-    return _order(LAST_QUERIES_FIRST, problem, intervals, tile_queries, tile_keys, heads, target)
-
-
 def order_of_keys(
     problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, target: Target
 ) -> Ordered:
@@ -55,12 +48,13 @@ def order_of_keys(
         packed = problem.layout.kv == "packed"
         return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
     ends = None if intervals is None else exchanged(intervals)
-    return _order(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, target)
+    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, target)
 
 
-def _order(
+def order_of(
     formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, target: Target
 ) -> Ordered:
+    """Of the tiles of `tile_m` queries of `heads` for each batch entry."""
     packed = problem.layout.q == "packed"
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted

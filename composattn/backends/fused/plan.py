@@ -18,7 +18,7 @@ from ...graph.expr import Capture, DType, index
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
-from .order import order_of_queries
+from .order import LAST_QUERIES_FIRST, order_of
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -187,7 +187,7 @@ def plan_forward(
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.heads
-    order, work = order_of_queries(problem, visited, tiling.queries, tiling.tile_n, heads, target)
+    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target)
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),

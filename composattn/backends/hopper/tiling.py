@@ -27,9 +27,9 @@ class HopperTiling(ForwardTiling):
     warpgroups: int
     consumer_registers: int
     producer_registers: int
-    pingpong: bool
-    rescale_early: bool
-    slack: float
+    pingpong: bool = False
+    rescale_early: bool = False
+    slack: float = 8.0
 
     @property
     def separate_o(self) -> bool:
@@ -79,7 +79,6 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         pingpong=widest <= 128,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
-        slack=8.0,
         l2=32 << 20,
         heads=heads,
         heads_together=problem.schedule.heads_together,
@@ -103,9 +102,6 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         warpgroups=1,
         consumer_registers=240,
         producer_registers=40,  # page numbers beside what all copies need
-        pingpong=False,
-        rescale_early=False,
-        slack=8.0,
         l2=32 << 20,
         heads=heads,
         heads_together=problem.schedule.heads_together,
