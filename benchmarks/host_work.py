@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composattn as ca
 from composattn.backends import Call
 from composattn.backends.fused.arguments import FinishArguments, ForwardArguments, MainArguments, PrepareArguments
+from composattn.backends.fused.call import FusedCall
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import HopperCall
 from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
@@ -55,14 +55,14 @@ class HostOnly(ca.Attention):
         super().__init__(mask_mod=mask)
 
     def _plan(self, problem: Problem) -> Call:
-        return HopperCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
+        return FusedCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
 
     def last_arguments(self) -> tuple[ForwardArguments, PrepareArguments, MainArguments, FinishArguments]:
         """What the kernels of the last form of calls were given: the forward, the backward's three."""
         call: Any = list(self._prepared.values())[-1]
         (backward,) = call.gradient._launchers.values()
         return (
-            ForwardArguments(*call.with_lse.kernel.arguments),
+            ForwardArguments(*call.launcher(True).kernel.arguments),
             PrepareArguments(*backward.prepare.arguments),
             MainArguments(*backward.main.arguments),
             FinishArguments(*backward.finish.arguments),

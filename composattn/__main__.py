@@ -18,10 +18,9 @@ import torch
 import composattn as ca
 
 if TYPE_CHECKING:
-    from composattn.backends.fused.compile import Artifact
+    from composattn.backends.fused.inspect import Artifact
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BACKENDS = ("reference", "streaming", "hopper", "blackwell", "hopper-emulated", "blackwell-emulated")
 PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")
 
 
@@ -89,15 +88,15 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def compile_kernel(options: argparse.Namespace) -> int:
-    """Compile the Hopper kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
+    """Compile the kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
+    from composattn.backends.fused.architecture import planned_for
     from composattn.backends.fused.compile import compile_offline
     from composattn.backends.fused.plan import plan_forward
-    from composattn.backends.fused.target import HOPPER
     from composattn.call.problem import Problem
 
     options.device = options.device or "cpu"
     problem = Problem.of(*empty_inputs(options))
-    plan = plan_forward(problem, attention_from(options).program, HOPPER)
+    plan = plan_forward(problem, attention_from(options).program, planned_for(options.backend))
     start = time.perf_counter()
     made = compile_offline(plan, options.out)
     print(plan)
@@ -125,8 +124,9 @@ def machine_words(made: Artifact) -> str:
 def serves(backend: str) -> str:
     """What a tiny call on this backend says: its error against fp64, or why it refuses."""
     generator = torch.Generator().manual_seed(0)
-    gpu = backend in ("hopper", "blackwell") and torch.cuda.is_available()
-    dtype = torch.float32 if backend in ("reference", "streaming") else torch.bfloat16
+    eager = backend in ("reference", "streaming")
+    gpu = torch.cuda.is_available() and not eager and not backend.endswith("-emulated")
+    dtype = torch.float32 if eager else torch.bfloat16
     q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).to("cuda" if gpu else "cpu", dtype) for _ in range(3))
     try:
         out, _ = ca.attention(q, k, v, return_lse=True, backend=backend)
@@ -152,7 +152,7 @@ def doctor(options: argparse.Namespace) -> int:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         print(f"GPU {number}: {facts.name}, compute capability {facts.major}.{facts.minor}")
-    for backend in BACKENDS:
+    for backend in ca.backends.BACKENDS:
         print(f"backend {backend}: {serves(backend)}")
     return 0
 
@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     call.add_argument("--shape", type=shape_from, default=usual, help="B,Hq,Hkv,Sq,Skv,D[,Dv]")
     call.add_argument("--dtype", choices=DTYPES, default="bf16")
     call.add_argument("--device", help="default: the GPU where there is one")
-    call.add_argument("--backend", choices=BACKENDS, help="default: what ca.attention picks for the device")
+    call.add_argument("--backend", choices=ca.backends.BACKENDS, help="default: what ca.attention picks for the device")
     commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
     kernel = commands.add_parser("compile", parents=[call], help=compile_kernel.__doc__)
     kernel.add_argument("--out", type=Path, help="folder to keep PTX and machine code in; default: the cache")

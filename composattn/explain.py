@@ -15,6 +15,7 @@ from .analysis.symbolic import Names, formula
 from .analysis.tiles import FULL, PARTIAL, useful_cuts
 from .analysis.tiles import kinds as tile_kinds
 from .analysis.wording import visited
+from .backends.fused.architecture import planned_for
 from .backends.rows import arrange
 from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
@@ -99,9 +100,11 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("plan", call.plan),
     ]
     if emulate:
-        from .emulator.counts import instruction_counts
+        from .backends.fused.emulated import random_run
+        from .emulator.counts import count
 
-        rows.append(("emulated", str(instruction_counts(problem, program))))
+        target = planned_for(attn.options.backend)
+        rows.append(("emulated", str(count(random_run(problem, program, target)))))
     return Explanation(tuple(row for row in rows if row[1]), tiles, flops)
 
 

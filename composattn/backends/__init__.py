@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,6 +15,10 @@ from ..analysis.program import Program
 from ..call.autograd import Differentiable
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
+from . import hopper, reference, streaming
+from .fused.architecture import ARCHITECTURES, Architecture, planned_for
+from .fused.call import FusedCall
+from .fused.target import TARGETS, Target
 
 
 class Call(Protocol):
@@ -58,41 +62,17 @@ class Prepare(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute; `module` has a function `prepare` (see `Prepare`) and is imported when first used.
-
-    `plans_elsewhere`: it has a `prepare_elsewhere` too, which plans with no GPU for one that it knows.
-    """
+    """One way to compute; `prepare_elsewhere`, if there is one, plans for a GPU that it knows where none is."""
 
     name: str
-    module: str
     takes: str
     unavailable: Callable[[torch.device], str | None]
-    plans_elsewhere: bool = False
-
-    @property
-    def prepare(self) -> Prepare:
-        return importlib.import_module(self.module).prepare  # type: ignore[no-any-return]
-
-    @property
-    def prepare_elsewhere(self) -> Prepare:
-        return importlib.import_module(self.module).prepare_elsewhere  # type: ignore[no-any-return]
+    prepare: Prepare
+    prepare_elsewhere: Prepare | None = None
 
 
 def _anywhere(device: torch.device) -> str | None:
     return None
-
-
-def _on_gpu(major: int, chip: str) -> Callable[[torch.device], str | None]:
-    def why(device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"q lies on {device}, the kernels run on a {chip} GPU"
-        found = torch.cuda.get_device_capability(device)
-        if found[0] != major:
-            name = torch.cuda.get_device_name(device)
-            return f"{name} has compute capability {found[0]}.{found[1]}, {chip} has {major}.x"
-        return _without_compiler()
-
-    return why
 
 
 def _without_compiler() -> str | None:
@@ -101,27 +81,60 @@ def _without_compiler() -> str | None:
     return None
 
 
-def _on_cpu_with_compiler(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"q lies on {device}, the emulator takes CPU tensors"
-    return _without_compiler()
+def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
+    """The kernels of an architecture, on its GPUs and emulated."""
+    name, chip = architecture.name, architecture.chip
+
+    def on_gpu(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"q lies on {device}, the kernels run on a {chip} GPU"
+        if default_for(device) != name:
+            major, minor = torch.cuda.get_device_capability(device)
+            return f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, no {chip} GPU has"
+        return _without_compiler()
+
+    def on_cpu(device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"q lies on {device}, the emulator takes CPU tensors"
+        return _without_compiler()
+
+    def prepare(problem: Problem, program: Program, scale: float) -> Call:
+        return FusedCall(problem, program, scale, Target.of(problem.device))
+
+    def elsewhere(problem: Problem, program: Program, scale: float) -> Call:
+        return FusedCall(problem, program, scale, architecture.target)
+
+    def emulated(problem: Problem, program: Program, scale: float) -> Call:
+        from .fused.emulated import EmulatedCall  # with the emulator, for who asks for it
+
+        return EmulatedCall(problem, program, scale, architecture.target)
+
+    return (
+        Backend(name, f"fp16 and bf16 on {chip} GPUs", on_gpu, prepare, elsewhere),
+        Backend(f"{name}-emulated", "CPU tensors, small sizes", on_cpu, emulated),
+    )
 
 
-def _not_yet(what: str) -> Callable[[torch.device], str | None]:
-    return lambda device: f"{what} are not part of this version"
+def _not_yet(name: str, takes: str, what: str) -> Backend:
+    """A name that is kept for what will come."""
+    why = f"{what} are not part of this version"
 
+    def prepare(problem: Problem, program: Program, scale: float) -> Call:
+        raise errors.BackendUnavailable(why)
+
+    return Backend(name, takes, lambda device: why, prepare)
+
+
+ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE,)}
 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("reference", "composattn.backends.reference", "any device, dense, computes in fp64", _anywhere),
-        Backend("streaming", "composattn.backends.streaming", "any device, O(S) memory", _anywhere),
-        Backend("hopper", "composattn.backends.hopper", "fp16 and bf16 on sm_90", _on_gpu(9, "Hopper"), True),
-        Backend("blackwell", "composattn.backends.blackwell", "sm_100", _not_yet("Blackwell kernels")),
-        Backend(
-            "hopper-emulated", "composattn.backends.fused.emulated", "CPU tensors, small sizes", _on_cpu_with_compiler
-        ),
-        Backend("blackwell-emulated", "composattn.backends.blackwell_emulated", "CPU", _not_yet("Blackwell kernels")),
+        Backend("reference", "any device, dense, computes in fp64", _anywhere, reference.prepare),
+        Backend("streaming", "any device, O(S) memory", _anywhere, streaming.prepare),
+        *(backend for architecture in ARCHITECTURES.values() for backend in _generated(architecture)),
+        _not_yet("blackwell", "Blackwell GPUs", "Blackwell kernels"),
+        _not_yet("blackwell-emulated", "CPU", "Blackwell kernels"),
     )
 }
 
@@ -158,15 +171,16 @@ def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, st
         )
     backend = BACKENDS[name if name is not None else default_for(problem.device)]
     why = backend.unavailable(problem.device)
-    if why is not None and backend.plans_elsewhere:
-        return backend, backend.prepare_elsewhere, f"; planned for an H200, not to run here: {why}"
+    if why is not None and backend.prepare_elsewhere is not None:
+        gpu = planned_for(backend.name).gpu
+        return backend, backend.prepare_elsewhere, f"; planned for {gpu}, not to run here: {why}"
     backend = choose(name, problem)
     return backend, backend.prepare, ""
 
 
 def default_for(device: torch.device) -> str:
     """Name of the backend that `backend=None` means for tensors on `device`."""
-    if device.type == "cuda":
-        major = torch.cuda.get_device_capability(device)[0]
-        return {9: "hopper", 10: "blackwell"}.get(major, "streaming")
-    return "streaming"
+    if device.type != "cuda":
+        return "streaming"
+    target = TARGETS.get(torch.cuda.get_device_capability(device))
+    return "streaming" if target is None else target.backend

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import struct
 import tempfile
@@ -302,7 +301,6 @@ class Captured:
     """A host function and its kernel, ready to be asked for launches."""
 
     def __init__(self, function: Any, arguments: Sequence[Any], arch: str = "sm_90a", ptx: str | None = None) -> None:
-        os.environ.setdefault("CUTE_DSL_ARCH", arch)
         import cutlass.cute as cute
         from cutlass.cute.runtime import _FakeStream, make_fake_stream
 
@@ -405,13 +403,11 @@ def _number(kind: Any, value: Any) -> Leaf:
 
 def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a", options: str = "") -> str:
     """The kernel's PTX. Every compilation writes into a folder of its own: equal argument types give equal names."""
-    os.environ.setdefault("CUTE_DSL_ARCH", arch)
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:
-        cute.compile(
-            function, *arguments, options=f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch} {options}"
-        )
+        kept = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch} {options}"
+        cute.compile(function, *arguments, no_jit_engine=True, options=kept)
         (path,) = Path(folder).glob("*.ptx")
         return path.read_text()
 

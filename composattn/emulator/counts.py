@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from composattn.emulator.launch import Result
 from composattn.emulator.opcodes.fp8 import OPCODES
 from composattn.emulator.ptx import Instr
-
-if TYPE_CHECKING:
-    from composattn.analysis.program import Program as Mods
-    from composattn.call.problem import Problem
 
 # The pipe of an instruction that is not arithmetic, by how its name begins.
 _PIPES = (
@@ -77,10 +73,3 @@ def _warp(visits: Any, by_pipe: list[Counter[str]]) -> Counter[str]:
         for pipe, k in by_pipe[n].items():
             out[pipe] += k * int(visits[n])
     return out
-
-
-def instruction_counts(problem: Problem, mods: Mods) -> Counts:
-    """Emulates the Hopper forward of a call of this form on random inputs and counts."""
-    from composattn.backends.fused.emulated import random_run
-
-    return count(random_run(problem, mods))

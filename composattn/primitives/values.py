@@ -49,6 +49,11 @@ def aligned(pointer: cute.Pointer) -> cute.Pointer:
     return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
 
 
+def permuted(tensor: cute.Tensor, *modes: int) -> cute.Tensor:
+    """`tensor` with its modes in that order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
+
+
 def bits_before(count: Any) -> Any:
     """A word with its first `count` bits set, `count` from 0; all of them from 32 on."""
     if _known(count):

@@ -13,8 +13,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import Artifact, compile_offline
-from composattn.backends.fused.gradient import HopperGradient
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.gradient import FusedGradient
+from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
@@ -92,7 +93,7 @@ def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
 def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main
     made = compile_offline(plan, folder)
-    assert plan.module == "backward_wide" and made.shared_memory <= HOPPER.shared_memory
+    assert plan.step == "backward_wide" and made.shared_memory <= HOPPER.shared_memory
     if made.stack is not None:
         assert made.stack == 0
     if made.mnemonics:
@@ -130,7 +131,7 @@ def test_who_asks_for_a_fixed_order_gets_it() -> None:
     problem = Problem(1, 4, 2, 8, 8, 64, 64, torch.bfloat16, torch.device("cuda"))
     answers = []
     for asked in (None, False, True):
-        gradient = HopperGradient(dataclasses.replace(problem, deterministic=asked), Program(None, None), 1.0, HOPPER)
+        gradient = FusedGradient(dataclasses.replace(problem, deterministic=asked), Program(None, None), 1.0, HOPPER)
         was = torch.are_deterministic_algorithms_enabled()
         try:
             for setting in (False, True):

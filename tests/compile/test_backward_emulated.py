@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +15,12 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
+from composattn.backends.fused.architecture import kernel_of as generated
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.launch_backward import BackwardLauncher
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.plan import Plan
+from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
@@ -129,9 +130,8 @@ def check(
 
     stream = Stream()
 
-    def kernel_of(plan: BackwardPlan) -> Any:
-        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
-        kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
+    def kernel_of(plan: Plan) -> Any:
+        kernel = Captured(*generated(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
         return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
     given: dict[str, Any] = {"has_dlse": through_lse, "deterministic": in_order, "cut": cut}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from functools import partial
 from itertools import pairwise
@@ -18,9 +17,11 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends import reference
+from composattn.backends.fused.architecture import kernel_of as generated
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.launch_backward import BackwardLauncher
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.plan import Plan
+from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.sequences import Sequences
@@ -112,9 +113,8 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
 
     stream = Stream()
 
-    def kernel_of(plan: BackwardPlan) -> Any:
-        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
-        kernel = Captured(*backend.kernel(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
+    def kernel_of(plan: Plan) -> Any:
+        kernel = Captured(*generated(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
         return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
     def counts(used: list[int]) -> torch.Tensor | None:

@@ -13,10 +13,12 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import PLAIN, Program
-from composattn.backends.fused.compile import Artifact, compile_offline
-from composattn.backends.fused.plan import CombinePlan, ForwardPlan, plan_forward
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.few_queries import splits
+from composattn.backends.fused.inspect import Artifact
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import forward_tiling, splits
+from composattn.backends.hopper.tiling import forward_tiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -148,7 +150,7 @@ def plan(
 
 def roles_fit(artifact: Artifact) -> bool:
     """Whether a block has the registers that its roles ask for; a role that asks for more waits forever."""
-    if isinstance(artifact.plan, CombinePlan):
+    if not isinstance(artifact.plan, ForwardPlan):
         return True
     t = artifact.plan.tiling
     return 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= artifact.registers * artifact.threads

@@ -12,7 +12,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import Artifact, compile_offline, content_hash
+from composattn.backends.fused.compile import compile_offline, content_hash
+from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import forward_tiling
@@ -121,11 +122,13 @@ def products_are_serialised(artifact: Artifact) -> bool:
 
 def loops(artifact: Artifact) -> int:
     """Loops over kv tiles that the plan asks for."""
-    limits = artifact.plan.program.limits
+    plan = artifact.plan
+    assert isinstance(plan, ForwardPlan)
+    limits = plan.program.limits
     tests = 1 if limits is None or limits.holds.is_const else 2  # by the rows' limits, and by the mask where none hold
-    if artifact.plan.lists is not None:
+    if plan.lists is not None:
         return 1 + tests
-    return sum(1 + tests * (s.left + s.right) if s.full else tests for s in artifact.plan.intervals)
+    return sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)
 
 
 @pytest.mark.parametrize("mask", ["blocks", "chunks"])

@@ -20,8 +20,8 @@ from composattn.backends.fused.arguments import (
     PrepareArguments,
     TensorForm,
 )
+from composattn.backends.fused.call import FusedCall
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import HopperCall
 from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document
 
@@ -59,10 +59,10 @@ class Attention(ca.Attention):
 
     def _plan(self, problem: Problem) -> Any:
         self.kernels: dict[str, Recorded] = {}
-        return HopperCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, self._kernel)
+        return FusedCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, self._kernel)
 
     def _kernel(self, plan: Any) -> Recorded:
-        return self.kernels.setdefault(plan.module, Recorded(plan))
+        return self.kernels.setdefault(plan.step, Recorded(plan))
 
     def check_arguments(self, *modules: str) -> None:
         """Of all kernels that were launched, `modules` among them."""

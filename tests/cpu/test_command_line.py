@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import composattn as ca
 from composattn.__main__ import machine_words, main
-from composattn.backends.fused import compile as compiling
+from composattn.backends.fused import inspect
 from tests.support import has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +117,7 @@ def test_compile_prints_plan_and_resources(capsys: pytest.CaptureFixture[str], t
 def test_compile_says_what_it_does_not_know(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_binary_tool", lambda name: None)
+    monkeypatch.setattr(inspect, "_binary_tool", lambda name: None)
     arguments = ["compile", "--shape", "1,2,2,256,256,64", "--out", str(tmp_path)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -127,8 +126,8 @@ def test_compile_says_what_it_does_not_know(
     assert "None" not in said.partition("resources")[2]
 
 
-def test_machine_code_that_was_not_read_has_unknown_spills() -> None:
-    facts: dict[str, Any] = {"entry": "k", "threads": 1, "shared_memory": 0, "registers": None, "stack": None}
-    made = compiling.Artifact(None, Path(), Path(), **facts, instructions=())  # type: ignore[arg-type]
+def test_machine_code_that_was_not_read_has_unknown_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "_binary_tool", lambda name: None)
+    made = inspect.Artifact(None, Path(), Path())  # type: ignore[arg-type]
     assert made.spills is None
     assert machine_words(made) == "instructions and spills unknown (pip install nvidia-cuda-nvdisasm)"

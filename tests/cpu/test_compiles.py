@@ -10,8 +10,8 @@ import torch
 
 import composattn as ca
 from composattn import backends
+from composattn.backends.fused.call import FusedCall
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import HopperCall
 from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal
 
@@ -24,14 +24,14 @@ class Compiled(list[Any]):
         return lambda *arguments: None
 
     @property
-    def modules(self) -> list[str]:
-        return [plan.module for plan in self]
+    def steps(self) -> list[str]:
+        return [plan.step for plan in self]
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     made = Compiled()
-    hopper = SimpleNamespace(prepare=lambda problem, program, scale: HopperCall(problem, program, scale, HOPPER, made))
+    hopper = SimpleNamespace(prepare=lambda problem, program, scale: FusedCall(problem, program, scale, HOPPER, made))
     monkeypatch.setattr(backends, "choose", lambda name, problem: hopper)
     return made
 
@@ -43,7 +43,7 @@ def inputs(q_len: int = 256, kv_len: int = 256, grad: bool = False) -> list[torc
 def test_planning_compiles_nothing(compiled: Compiled) -> None:
     attn = ca.Attention(mask_mod=causal())
     attn.prepared(Inputs(*inputs()))
-    assert compiled.modules == []
+    assert compiled.steps == []
 
 
 def test_explaining_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_inference_compiles_the_forward_without_lse(compiled: Compiled) -> None:
     attn = ca.Attention(mask_mod=causal())
     for _ in range(2):
         attn(*inputs())
-    assert [(plan.module, plan.return_lse) for plan in compiled] == [("forward", False)]
+    assert [(plan.step, plan.return_lse) for plan in compiled] == [("forward", False)]
 
 
 def test_training_compiles_what_it_launches(compiled: Compiled) -> None:
@@ -68,20 +68,20 @@ def test_training_compiles_what_it_launches(compiled: Compiled) -> None:
     for _ in range(2):
         q, k, v = inputs(grad=True)
         attn(q, k, v).sum().backward()
-    assert compiled.modules == ["forward", "backward_prepare", "backward", "backward_finish"]
+    assert compiled.steps == ["forward", "backward_prepare", "backward", "backward_finish"]
     assert compiled[0].return_lse
 
 
 def test_a_forward_alone_compiles_no_backward(compiled: Compiled) -> None:
     attn = ca.Attention(mask_mod=causal())
     attn(*inputs(grad=True))
-    assert compiled.modules == ["forward"]
+    assert compiled.steps == ["forward"]
 
 
 def test_splitting_kv_compiles_the_kernel_that_combines(compiled: Compiled) -> None:
     attn = ca.Attention()
     attn(*inputs(q_len=1, kv_len=8192))
-    assert compiled.modules == ["forward", "combine"]
+    assert compiled.steps == ["forward", "combine"]
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(0, 256), (256, 0)])
@@ -89,4 +89,4 @@ def test_an_empty_call_compiles_nothing(compiled: Compiled, q_len: int, kv_len: 
     attn = ca.Attention(mask_mod=causal())
     q, k, v = inputs(q_len, kv_len, grad=True)
     attn(q, k, v).sum().backward()
-    assert compiled.modules == []
+    assert compiled.steps == []

@@ -69,7 +69,7 @@ def test_the_key_sees_what_the_kernel_language_reads_from_the_environment(monkey
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert compiling.content_hash(plan) != plain, name
-    with monkeypatch.context() as changed:  # as compiling sets it by itself, before or after the key was made
+    with monkeypatch.context() as changed:  # as the plan's target says anyway
         changed.setenv("CUTE_DSL_ARCH", "sm_90a")
         assert compiling.content_hash(plan) == plain
 

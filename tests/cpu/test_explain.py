@@ -104,7 +104,7 @@ def test_plans_of_gpu_kernels_are_shown_with_no_gpu() -> None:
     q = torch.empty(1, 4, 512, 64, dtype=torch.bfloat16)
     text = str(ca.Attention(mask_mod=causal(), backend="hopper").explain(q, q, q))
     assert "backend     hopper" in text
-    assert "planned for an H200, not to run here: q lies on cpu" in text
+    assert "planned for H200, not to run here: q lies on cpu" in text
     assert "queries x" in text.partition("plan  ")[2]
 
 

@@ -16,8 +16,8 @@ import torch
 from ...call.problem import Layout
 from ...call.sequences import Sequences
 from ...graph.expr import DType
-from .plan import CombinePlan, ForwardPlan
-from .plan_backward import BackwardPlan
+from .plan import CombinePlan, ForwardPlan, TiledPlan
+from .plan_backward import BackwardPlan, FinishPlan, GatherPlan, PreparePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class PrepareArguments(NamedTuple):
     work: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
 
     @staticmethod
-    def of(plan: BackwardPlan) -> PrepareArguments:
+    def of(plan: PreparePlan) -> PrepareArguments:
         of_rows = ("batch", "heads", "q_len") if plan.layout.is_dense else ("heads", "q_len")
         statistic = TensorForm(torch.float32, of_rows, "any")
         rows = _rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim_v)
@@ -197,7 +197,7 @@ class FinishArguments(NamedTuple):
     work: Any  # as of `PrepareArguments`
 
     @staticmethod
-    def of(plan: BackwardPlan) -> FinishArguments:
+    def of(plan: FinishPlan) -> FinishArguments:
         return FinishArguments(
             dq_sum=_dq_sum(plan),
             dq=_rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim),
@@ -215,7 +215,7 @@ class GatherArguments(NamedTuple):
     dv: Any  # (B, Hkv, Skv, Dv)
 
     @staticmethod
-    def of(plan: BackwardPlan) -> GatherArguments:
+    def of(plan: GatherPlan) -> GatherArguments:
         return GatherArguments(
             pieces=_pieces(plan),
             dk=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim),
@@ -238,17 +238,17 @@ def _rows(dtype: torch.dtype, lie: str, heads: str, length: str, d: int) -> Tens
     return TensorForm(dtype, shapes[lie], 8, align=16)
 
 
-def _entries(plan: BackwardPlan) -> str:
+def _entries(plan: TiledPlan) -> str:
     """Size of a workspace's first mode; see `composattn.primitives.padded_tiles`."""
     return "batch" if plan.layout.is_dense else "entries"
 
 
-def _dq_sum(plan: BackwardPlan) -> TensorForm:
+def _dq_sum(plan: TiledPlan) -> TensorForm:
     t = plan.tiling
     return TensorForm(torch.float32, (_entries(plan), "heads", "tiles", t.tile_m * t.d), 4, align=16)
 
 
-def _pieces(plan: BackwardPlan) -> PiecesArguments | None:
+def _pieces(plan: BackwardPlan | GatherPlan) -> PiecesArguments | None:
     count = NumberForm(DType.INT32)
     return PiecesArguments(WORKSPACE, count, count, count) if plan.tiling.in_pieces else None
 
@@ -268,7 +268,7 @@ def _sequences(layout: Layout) -> Sequences | None:
     )
 
 
-def _work(plan: ForwardPlan | BackwardPlan) -> TensorForm | None:
+def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.work`."""
     return TensorForm(torch.int32, ("", 2), align=8) if plan.listed else None
 

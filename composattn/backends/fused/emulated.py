@@ -1,11 +1,10 @@
-"""The Hopper kernels with no GPU: the real generated code, run by the emulator on CPU tensors of small size."""
+"""Generated kernels with no GPU: the real code, run by the emulator on CPU tensors of small size."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,12 +18,13 @@ from ...emulator.cluster import EAGER, Mode
 from ...emulator.findings import EmulationTooLarge
 from ...emulator.launch import Result, Stream
 from ...emulator.program import KEPT
-from ..hopper import HopperCall
+from .architecture import kernel_of
 from .arguments import ForwardArguments
+from .call import FusedCall
 from .compile import compile_offline, content_hash
 from .launch import ForwardLauncher, leaves_rows_out, tidied
 from .plan import ForwardPlan, plan_forward
-from .target import HOPPER
+from .target import Target
 
 # Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
@@ -85,9 +85,8 @@ def _captured(plan: Any) -> Captured:
     key = content_hash(plan)
     kernel = _kernels.pop(key, None)
     if kernel is None:
-        backend = importlib.import_module(f"composattn.backends.{plan.backend}.{plan.module}")
         text = compile_offline(plan).ptx_path.read_text()
-        function, declared = backend.kernel(plan)
+        function, declared = kernel_of(plan)
         kernel = Captured(function, declared, plan.target.arch, text)
     _kernels[key] = kernel  # the last used is last
     while len(_kernels) > KEPT:
@@ -98,8 +97,8 @@ def _captured(plan: Any) -> Captured:
 class EmulatedForward(ForwardLauncher):
     """A plan's emulated kernel, launched into poisoned memory: what it doesn't write is NaN."""
 
-    def __init__(self, plan: ForwardPlan) -> None:
-        super().__init__(plan, EmulatedKernel)
+    def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Any] = EmulatedKernel) -> None:
+        super().__init__(plan, kernel_of)
 
     def launch(self, given: ForwardArguments) -> None:
         if not leaves_rows_out(self.plan, given.k):
@@ -109,24 +108,21 @@ class EmulatedForward(ForwardLauncher):
         super().launch(tidied(given))
 
 
-class EmulatedCall(HopperCall):
-    """A prepared call: the plans that an H200 would get, run by the emulator."""
+class EmulatedCall(FusedCall):
+    """A prepared call: the plans that `target` would get, run by the emulator.
 
-    def __init__(self, problem: Problem, program: Program, scale: float) -> None:
-        super().__init__(problem, program, scale, HOPPER, EmulatedKernel)
+    Raises what planning raises, and `EmulationTooLarge`.
+    """
 
-    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> EmulatedForward:
-        return EmulatedForward(self.forward_plan(return_lse, return_max_scores))
+    launches = EmulatedForward
 
-
-def prepare(problem: Problem, program: Program, scale: float) -> EmulatedCall:
-    """Plans for the H200 that the emulator stands for. Raises what planning raises, and `EmulationTooLarge`."""
-    check_size(problem)
-    return EmulatedCall(problem, program, scale)
+    def __init__(self, problem: Problem, program: Program, scale: float, target: Target) -> None:
+        check_size(problem)
+        super().__init__(problem, program, scale, target, EmulatedKernel)
 
 
-def random_run(problem: Problem, program: Program) -> Result:
-    """A forward of a call of this form on random inputs, for its counts."""
+def random_run(problem: Problem, program: Program, target: Target) -> Result:
+    """A forward of a call of this form on random inputs, as `target` runs it, for its counts."""
     check_size(problem)
     make = torch.Generator().manual_seed(0)
 
@@ -137,7 +133,7 @@ def random_run(problem: Problem, program: Program) -> Result:
     k = tensor(problem.kv_heads, problem.kv_len, problem.head_dim)
     v = tensor(problem.kv_heads, problem.kv_len, problem.head_dim_v)
     here = dataclasses.replace(problem, device=torch.device("cpu"))
-    forward = EmulatedForward(plan_forward(here, program, HOPPER))
+    forward = EmulatedForward(plan_forward(here, program, target))
     tensors, scalars = [c.tensor.cpu() for c in program.captures], [s.value for s in program.scalars]
     forward(q, k, v, problem.head_dim**-0.5, tensors, scalars)
     result: Result | None = forward.kernel.result

@@ -1,4 +1,4 @@
-"""Gradients of an attention call on Hopper: the fused kernels where they serve, and what is computed beside them.
+"""Gradients of a call by generated kernels: dQ, dK, dV and captured tensors, and what is computed beside them.
 
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
 (`composattn.analysis.captured_gradient`): 8 bytes an element of the tensor beside. Those of other reads come from the
@@ -18,7 +18,7 @@ from ...analysis.program import Program
 from ...call.autograd import Grads, Known
 from ...call.problem import Problem
 from ...call.sequences import Sequences, rows_in_use
-from ...errors import GradientUnsupported, UnsupportedHeadDim
+from ...errors import GradientUnsupported
 from ...graph.expr import Capture
 from ...graph.gradient import partials
 from ..streaming import Mods, Streaming
@@ -28,7 +28,7 @@ from .plan_backward import plan_backward
 from .target import Target
 
 
-class HopperGradient:
+class FusedGradient:
     """The backward of one form of inputs; its kernels are made by `kernel_of` when first needed."""
 
     def __init__(
@@ -43,12 +43,7 @@ class HopperGradient:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self._launchers: dict[Any, BackwardLauncher] = {}
         self._summing: dict[frozenset[Capture], Program] = {}
-        self.fused = True
-        try:
-            plan_backward(problem, program, target)
-        except UnsupportedHeadDim:
-            self.fused = False
-        self.fusable = fused_reads(program) if self.fused else {}
+        self.fusable = fused_reads(program)
 
     def launcher(
         self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = frozenset()
@@ -100,8 +95,6 @@ class HopperGradient:
                 'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
                 "whose gradients are"
             )
-        if not self.fused:
-            return self._streamed(known, scalars, sequences)
         captures, wanted = self.program.captures, known.wanted
         asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
         summed = frozenset(c for c in asked if c in self.fusable)

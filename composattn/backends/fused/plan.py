@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-import importlib
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypedDict, TypeVar
 
 import torch
 
@@ -14,86 +14,86 @@ from ...analysis.bands import TileInterval
 from ...analysis.program import Program
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
-from ...call.schedule import Order
 from ...graph.expr import Capture, DType, index
-from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.interval_shape import IntervalShape
+from .architecture import architecture_of
+from .few_queries import splits
+from .order import LAST_QUERIES_FIRST, order_of
 from .target import Target
-from .work import WorkTables, ascends, entries, work_tables
+from .tiling import ForwardTiling, Tiling
+from .work import WorkTables
 
 
-def slots(heads: int) -> int:
-    """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
-    return 1 << (heads - 1).bit_length()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(abc.ABC):
+    """A kernel, named by content: plans with equal `key` are served by one compiled kernel.
 
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a forward kernel cuts the work; a backend chooses it (`forward_tiling`).
-
-    A block owns `tile_m` query rows and walks over kv in tiles of `tile_n`, K and V each in a ring of `stages`.
-    `d` and `dv` are the head dimensions as stored on chip, padded with zeros. `pingpong`: warpgroups take turns
-    at the matrix unit. `rescale_early`: the output is rescaled while scores are computed, not after it was
-    accumulated. `slack`: by how much, in log2 units, a row's maximum may rise before the output is rescaled.
-    `l2`: bytes of K and V of the heads that are worked on together, unless `heads_together` says how many key/value
-    heads they are. `persistent`: one block a multiprocessor,
-    each walking over many work tiles. `separate_o`: the output has shared memory of its own instead of Q's.
-    `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
-    `exponential`: which columns of a thread take their exponentials from multiply-adds.
+    Lengths, batch, heads, strides and the scale's value are run-time. What a plan's fields say is compiled in, but for
+    those that are not compared.
     """
 
-    tile_m: int
-    tile_n: int
-    d: int
-    dv: int
-    stages: int
-    warpgroups: int
-    consumer_registers: int
-    producer_registers: int
-    pingpong: bool
-    rescale_early: bool
-    slack: float
-    l2: int
-    heads_together: int | None = None
-    persistent: bool = False
-    separate_o: bool = False
-    heads: int = 1
-    exponential: ExponentialUnits = HARDWARE
-
-    @property
-    def slots(self) -> int:
-        """Rows of a tile that one query takes."""
-        return slots(self.heads)
-
-    @property
-    def queries(self) -> int:
-        """Queries whose rows fill a tile."""
-        return self.tile_m // self.slots
-
-    def shared_memory(self, element_bytes: int) -> int:
-        """Bytes a block takes, barriers and alignment included."""
-        rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
-        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv)) + 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan:
-    """A forward kernel, named by content: plans with equal `key` are served by one compiled kernel.
-
-    Lengths, batch, heads, strides and the scale's value are run-time; what stands here is compiled in, but for
-    `splits`, the number of parts that kv is cut into. `is_split`: it is cut, and `combine` follows.
-    """
-
-    module: ClassVar[str] = "forward"  # of the backend's folder
-
-    backend: str
     target: Target
     dtype: torch.dtype
-    head_dim: int
     head_dim_v: int
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> str:
+        """Which of its architecture's kernels it is."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes a block may take; where no tiling says less or more, what any may have."""
+        return 48 * 1024
+
+    @property
+    def key(self) -> str:
+        """Content of the plan as text, the same in every process."""
+        fields = [f for f in dataclasses.fields(self) if f.compare]
+        return f"{self.step} {[(f.name, getattr(self, f.name)) for f in fields]!r}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombinePlan(Plan):
+    """The kernel after a forward that was split over kv."""
+
+    step = "combine"
+    return_lse: bool
+
+
+AnyTiling = TypeVar("AnyTiling", bound=Tiling)
+AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiledPlan(Plan, Generic[AnyTiling]):
+    """A kernel over tiles of queries and keys. `listed`: work tiles come in the order of a table."""
+
+    head_dim: int
     layout: Layout
-    listed: bool  # query tiles come in the order of a table
-    tiling: Tiling
+    listed: bool
+    tiling: AnyTiling
+
+    @property
+    def step(self) -> str:
+        return self.tiling.kernel
+
+    @property
+    def shared_memory(self) -> int:
+        return self.tiling.shared_memory(self.dtype.itemsize)
+
+    def _text(self, rows: Mapping[str, str]) -> str:
+        """For people to read: what each of the `rows` is about, and what it says."""
+        head = f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, "
+        memory = f"{self.shared_memory} bytes shared of {self.target.shared_memory}"
+        said = [f"  {name:<10} {words}" for name, words in {**rows, "memory": memory}.items() if words]
+        return "\n".join([f"{head}D {self.head_dim}, Dv {self.head_dim_v}", *said])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPlan(TiledPlan[AnyForwardTiling]):
+    """A forward kernel. `splits`: the number of parts that kv is cut into; `is_split`: it is, and `combine` follows."""
+
     return_lse: bool
     positive_scale: bool
     intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
@@ -119,47 +119,26 @@ class ForwardPlan:
         return self.is_split or (self.layout.q == "packed" and self.tiling.heads > 1)
 
     @property
-    def key(self) -> str:
-        """Content of the plan as text, the same in every process."""
-        return _content(self)
-
-    @property
-    def shared_memory(self) -> int:
-        return self.tiling.shared_memory(self.dtype.itemsize)
-
-    @property
     def combine(self) -> CombinePlan:
         """The kernel that makes one output of those of the parts."""
-        return CombinePlan(self.backend, self.target, self.dtype, self.head_dim_v, self.return_lse)
+        return CombinePlan(target=self.target, dtype=self.dtype, head_dim_v=self.head_dim_v, return_lse=self.return_lse)
 
     def __str__(self) -> str:
         t = self.tiling
         of_heads = f" of {t.heads} heads" if t.heads > 1 else ""
-        mods = "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}"
-        return "\n".join(
-            [
-                f"forward on {self.backend} ({self.target.arch}), {self.dtype}, "
-                f"D {self.head_dim}, Dv {self.head_dim_v}",
-                f"  tiles      {t.queries} queries{of_heads} x {t.tile_n} keys, "
-                f"on chip D {t.d}, Dv {t.dv}, {t.stages} stages",
-                f"  roles      1 copying warp, {t.warpgroups} warpgroups of {t.tile_m // t.warpgroups} rows; "
-                f"registers {t.consumer_registers}/{t.producer_registers}",
-                f"  schedule   {'persistent' if t.persistent else 'one block a tile'}, {self.order}; "
-                f"{self._section()} at a time",
-                f"  overlap    {'ping-pong' if t.pingpong else 'warpgroups at will'}, "
-                f"rescale {'under the next scores' if t.rescale_early else 'after the product'} "
-                f"when a maximum rose by 2^{t.slack:g}",
-                *([f"  exp2       {t.exponential}"] if t.exponential.polynomial else []),
-                f"  memory     {self.shared_memory} bytes shared of {self.target.shared_memory}",
-                f"  mods       {mods}",
-                f"  kv tiles   {self._kv_tiles()}",
-                *([f"  split      kv in {self.splits} parts, combined exactly"] if self.is_split else []),
-            ]
+        together = (
+            f"{t.heads_together} key/value heads" if t.heads_together else f"heads with {t.l2 >> 20} MiB of K and V"
         )
-
-    def _section(self) -> str:
-        asked = self.tiling.heads_together
-        return f"{asked} key/value heads" if asked else f"heads with {self.tiling.l2 >> 20} MiB of K and V"
+        rows = {
+            "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
+            **t.describe(),
+            "exp2": str(t.exponential) if t.exponential.polynomial else "",
+            "schedule": f"{'persistent' if t.persistent else 'one block a tile'}, {self.order}; {together} at a time",
+            "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
+            "kv tiles": self._kv_tiles(),
+            "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",
+        }
+        return self._text(rows)
 
     def _kv_tiles(self) -> str:
         if self.lists is None:
@@ -167,28 +146,24 @@ class ForwardPlan:
         return f"by lists made on the device, as {self.lists.reason}; those to test first"
 
 
-@dataclasses.dataclass(frozen=True)
-class CombinePlan:
-    """The kernel after a forward that was split over kv, named by content as a `ForwardPlan` is."""
+class CompiledIn(TypedDict):
+    """What of a problem each of its kernels is compiled for."""
 
-    module: ClassVar[str] = "combine"  # of the backend's folder
-    shared_memory: ClassVar[int] = 48 * 1024  # what any block may have; it takes 4 KiB
-
-    backend: str
     target: Target
     dtype: torch.dtype
+    head_dim: int
     head_dim_v: int
-    return_lse: bool
-
-    @property
-    def key(self) -> str:
-        """Content of the plan as text, the same in every process."""
-        return f"{self.module} {_content(self)}"
+    layout: Layout
 
 
-def _content(plan: ForwardPlan | CombinePlan) -> str:
-    fields = [f for f in dataclasses.fields(plan) if f.compare]
-    return repr([(f.name, getattr(plan, f.name)) for f in fields])
+def compiled_in(problem: Problem, target: Target) -> CompiledIn:
+    return CompiledIn(
+        target=target,
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        layout=problem.layout,
+    )
 
 
 def plan_forward(
@@ -199,26 +174,23 @@ def plan_forward(
     return_lse: bool = True,
     return_max_scores: bool = False,
     positive_scale: bool = True,
-    tiling: Tiling | None = None,
+    tiling: ForwardTiling | None = None,
 ) -> ForwardPlan:
-    """The forward kernel for `problem` on `target`; `tiling` overrides the backend's choice.
+    """The forward kernel for `problem` on `target`; `tiling` overrides the architecture's choice.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
     """
-    backend = importlib.import_module(f"composattn.backends.{target.backend}.tiling")
-    backend.check(problem, program)
-    tiling = tiling or backend.forward_tiling(problem, program, target)
+    architecture = architecture_of(target)
+    architecture.check(problem, program)
+    tiling = tiling or architecture.forward_tiling(problem, program, target)
     lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
     read = (*program.captures, *(() if lists is None else lists.captures))
-    order, work = _order(problem, program, tiling, lists, target)
-    splits = backend.splits(problem, tiling, target)
+    visited = program.intervals if lists is None else None
+    heads = problem.q_heads // tiling.heads
+    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target)
+    parts = splits(problem, tiling, target)
     return ForwardPlan(
-        backend=target.backend,
-        target=target,
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        layout=problem.layout,
+        **compiled_in(problem, target),
         listed=work is not None,
         tiling=tiling,
         return_lse=return_lse,
@@ -232,8 +204,8 @@ def plan_forward(
         order=order,
         work=work,
         return_max_scores=return_max_scores,
-        is_split=splits > 1,
-        splits=splits,
+        is_split=parts > 1,
+        splits=parts,
     )
 
 
@@ -254,34 +226,6 @@ def extent_of(problem: Problem) -> Extent:
     return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
 
 
-AT_ONCE = "in order, as all tiles run at once"
-
-
-def _order(
-    problem: Problem, program: Program, tiling: Tiling, lists: KeyLists | None, target: Target
-) -> tuple[str, WorkTables | None]:
-    """In which order query tiles run, in words, and the tables that say so, if any."""
-    wanted = problem.schedule.order
-    order: Order = "longest_first" if wanted == "auto" else wanted
-    words = order.replace("_", " ")
-    intervals = program.intervals if lists is None else None
-    sizes = (tiling.queries, tiling.tile_n)
-    heads = problem.q_heads // tiling.heads
-    if problem.layout.q == "packed":
-        why = "sequences differ in length"
-    elif intervals is None:
-        why = "lists say what each visits"
-    else:
-        later_is_longer = ascends(problem, intervals, *sizes)
-        if order == "longest_first" and later_is_longer:
-            return f"{words}: the last query tile of a head first, as none visits less than those before it", None
-        why = "the mask leaves later query tiles less" if later_is_longer is False else "the mask reads what it leaves"
-    if wanted == "auto" and entries(problem, tiling.queries) * heads <= target.sms:
-        return AT_ONCE, work_tables(problem, intervals, *sizes, "in_order")
-    made = f"{words}: by a table on the device" + (f", as {why}" if wanted == "auto" else ", as asked for")
-    return made, work_tables(problem, intervals, *sizes, order)
-
-
 def interval_shape(interval: TileInterval) -> IntervalShape:
     """Which kinds of tiles the interval can have, from its ends alone."""
     starts, ends = (interval.begin, interval.full_begin), (interval.end, interval.full_end)
@@ -296,6 +240,3 @@ def _interval_words(shape: IntervalShape) -> str:
         return "all tested"
     tested = [side for side, there in (("left", shape.left), ("right", shape.right)) if there]
     return f"untested inside, tested at the {' and '.join(tested)} end" if tested else "untested"
-
-
-__all__: list[Any] = ["CombinePlan", "ForwardPlan", "Tiling", "interval_shape", "plan_forward"]

@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from composattn.errors import BackendUnavailable
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from ...errors import BackendUnavailable
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Facts of one GPU that planning and code generation need.
 
-    `backend` names the folder of its kernels. `shared_memory` is what one block can get, in bytes; `registers` what
-    one multiprocessor has; `l2` the bytes of second-level cache.
+    `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
+    other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
+    and `exp2_per_clock` what one multiprocessor has; `l2` the bytes of second-level cache.
     """
 
+    gpu: str = dataclasses.field(compare=False, repr=False)
     backend: str
     arch: str
     sms: int
     shared_memory: int
     registers: int
     l2: int
+    exp2_per_clock: int
 
     @staticmethod
     def of(device: torch.device) -> Target:
         """The target of a CUDA device; raises `BackendUnavailable` where no kernel is generated for it."""
-        import torch
-
         facts = torch.cuda.get_device_properties(device)
-        family = _FAMILIES.get(facts.major)
-        if family is None:
+        target = TARGETS.get((facts.major, facts.minor))
+        if target is None:
+            known = ", ".join(f"{major}.{minor} ({t.arch})" for (major, minor), t in TARGETS.items())
             raise BackendUnavailable(
-                f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); "
-                f'generated kernels take 9.0 (Hopper) and 10.x (Blackwell), backend="streaming" takes any device'
+                f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); generated "
+                f'kernels take {known}, backend="streaming" takes any device'
             )
-        return dataclasses.replace(family, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
+        return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
 
 
-HOPPER = Target("hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20)
-BLACKWELL = Target("blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20)
+HOPPER = Target(
+    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20, exp2_per_clock=16
+)
+BLACKWELL = Target(
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20, exp2_per_clock=16
+)
 
-_FAMILIES = {9: HOPPER, 10: BLACKWELL}
+TARGETS = {
+    (9, 0): HOPPER,
+    (10, 0): BLACKWELL,
+    (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32),
+}

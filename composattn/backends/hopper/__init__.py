@@ -1,149 +1,40 @@
-"""Attention on Hopper GPUs by generated kernels; importing this imports no kernel language.
-
-The forward is one fused kernel (`forward.py`), the gradients of q, k and v three (`backward*.py`); what else they need
-is in `gradient.py`.
-"""
+"""Numbers and kernels for Hopper GPUs; importing this imports no kernel language."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ...analysis.program import Program
-from ...call.autograd import Grads, Known, Results, attend
-from ...call.problem import Problem
-from ...call.sequences import NO_SEQUENCES, Sequences
-from ...graph.lent import Lending
-from ..fused.compile import compile_plan
-from ..fused.gradient import HopperGradient
-from ..fused.launch import ForwardLauncher, Outputs
-from ..fused.plan import ForwardPlan, plan_forward
-from ..fused.plan_backward import plan_backward
-from ..fused.target import HOPPER, Target
+from ..fused.architecture import Architecture, Kernel
+from ..fused.target import HOPPER
+from .backward_tiling import backward_tiling
+from .tiling import forward_tiling
 
 
-def prepare(problem: Problem, program: Program, scale: float) -> HopperCall:
-    """A call of this backend, planned; see `composattn.backends.Prepare`. Its kernels are compiled when first launched.
+def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
+    from ..fused.kernels import combine, preprocess
+    from . import backward, backward_finish, backward_gather, backward_wide, forward
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`,
-    `BackendUnavailable`; `UnsupportedLayout` when called.
-    """
-    return HopperCall(problem, program, scale, Target.of(problem.device))
-
-
-def prepare_elsewhere(problem: Problem, program: Program, scale: float) -> HopperCall:
-    """The call as an H200 would run it, to read its plans; there need be no GPU. Raises as `prepare`."""
-    return HopperCall(problem, program, scale, HOPPER)
-
-
-class HopperCall:
-    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        program: Program,
-        scale: float,
-        target: Target,
-        kernel_of: Callable[[Any], Any] = compile_plan,
-    ) -> None:
-        self.problem, self.program, self.scale, self.target = problem, program, scale, target
-        self.kernel_of = kernel_of
-        # refuses what it can't do now, not at the first call
-        self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
-
-    @property
-    def captures(self) -> list[torch.Tensor]:
-        """The captured tensors as the mods hold them now."""
-        return [c.tensor for c in self.program.captures]
-
-    @cached_property
-    def with_lse(self) -> ForwardLauncher:
-        return self._launcher(return_lse=True)
-
-    @cached_property
-    def without_lse(self) -> ForwardLauncher:
-        return self._launcher(return_lse=False)
-
-    @cached_property
-    def with_max_scores(self) -> ForwardLauncher:
-        """LSE as well."""
-        return self._launcher(return_lse=True, return_max_scores=True)
-
-    def forward_plan(self, return_lse: bool, return_max_scores: bool = False) -> ForwardPlan:
-        return dataclasses.replace(self._forward, return_lse=return_lse, return_max_scores=return_max_scores)
-
-    def _launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
-        return ForwardLauncher(self.forward_plan(return_lse, return_max_scores), self.kernel_of)
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_lse: bool,
-        sequences: Sequences = NO_SEQUENCES,
-        *,
-        return_max_scores: bool = False,
-    ) -> Outputs:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
-        if return_max_scores:
-            launcher = self.with_max_scores
-        else:
-            launcher = self.with_lse if return_lse else self.without_lse
-        return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
-
-    def begin(
-        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
-    ) -> HopperAttend:
-        """One differentiable call with these run-time numbers and sequences."""
-        return HopperAttend(self, scalars, sequences, return_max_scores)
-
-    def scalars(self) -> list[float | int]:
-        """The values of now of the mods' run-time numbers."""
-        return [s.value for s in self.program.scalars]
-
-    @property
-    def plan(self) -> str:
-        """The plans of the kernels, forward and backward, for people to read."""
-        plans = [str(self.forward_plan(return_lse=True))]
-        if self.problem.layout.kv != "paged" and self.gradient.fused:
-            in_order = self.gradient.deterministic()
-            plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
-        return "\n".join(plans)
-
-    @property
-    def captured_sums(self) -> str:
-        """Who sums the gradients of captured tensors, for people to read; nobody where keys lie in pages."""
-        return "" if self.problem.layout.kv == "paged" else self.gradient.describe()
-
-    @cached_property
-    def gradient(self) -> HopperGradient:
-        return HopperGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
+    return {
+        "forward": forward.kernel,
+        "combine": combine.kernel,
+        "backward_prepare": preprocess.kernel,
+        "backward": backward.kernel,
+        "backward_wide": backward_wide.kernel,
+        "backward_finish": backward_finish.kernel,
+        "backward_gather": backward_gather.kernel,
+    }
 
 
-class HopperAttend:
-    """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
-
-    differentiable_twice = False
-    lending: Lending | None = None
-
-    def __init__(
-        self, call: HopperCall, scalars: Sequence[float | int], sequences: Sequences, return_max_scores: bool
-    ) -> None:
-        self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
-        self.return_max_scores = return_max_scores
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        launcher = self.call.with_max_scores if self.return_max_scores else self.call.with_lse
-        out, lse, max_scores = launcher(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
-        assert lse is not None
-        return out, lse, max_scores
-
-    def backward(self, known: Known) -> Grads:
-        return self.call.gradient(known, self.scalars, self.sequences)
+ARCHITECTURE = Architecture(
+    name="hopper",
+    chip="Hopper",
+    target=HOPPER,
+    dtypes=(torch.bfloat16, torch.float16),
+    max_head_dim=256,
+    forward_tiling=forward_tiling,
+    backward_tiling=backward_tiling,
+    kernels=_kernels,
+)

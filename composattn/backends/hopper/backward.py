@@ -19,20 +19,20 @@ from ...primitives.pipelines import Slot, start_edges
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import Fixed, narrow, permuted
 from ..fused.arguments import MainArguments, PiecesArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import COUNTER, BackwardPlan, BackwardTiling
+from ..fused.kernels.dq_semaphore import DqSemaphore
+from ..fused.plan_backward import COUNTER, BackwardPlan
+from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
 from .key_tile import Block, KeyTile, KeyWarpgroup, Layouts, queries_first
-from .turns import DqSemaphore
 from .wgmma import (
     MN,
     ROWS,
     WARPGROUP,
     issue,
     narrowed,
-    permuted,
     product,
     put,
     send,
@@ -64,7 +64,7 @@ class HopperBackward:
     dV leave.
     """
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
@@ -367,7 +367,7 @@ class Call(Fixed):
 class Consumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
-    def __init__(self, tiling: BackwardTiling, block: Block, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread):
         super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
@@ -499,7 +499,7 @@ class Consumer(KeyWarpgroup):
             yield is_first(), call.tmas.results[i], shared[i], tiles, number
 
 
-def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
+def pieces_of(tiling: HopperBackwardTiling, given: PiecesArguments) -> Pieces:
     """The pieces of a launch, on the host."""
     return Pieces.of(given, tiling.tile_n * tiling.d, tiling.tile_n * tiling.dv)
 

@@ -9,7 +9,8 @@ from ...primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ...primitives.seqlen import rows_of
 from ..fused.arguments import FinishArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import BackwardPlan
+from ..fused.plan_backward import FinishPlan
+from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
 from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_read
 
@@ -17,7 +18,7 @@ from .wgmma import WARPGROUP, load_part, narrowed, put, send, tile_layout, wait_
 class BackwardFinish:
     """A block a query tile, a warpgroup a part of it: registers as the product left them, through shared memory."""
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: FinishPlan[HopperBackwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def __repr__(self):
@@ -76,6 +77,6 @@ def is_first_warp():
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 
-def kernel(plan: BackwardPlan) -> tuple:
+def kernel(plan: FinishPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
     return BackwardFinish(plan), fake_arguments(FinishArguments.of(plan))

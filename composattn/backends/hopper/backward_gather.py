@@ -9,8 +9,9 @@ from cutlass.memory import SmemAllocator
 from ...primitives.seqlen import DenseRows
 from ..fused.arguments import GatherArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import BackwardPlan
+from ..fused.plan_backward import GatherPlan
 from .backward import pieces_of
+from .backward_tiling import HopperBackwardTiling
 from .wgmma import MN, ROWS, WARPGROUP, load_part, narrowed, product, put, send, tile_layout, wait_read
 
 
@@ -20,7 +21,7 @@ class BackwardGather:
     Pieces are added in their order, so that a sum has the same bits in every run.
     """
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: GatherPlan[HopperBackwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def __repr__(self):
@@ -86,6 +87,6 @@ def _add(total: cute.Tensor, more: cute.Tensor) -> None:
         total[i] = total[i] + more[i]
 
 
-def kernel(plan: BackwardPlan) -> tuple:
+def kernel(plan: GatherPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
     return BackwardGather(plan), fake_arguments(GatherArguments.of(plan))

@@ -3,35 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from ...analysis.captured_gradient import GradientProgram, Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...errors import UnsupportedHeadDim
-from ..fused.plan_backward import BackwardTiling, queries_of_a_key
+from ..fused.order import queries_of_a_key
 from ..fused.target import Target
-from .tiling import has_costly_test, has_opaque_test, reads_any, reads_pairs
+from ..fused.tiling import BackwardTiling
+from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by_distance
 
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens
 
 
-def padded(d: int) -> int:
-    """Head dimension on chip: what the swizzles of K, Q and dO take both as rows and as columns."""
-    return -(-d // 32) * 32
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperBackwardTiling(BackwardTiling):
+    """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
+
+    Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
+    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
+    runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
+    derivative of a score looks at the score). `distances`: numbers in shared memory of their own through which sums of
+    gradients by distance pass.
+    """
+
+    q_stages: int
+    do_stages: int
+    ds_stages: int
+    warpgroups: int
+    dq_split: Literal["columns", "rows", "transposed"]
+    consumer_registers: int
+    producer_registers: int
+    p_early: bool
+    distances: int = 0
+
+    @property
+    def shared_keys(self) -> bool:
+        return self.kernel == "backward_wide"
+
+    @property
+    def statistic_stride(self) -> int:
+        """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
+        return -(-self.tile_m // 32) * 32
+
+    def shared_memory(self, element_bytes: int) -> int:
+        stationary = self.tile_n * (self.d + self.dv)
+        moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
+        scores = self.ds_stages * self.tile_m * self.tile_n
+        statistics = 4 * self.statistic_stride * (self.q_stages + self.do_stages)
+        weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
+        if self.persistent:
+            stationary *= 2
+        return element_bytes * (stationary + moving + scores) + weights + 4 * self.distances + statistics + 2048
+
+    def describe(self) -> dict[str, str]:
+        keys = "the same 64 keys" if self.shared_keys else "64 keys each"
+        return {
+            "stages": f"Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
+            "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
+            f"registers {self.consumer_registers}/{self.producer_registers}",
+            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",
+        }
 
 
-def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool = False) -> BackwardTiling:
+def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
 
     dK and dV of 64 keys take (d + dv) / 2 registers a thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
-    Raises `UnsupportedHeadDim`.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if max(d, dv) > 256:
-        raise UnsupportedHeadDim(
-            f'the gradient on backend="hopper" takes D and Dv up to 256, got {problem.head_dim} and '
-            f'{problem.head_dim_v}; use backend="streaming" for training'
-        )
     if max(d, dv) > 128:
         return _shared_keys(d, dv, problem, target)
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
@@ -47,7 +86,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     # where few queries see a key, what tiles that end on no multiple of 64 visit too much is more than they save
     wide = d == 128 and not reads and program.score is None and not has_costly_test(program.mask)
     wide = wide and (deterministic or queries_of_a_key(problem, program) > SHORT)
-    tiling = BackwardTiling(
+    tiling = HopperBackwardTiling(
         tile_m=128 if tall else 80 if wide else 64,
         tile_n=128,
         d=d,
@@ -86,18 +125,12 @@ def _section_tiles(target: Target) -> int:
     return 3 * target.sms // 2
 
 
-def sums_by_distance(program: Program) -> bool:
-    """Whether the kernel sums the gradient of a tensor along diagonals."""
-    reads = program.reads.values() if isinstance(program, GradientProgram) else ()
-    return any(read.pattern is Pattern.DISTANCE for group in reads for read in group)
-
-
-def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> BackwardTiling:
+def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
-    tiling = BackwardTiling(
+    tiling = HopperBackwardTiling(
+        kernel="backward_wide",
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
         consumer_registers=240, producer_registers=24, p_early=False, l2=16 << 20, section_tiles=_section_tiles(target),
-        shared_keys=True,
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory

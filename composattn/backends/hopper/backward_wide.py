@@ -7,14 +7,15 @@ from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.diagonals import Diagonals
-from ...primitives.values import narrow
+from ...primitives.values import narrow, permuted
 from ..fused.arguments import MainArguments
 from ..fused.fake import fake_arguments
-from ..fused.plan_backward import BackwardPlan, BackwardTiling
+from ..fused.plan_backward import BackwardPlan
 from .backward import HopperBackward
+from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
 from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
-from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, permuted, product, put, send, store_matrix, store_part
+from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, product, put, send, store_matrix, store_part
 
 
 class HopperBackwardWide(HopperBackward):
@@ -47,7 +48,7 @@ class Side(KeyWarpgroup):
     apart = 0  # both have all keys of the block
     result: int  # of dK, dV
 
-    def __init__(self, tiling: BackwardTiling, block: Block, thread, number: int):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
         super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
         self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)

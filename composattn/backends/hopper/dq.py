@@ -3,17 +3,17 @@
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ...primitives.values import Fixed
-from ..fused.plan_backward import BackwardTiling
-from .wgmma import MN, K, issue, permuted, product
+from ...primitives.values import Fixed, permuted
+from .backward_tiling import HopperBackwardTiling
+from .wgmma import MN, K, issue, product
 
 
-def dq_columns(tiling: BackwardTiling) -> int:
+def dq_columns(tiling: HopperBackwardTiling) -> int:
     """How many columns of dQ a warpgroup computes, so of K it reads as a right operand: whole swizzles of them."""
     return tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
 
 
-def dq_product(tiling: BackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
+def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
     """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
     if tiling.dq_split == "transposed":
         part = (tiling.d // tiling.warpgroups, tiling.tile_m)
@@ -23,7 +23,7 @@ def dq_product(tiling: BackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int,
     return product(dtype, part[1], left=K, right=MN), part
 
 
-def dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part: tuple[int, int]) -> cute.Tensor:
+def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, part: tuple[int, int]) -> cute.Tensor:
     """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
     if tiling.dq_split == "transposed":
         return cute.local_tile(permuted(whole, 1, 0), part, (warpgroup_index, 0))
@@ -34,7 +34,7 @@ def dq_part(tiling: BackwardTiling, whole: cute.Tensor, warpgroup_index, part: t
 class DqPart(Fixed):
     """A warpgroup's part of the product, its operands in the shared memory of `block`."""
 
-    def __init__(self, tiling: BackwardTiling, block, warpgroup_index):
+    def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index):
         self.mma, part = dq_product(tiling, block.dtype)
         dq = self.mma.get_slice(0)
         sKt = permuted(block.sK, 1, 0)  # (d, keys)

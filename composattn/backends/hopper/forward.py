@@ -20,11 +20,12 @@ from ...primitives.pipelines import Copies, Edge, Slot, start_edges
 from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ...primitives.tile_scheduler import WorkOrder, WorkTile
-from ...primitives.values import Fixed, choose, narrow
+from ...primitives.values import Fixed, choose, narrow, permuted
 from ..fused.arguments import ForwardArguments
 from ..fused.fake import fake_arguments
 from ..fused.plan import ForwardPlan
 from .ping_pong import PingPong
+from .tiling import HopperTiling
 from .wgmma import (
     MN,
     ROWS,
@@ -33,7 +34,6 @@ from .wgmma import (
     fragment_shape,
     issue,
     narrowed,
-    permuted,
     product,
     put,
     row_column_view,
@@ -57,7 +57,7 @@ class HopperForward:
     one of them.
     """
 
-    def __init__(self, plan: ForwardPlan):
+    def __init__(self, plan: ForwardPlan[HopperTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment_shape(plan.tiling.tile_n))
@@ -575,6 +575,6 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
 
 
-def kernel(plan: ForwardPlan) -> tuple:
+def kernel(plan: ForwardPlan[HopperTiling]) -> tuple:
     """(function to compile, arguments to compile it with)."""
     return HopperForward(plan), fake_arguments(ForwardArguments.of(plan))

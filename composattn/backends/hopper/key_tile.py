@@ -17,8 +17,8 @@ from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
-from ...primitives.values import Fixed
-from ..fused.plan_backward import BackwardTiling
+from ...primitives.values import Fixed, permuted
+from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns
 from .wgmma import (
     ROWS,
@@ -26,7 +26,6 @@ from .wgmma import (
     Warpgroup,
     add_part,
     fragment_shape,
-    permuted,
     product,
     row_column_view,
     tile_layout,
@@ -60,7 +59,7 @@ class Layouts(NamedTuple):
     dv: Any
 
     @staticmethod
-    def of(tiling: BackwardTiling, dtype) -> "Layouts":
+    def of(tiling: HopperBackwardTiling, dtype) -> "Layouts":
         k = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
         v = tile_layout(dtype, tiling.tile_n, tiling.dv)
         leaving = k, v
@@ -80,7 +79,9 @@ class Layouts(NamedTuple):
 class Block(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
-    def __init__(self, tiling: BackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor):
+    def __init__(
+        self, tiling: HopperBackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor
+    ):
         self.dtype = dtype
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
@@ -140,7 +141,7 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
     apart = ROWS  # keys between the first ones of neighbouring warpgroups
     row: Int32  # of this thread's first score in a tile
 
-    def __init__(self, tiling: BackwardTiling, block: Block, number, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
         super().__init__(block, number, thread)
         self.tiling = tiling
         self.mma_s = product(block.dtype, tiling.tile_m)

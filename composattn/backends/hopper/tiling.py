@@ -1,57 +1,59 @@
-"""How the Hopper kernels cut the work: tile sizes by head dimension, and what they refuse."""
+"""How the Hopper forward cuts the work: tile sizes by head dimension."""
 
 from __future__ import annotations
 
-import torch
+import dataclasses
 
-from ...analysis.bands import untold
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...call.schedule import MOST_SPLITS
-from ...errors import InvalidSchedule, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
-from ...graph.expr import Dep, Expr, Rate, walk
-from ..fused.plan import Tiling, slots
+from ..fused.few_queries import packed_heads
 from ..fused.target import Target
+from ..fused.tiling import ForwardTiling, slots
+from ..fused.traits import has_opaque_test, padded, queries, reads_any, reads_pairs
 
-MAX_HEAD_DIM = 256
 ROWS = 64  # of one warpgroup's product
-DTYPES = (torch.bfloat16, torch.float16)
-CAPTURE_DTYPES = (
-    torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool,
-)  # fmt: skip
 
 
-def check(problem: Problem, program: Program) -> None:
-    """Refuses, before compiling, what the kernels can't do."""
-    if problem.dtype not in DTYPES:
-        raise UnsupportedDType(
-            f'backend="hopper" multiplies bfloat16 and float16, got {problem.dtype}; '
-            'cast q, k and v, or use backend="streaming"'
-        )
-    for name, d in (("D", problem.head_dim), ("Dv", problem.head_dim_v)):
-        if d > MAX_HEAD_DIM or d % 8:
-            raise UnsupportedHeadDim(
-                f'backend="hopper" takes {name} in multiples of 8 up to {MAX_HEAD_DIM}, got {d}; '
-                'pad with zeros (F.pad) and pass scale=, or use backend="streaming"'
-            )
-    for capture in program.captures:
-        if capture.tensor.dtype not in CAPTURE_DTYPES:
-            raise UnsupportedCapture(
-                f'backend="hopper" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
-                f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
-            )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperTiling(ForwardTiling):
+    """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
+
+    `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
+    computed, not after it was accumulated. `slack`: by how much, in log2 units, a row's maximum may rise before the
+    output is rescaled.
+    """
+
+    stages: int
+    warpgroups: int
+    consumer_registers: int
+    producer_registers: int
+    pingpong: bool = False
+    rescale_early: bool = False
+    slack: float = 8.0
+
+    @property
+    def separate_o(self) -> bool:
+        """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
+        return self.persistent
+
+    def shared_memory(self, element_bytes: int) -> int:
+        rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
+        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv)) + 1024
+
+    def describe(self) -> dict[str, str]:
+        order = "ping-pong" if self.pingpong else "warpgroups at will"
+        rescale = "under the next scores" if self.rescale_early else "after the product"
+        return {
+            "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
+            f"registers {self.consumer_registers}/{self.producer_registers}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.slack:g}",
+        }
 
 
-def padded(d: int) -> int:
-    """Head dimension on chip: what a copy with at least 64-byte swizzle and a 16-deep product take."""
-    return -(-d // 32) * 32
-
-
-def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling:
+def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling:
     """Tiles of the forward kernel; the choices were measured on an H200 (benchmarks/LOG.md)."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    heads = packed_heads(problem, program)
+    heads = packed_heads(problem, program, ROWS)
     if queries(problem) * slots(heads) <= ROWS:
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
@@ -60,12 +62,12 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block a tile
-    rows = d + dv if persistent else widest  # O apart from Q, which may be the next tile's by then
+    rows = d + dv if persistent else widest
     by_registers, by_memory = _by_registers(warpgroups, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
-    return Tiling(
+    return HopperTiling(
         tile_m=tile_m,
         tile_n=_whole_pages(tile_n) if paged else tile_n,
         d=d,
@@ -77,23 +79,21 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Tiling
         pingpong=widest <= 128,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
-        slack=8.0,
         l2=32 << 20,
         heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
-        separate_o=persistent,
     )
 
 
-def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> Tiling:
+def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     gathers = reads_pairs(program.score) or reads_pairs(program.mask)
     tile_n = 128 if max(d, dv) <= 128 and not gathers else 64
     persistent = problem.schedule.persistent or False
     room = target.shared_memory - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
-    return Tiling(
+    return HopperTiling(
         tile_m=ROWS,
         tile_n=tile_n,
         d=d,
@@ -102,97 +102,11 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         warpgroups=1,
         consumer_registers=240,
         producer_registers=40,  # page numbers beside what all copies need
-        pingpong=False,
-        rescale_early=False,
-        slack=8.0,
         l2=32 << 20,
         heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
-        separate_o=persistent,
     )
-
-
-def reads_pairs(graph: Expr | None) -> bool:
-    """Whether a tensor is read at (q, kv)."""
-    return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
-
-
-def reads_any(graph: Expr | None) -> bool:
-    """Whether a tensor is read at all."""
-    return graph is not None and any(n.op == "read" for n in walk(graph))
-
-
-def has_costly_test(mask: Expr | None) -> bool:
-    """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
-    if mask is None:
-        return False
-    fixed = (Rate.CONSTANT, Rate.HEAD)
-    return untold(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
-
-
-def has_opaque_test(program: Program) -> bool:
-    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
-    return program.mask is not None and untold(program.mask).opaque
-
-
-def queries(problem: Problem) -> int:
-    """Of a sequence: packed, the most that any has, if that is known, else as many as there are on average."""
-    packed, most = problem.layout.q == "packed", problem.layout.max_q_len
-    return problem.q_len if not packed else -(-problem.q_len // problem.batch) if most is None else most
-
-
-def keys(problem: Problem) -> int:
-    """Of a sequence, as of `queries`; in pages, as many as the page table has room for."""
-    packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
-    return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
-
-
-def packed_heads(problem: Problem, program: Program) -> int:
-    """How many query heads of a key/value head share the rows of a tile; 1 where each has tiles of its own.
-
-    Raises `InvalidSchedule` where packing is asked for and can't be done.
-    """
-    wanted, group = problem.schedule.pack_gqa, problem.group
-    if wanted is False or group == 1:
-        return 1
-    heads = max(n for n in range(1, min(group, ROWS) + 1) if group % n == 0)
-    # heads that see different keys visit different tiles
-    by_head = program.mask is not None and bool(program.mask.deps & Dep.H)
-    if by_head or heads == 1:
-        if wanted:
-            why = "the mask depends on the head" if by_head else f"{group} heads share no tile of {ROWS} rows"
-            raise InvalidSchedule(f"pack_gqa=True, but {why}; leave pack_gqa=None")
-        return 1
-    return heads if wanted or _tiles(problem, heads) * 2 <= _tiles(problem, 1) else 1
-
-
-def _tiles(problem: Problem, heads: int) -> int:
-    """Query tiles of all heads of a batch entry."""
-    rows = queries(problem) * slots(heads)
-    return -(-rows // (ROWS if rows <= ROWS else 2 * ROWS)) * (problem.q_heads // heads)
-
-
-def splits(problem: Problem, tiling: Tiling, target: Target) -> int:
-    """Into how many parts the keys of a query tile are cut: as asked for, or so that the time below is least.
-
-    Time is counted in kv tiles (1.5 µs): all rounds of blocks over the multiprocessors, each block its tiles and two
-    more to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
-    """
-    if problem.schedule.split_kv != "auto":
-        return problem.schedule.split_kv
-    work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.heads) * problem.batch
-    tiles = -(-keys(problem) // tiling.tile_n)
-    part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
-
-    def time(n: int) -> float:
-        rounds = -(-work * n // target.sms)
-        return rounds * (-(-tiles // n) + 2) + (0 if n == 1 else 3 + n * part)
-
-    if work * tiles >= 0.9 * time(1) * target.sms:  # what no division goes below
-        return 1
-    best = min(range(1, max(1, min(MOST_SPLITS, tiles // 2)) + 1), key=time)
-    return best if time(best) < 0.9 * time(1) else 1
 
 
 def _whole_pages(tile_n: int) -> int:

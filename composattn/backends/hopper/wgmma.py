@@ -59,10 +59,6 @@ def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
-def permuted(tensor: cute.Tensor, *modes: int) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, list(modes)))
-
-
 # --- products ---------------------------------------------------------------------------------------------------
 
 

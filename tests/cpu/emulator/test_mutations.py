@@ -50,10 +50,10 @@ class Calls:
     def kernel_of(self, plan: Any) -> Callable[..., None]:
         from composattn.backends.fused.emulated import EmulatedKernel
 
-        kernel = self.kernels[plan.module] = EmulatedKernel(plan)
+        kernel = self.kernels[plan.step] = EmulatedKernel(plan)
 
         def call(*arguments: Any) -> None:
-            self.arguments[plan.module] = list(arguments)
+            self.arguments[plan.step] = list(arguments)
             kernel(*arguments)
 
         return call
@@ -68,7 +68,7 @@ def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, HOPPER)
     out, lse, _ = ForwardLauncher(plan, calls.kernel_of)(q, k, v, dim**-0.5)
     results = out, lse
-    return _trial(calls.kernels[plan.module], calls.arguments[plan.module], results)
+    return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
 
 
 def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
@@ -82,10 +82,10 @@ def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     calls = Calls()
     plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
-    arguments = MainArguments(*calls.arguments[plans.main.module])
+    arguments = MainArguments(*calls.arguments[plans.main.step])
     arguments = arguments._replace(dq_sum=torch.zeros_like(arguments.dq_sum))
     results = arguments.dq_sum, arguments.dk, arguments.dv
-    return _trial(calls.kernels[plans.main.module], arguments, results, zero=(arguments.dq_sum,))
+    return _trial(calls.kernels[plans.main.step], arguments, results, zero=(arguments.dq_sum,))
 
 
 def _trial(

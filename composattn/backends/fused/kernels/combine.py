@@ -1,15 +1,15 @@
-"""After a forward split over kv on Hopper: the parts' outputs, weighted by their sums of exponentials, into one."""
+"""After a forward split over kv: the parts' outputs, weighted by their sums of exponentials, into one."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from ...primitives.split import Weights
-from ...primitives.values import choose, narrow
-from ..fused.arguments import CombineArguments
-from ..fused.fake import fake_arguments
-from ..fused.plan import CombinePlan
+from ....primitives.split import Weights
+from ....primitives.values import choose, narrow
+from ..arguments import CombineArguments
+from ..fake import fake_arguments
+from ..plan import CombinePlan
 
 WARPS = 4
 LANES = 32

@@ -8,14 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from ...primitives.lanes import WARP, add, over_lanes
-from ...primitives.pipelines import Slot
-from ...primitives.q_tiles import ListedQueryRun
-from ...primitives.values import Fixed
+from ....primitives.lanes import WARP, add, over_lanes
+from ....primitives.pipelines import Slot
+from ....primitives.q_tiles import ListedQueryRun
+from ....primitives.values import Fixed
 
 
 class DqSemaphore(Fixed):
-    """What the warp that waits does, in a `HopperBackward`, whose walk it repeats."""
+    """What the warp that waits does, in a backward kernel, whose walk it repeats."""
 
     def __init__(self, kernel):
         self.kernel = kernel

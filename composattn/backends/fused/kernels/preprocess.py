@@ -1,18 +1,17 @@
-"""Before the backward kernel on Hopper: statistics of query rows, padded to whole tiles, and an empty sum for dQ."""
+"""Before the backward kernel: statistics of query rows, padded to whole tiles, and an empty sum for dQ."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from ...primitives.delta import row_statistics
-from ...primitives.lanes import add, neighbours, over_lanes
-from ...primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
-from ...primitives.seqlen import rows_of
-from ...primitives.values import aligned, choose
-from ..fused.arguments import PrepareArguments
-from ..fused.fake import fake_arguments
-from ..fused.plan_backward import COUNTER, BackwardPlan
-from .wgmma import permuted
+from ....primitives.delta import row_statistics
+from ....primitives.lanes import add, neighbours, over_lanes
+from ....primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
+from ....primitives.seqlen import rows_of
+from ....primitives.values import aligned, choose, permuted
+from ..arguments import PrepareArguments
+from ..fake import fake_arguments
+from ..plan_backward import COUNTER, PreparePlan
 
 THREADS = 256
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
@@ -24,7 +23,7 @@ class BackwardPrepare:
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
 
-    def __init__(self, plan: BackwardPlan):
+    def __init__(self, plan: PreparePlan):
         self.plan, self.tiling = plan, plan.tiling
         chunks = -(-plan.head_dim_v // ELEMENTS)
         self.lanes = min(32, 1 << (chunks - 1).bit_length())
@@ -132,6 +131,6 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
         found[1][first + q] = delta
 
 
-def kernel(plan: BackwardPlan) -> tuple:
+def kernel(plan: PreparePlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
     return BackwardPrepare(plan), fake_arguments(PrepareArguments.of(plan))

@@ -1,0 +1,84 @@
+"""What an architecture brings that kernels are generated for, and which there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from .target import Target
+from .tiling import BackwardTiling, ForwardTiling
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+CAPTURE_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+)  # fmt: skip
+Kernel = tuple[Any, tuple[Any, ...]]  # a host function of the kernel language, and arguments to compile it with
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
+
+    `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
+    `backward_tiling` is also told whether dQ is summed in a fixed order. `kernels`, by the step that a plan names,
+    imports the kernel language.
+    """
+
+    name: str
+    chip: str
+    target: Target
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int
+    forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
+    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
+    kernels: Callable[[], Mapping[str, Callable[[Any], Kernel]]]
+
+    def check(self, problem: Problem, program: Program) -> None:
+        """Refuses, before compiling, what the kernels can't do."""
+        if problem.dtype not in self.dtypes:
+            takes = " and ".join(str(t).removeprefix("torch.") for t in self.dtypes)
+            raise UnsupportedDType(
+                f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
+                'cast q, k and v, or use backend="streaming"'
+            )
+        for name, d in (("D", problem.head_dim), ("Dv", problem.head_dim_v)):
+            if d > self.max_head_dim or d % 8:
+                raise UnsupportedHeadDim(
+                    f'backend="{self.name}" takes {name} in multiples of 8 up to {self.max_head_dim}, got {d}; '
+                    'pad with zeros (F.pad) and pass scale=, or use backend="streaming"'
+                )
+        for capture in program.captures:
+            if capture.tensor.dtype not in CAPTURE_DTYPES:
+                raise UnsupportedCapture(
+                    f'backend="{self.name}" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
+                    f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
+                )
+
+
+ARCHITECTURES: dict[str, Architecture] = {}
+"""By name. `composattn.backends` enters them: they are made of what this folder has, so nothing here imports them."""
+
+
+def architecture_of(target: Target) -> Architecture:
+    """Whose kernels run on `target`."""
+    return ARCHITECTURES[target.backend]
+
+
+def planned_for(backend: str | None) -> Target:
+    """The GPU that is planned for where none is there: of `backend` if that generates kernels, else of the first."""
+    name = (backend or "").removesuffix("-emulated")
+    return ARCHITECTURES.get(name, next(iter(ARCHITECTURES.values()))).target
+
+
+def kernel_of(plan: Plan) -> Kernel:
+    """The generated kernel of a plan, to be compiled; imports the kernel language."""
+    return architecture_of(plan.target).kernels()[plan.step](plan)

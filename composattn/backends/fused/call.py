@@ -1,0 +1,124 @@
+"""A call by generated kernels: one form of inputs, planned; its kernels are compiled when first launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from ...analysis.program import Program
+from ...call.autograd import Grads, Known, Results, attend
+from ...call.problem import Problem
+from ...call.sequences import NO_SEQUENCES, Sequences
+from ...graph.lent import Lending
+from .compile import compile_plan
+from .gradient import FusedGradient
+from .launch import ForwardLauncher, Outputs
+from .plan import plan_forward
+from .plan_backward import plan_backward
+from .target import Target
+
+
+class FusedCall:
+    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout` when called.
+    """
+
+    launches: ClassVar[type[ForwardLauncher]] = ForwardLauncher
+
+    def __init__(
+        self,
+        problem: Problem,
+        program: Program,
+        scale: float,
+        target: Target,
+        kernel_of: Callable[[Any], Any] = compile_plan,
+    ) -> None:
+        self.problem, self.program, self.scale, self.target = problem, program, scale, target
+        self.kernel_of = kernel_of
+        # refuses what it can't do now, not at the first call
+        self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
+
+    @property
+    def captures(self) -> list[torch.Tensor]:
+        """The captured tensors as the mods hold them now."""
+        return [c.tensor for c in self.program.captures]
+
+    def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
+        """The forward that returns these; whoever gets the largest scores gets LSE too."""
+        returned = (return_lse or return_max_scores, return_max_scores)
+        if returned not in self._launchers:
+            lse, scores = returned
+            plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
+            self._launchers[returned] = self.launches(plan, self.kernel_of)
+        return self._launchers[returned]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_lse: bool,
+        sequences: Sequences = NO_SEQUENCES,
+        *,
+        return_max_scores: bool = False,
+    ) -> Outputs:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
+            return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
+        launcher = self.launcher(return_lse, return_max_scores)
+        return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
+
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> FusedAttend:
+        """One differentiable call with these run-time numbers and sequences."""
+        return FusedAttend(self, scalars, sequences, return_max_scores)
+
+    def scalars(self) -> list[float | int]:
+        """The values of now of the mods' run-time numbers."""
+        return [s.value for s in self.program.scalars]
+
+    @property
+    def plan(self) -> str:
+        """The plans of the kernels, forward and backward, for people to read."""
+        plans = [str(self._forward)]
+        if self.problem.layout.kv != "paged":
+            in_order = self.gradient.deterministic()
+            plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
+        return "\n".join(plans)
+
+    @property
+    def captured_sums(self) -> str:
+        """Who sums the gradients of captured tensors, for people to read; nobody where keys lie in pages."""
+        return "" if self.problem.layout.kv == "paged" else self.gradient.describe()
+
+    @cached_property
+    def gradient(self) -> FusedGradient:
+        return FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
+
+
+class FusedAttend:
+    """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
+
+    differentiable_twice = False
+    lending: Lending | None = None
+
+    def __init__(
+        self, call: FusedCall, scalars: Sequence[float | int], sequences: Sequences, return_max_scores: bool
+    ) -> None:
+        self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
+        self.return_max_scores = return_max_scores
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        launcher = self.call.launcher(True, self.return_max_scores)
+        out, lse, max_scores = launcher(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
+        assert lse is not None
+        return out, lse, max_scores
+
+    def backward(self, known: Known) -> Grads:
+        return self.call.gradient(known, self.scalars, self.sequences)

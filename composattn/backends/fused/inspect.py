@@ -1,0 +1,146 @@
+"""What the compiler made of a plan: its PTX and machine code, read with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """PTX and machine code of a plan, kept in a folder of their own, and what they cost; read when asked for."""
+
+    plan: Plan
+    ptx_path: Path
+    cubin_path: Path
+
+    @functools.cached_property
+    def ptx(self) -> str:
+        return self.ptx_path.read_text()
+
+    @property
+    def entry(self) -> str:
+        """Name of the kernel."""
+        return str(_find(r"\.entry\s+([\w$]+)", self.ptx, str))
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return int(_find(r"\.(?:reqntid|maxntid)\s+(\d+)", self.ptx, int))
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes a block takes."""
+        return self.plan.shared_memory
+
+    @functools.cached_property
+    def _usage(self) -> str | None:
+        tool = _binary_tool("cuobjdump")
+        if tool is None:
+            return None
+        done = subprocess.run([tool, "-res-usage", str(self.cubin_path)], capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    @property
+    def registers(self) -> int | None:
+        """At launch (roles then trade them); None where cuobjdump is not installed."""
+        return None if self._usage is None else _find(r"REG:(\d+)", self._usage, int)
+
+    @property
+    def stack(self) -> int | None:
+        """Bytes of local memory; None where cuobjdump is not installed."""
+        return None if self._usage is None else _find(r"STACK:(\d+)", self._usage, int)
+
+    @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The machine code in order; empty where nvdisasm is not installed."""
+        return _instructions(self.cubin_path)
+
+    @functools.cached_property
+    def mnemonics(self) -> Counter[str]:
+        """How often each machine instruction occurs."""
+        return Counter(i.name for i in self.instructions)
+
+    @property
+    def spills(self) -> int | None:
+        """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
+        return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
+
+    def inner_loops(self, count: int) -> list[Counter[str]]:
+        """Mnemonics of the `count` shortest loops that multiply matrices, in program order.
+
+        A loop ends before the last product of all, which stands after it; code that waits out of line, at the very
+        end, jumps back too.
+        """
+        found: list[tuple[int, int]] = []
+        multiply = [n for n, i in enumerate(self.instructions) if i.name in ("HGMMA", "UTCHMMA")]
+        last = multiply[-1] if multiply else 0
+        spans = [
+            (i.target, n) for n, i in enumerate(self.instructions) if i.target is not None and i.target <= n < last
+        ]
+        for start, stop in sorted(spans, key=lambda span: span[1] - span[0]):
+            apart = all(stop < a or start > b for a, b in found)
+            if len(found) < count and apart and any(start <= n <= stop for n in multiply):
+                found.append((start, stop))
+        return [Counter(i.name for i in self.instructions[a : b + 1]) for a, b in sorted(found)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text."""
+
+    name: str
+    target: int | None
+    text: str
+
+
+def _find(pattern: str, text: str, kind: Callable[[str], Any]) -> Any:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the compiler's output has no {pattern}")
+    return kind(found.group(1))
+
+
+@functools.cache
+def _binary_tool(name: str) -> str | None:
+    """cuobjdump or nvdisasm: on the PATH, or from the PyPI packages nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm."""
+    on_path = shutil.which(name)
+    if on_path:
+        return on_path
+    try:
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(f.locate()) for f in files if f.name == name), None)
+
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_JUMP = re.compile(r"\((\.L_x_\d+)\)")
+
+
+def _instructions(cubin: Path) -> tuple[Instruction, ...]:
+    tool = _binary_tool("nvdisasm")
+    if tool is None:
+        return ()
+    text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    rows: list[tuple[str, str | None, str]] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        label, found = _LABEL.match(line), _INSTRUCTION.match(line)
+        if label:
+            labels[label.group(1)] = len(rows)
+        elif found:
+            jump = _JUMP.search(found.group(2)) if found.group(1) == "BRA" else None
+            rows.append((found.group(1), jump.group(1) if jump else None, found.group(1) + found.group(2)))
+    return tuple(Instruction(name, labels.get(jump) if jump else None, text) for name, jump, text in rows)

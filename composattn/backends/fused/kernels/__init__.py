@@ -1,0 +1,1 @@
+"""Kernels with no matrix unit, and roles of others: for every architecture."""

@@ -1,0 +1,101 @@
+"""In which order the tiles of queries (in the backward, of keys) run: by a formula, or by a table on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ...analysis.bands import EVERYTHING, TileInterval
+from ...analysis.program import Program
+from ...call.problem import DENSE, Problem
+from ...call.schedule import Order
+from ...graph.expr import index
+from .target import Target
+from .work import WorkTables, ascends, descends, entries, fixed_visits, work_tables
+
+Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
+Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: lists say which
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The order of a kernel that is given no table. `in_order`: it is that of the tiles."""
+
+    is_longest_first: Callable[[Problem, tuple[TileInterval, ...], int, int], bool | None]
+    words: str
+    in_order: bool
+
+
+LAST_QUERIES_FIRST = Formula(
+    ascends, "the last query tile of a head first, as none visits less than those before it", False
+)
+FIRST_KEYS_FIRST = Formula(
+    descends, "the first keys first, as none are seen by fewer queries than those behind them", True
+)
+
+
+def order_of_keys(
+    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, target: Target
+) -> Ordered:
+    """Of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
+
+    The tables see keys as queries: theirs is the mirrored problem.
+    """
+    mirrored = mirror(problem)
+    if deterministic:
+        # shortest first under a causal mask, and who waits for a turn waits for blocks that started before it
+        words = "from the last keys to the first, as are the parts of dQ added"
+        packed = problem.layout.kv == "packed"
+        return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
+    ends = None if intervals is None else exchanged(intervals)
+    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, target)
+
+
+def order_of(
+    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, target: Target
+) -> Ordered:
+    """Of the tiles of `tile_m` queries of `heads` for each batch entry."""
+    packed = problem.layout.q == "packed"
+    wanted = problem.schedule.order
+    order: Order = "longest_first" if wanted == "auto" else wanted
+    words = order.replace("_", " ")
+    if order == "in_order" and formula.in_order and not packed:
+        return words, None
+    if packed:
+        why = "sequences differ in length"
+    elif intervals is None:
+        why = "lists say what each visits"
+    else:
+        sorted_so = formula.is_longest_first(problem, intervals, tile_m, tile_n)
+        if order == "longest_first" and sorted_so:
+            return f"{words}: {formula.words}", None
+        why = "the mask reads what it leaves" if sorted_so is None else "the mask leaves later query tiles less"
+    if wanted == "auto" and entries(problem, tile_m) * heads <= target.sms:
+        return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
+    made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
+    return made, work_tables(problem, intervals, tile_m, tile_n, order)
+
+
+# --- keys seen as queries ---------------------------------------------------------------------------------------
+
+
+def mirror(problem: Problem) -> Problem:
+    """With queries and keys exchanged."""
+    return dataclasses.replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, layout=problem.layout.mirrored)
+
+
+def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
+    """As the mirrored problem has them."""
+    return tuple(i.mapped({index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}) for i in intervals)
+
+
+def queries_of_a_key(problem: Problem, program: Program) -> float:
+    """How many queries visit a tile of 128 keys, on average; as many as there are where tensors decide.
+
+    Of packed sequences, if all were as long as their mean.
+    """
+    if not problem.layout.is_dense:
+        q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
+        problem = dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)
+    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), 128, 1)
+    return float(problem.q_len if visits is None else visits.float().mean())

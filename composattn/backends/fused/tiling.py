@@ -1,0 +1,76 @@
+"""How a generated kernel cuts the work: what all architectures' tilings have. Each adds numbers of its own."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from ...primitives.exponential_units import HARDWARE, ExponentialUnits
+
+
+def slots(heads: int) -> int:
+    """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
+    return 1 << (heads - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling(abc.ABC):
+    """Tiles of `tile_m` query rows and `tile_n` keys.
+
+    `kernel` is the one of the architecture's kernels that is cut so. `d` and `dv` are the head dimensions as stored on
+    chip, padded with zeros. `l2`: bytes of what the heads that are worked on together read (and add to), unless
+    `heads_together` says how many key/value heads they are. `persistent`: a block stays for many work tiles.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    d: int
+    dv: int
+    l2: int
+    heads_together: int | None = None
+    persistent: bool = False
+
+    @abc.abstractmethod
+    def shared_memory(self, element_bytes: int) -> int:
+        """Bytes a block takes, barriers and alignment included."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What only this architecture's kernels have, by what it is about, for people to read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardTiling(Tiling):
+    """A block owns `tile_m` query rows and walks over keys.
+
+    `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
+    `exponential`: which columns of a thread take their exponentials from multiply-adds.
+    """
+
+    kernel: str = "forward"
+    heads: int = 1
+    exponential: ExponentialUnits = HARDWARE
+
+    @property
+    def slots(self) -> int:
+        """Rows of a tile that one query takes."""
+        return slots(self.heads)
+
+    @property
+    def queries(self) -> int:
+        """Queries whose rows fill a tile."""
+        return self.tile_m // self.slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTiling(Tiling):
+    """A block owns `tile_n` keys and walks over queries.
+
+    `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
+    share some tiles, see `Cut`.
+    """
+
+    kernel: str = "backward"
+    section_tiles: int
+    in_pieces: bool = False

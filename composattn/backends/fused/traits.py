@@ -1,0 +1,55 @@
+"""What tilings look at in a call: lengths, and what its mods read and test."""
+
+from __future__ import annotations
+
+from ...analysis.bands import untold
+from ...analysis.captured_gradient import GradientProgram, Pattern
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.expr import Expr, Rate, walk
+
+
+def padded(d: int) -> int:
+    """Head dimension on chip: what a copy with at least 64-byte swizzle, as rows or as columns, and a product take."""
+    return -(-d // 32) * 32
+
+
+def reads_pairs(graph: Expr | None) -> bool:
+    """Whether a tensor is read at (q, kv)."""
+    return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
+
+
+def reads_any(graph: Expr | None) -> bool:
+    """Whether a tensor is read at all."""
+    return graph is not None and any(n.op == "read" for n in walk(graph))
+
+
+def has_costly_test(mask: Expr | None) -> bool:
+    """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
+    if mask is None:
+        return False
+    fixed = (Rate.CONSTANT, Rate.HEAD)
+    return untold(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
+
+
+def has_opaque_test(program: Program) -> bool:
+    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
+    return program.mask is not None and untold(program.mask).opaque
+
+
+def sums_by_distance(program: Program) -> bool:
+    """Whether the kernel sums the gradient of a tensor along diagonals."""
+    reads = program.reads.values() if isinstance(program, GradientProgram) else ()
+    return any(read.pattern is Pattern.DISTANCE for group in reads for read in group)
+
+
+def queries(problem: Problem) -> int:
+    """Of a sequence: packed, the most that any has, if that is known, else as many as there are on average."""
+    packed, most = problem.layout.q == "packed", problem.layout.max_q_len
+    return problem.q_len if not packed else -(-problem.q_len // problem.batch) if most is None else most
+
+
+def keys(problem: Problem) -> int:
+    """Of a sequence, as of `queries`; in pages, as many as the page table has room for."""
+    packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
+    return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most

@@ -1,0 +1,105 @@
+"""Which GPU gets whose kernels, and how a plan that generates them is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn import backends, errors
+from composattn.analysis.program import Program
+from composattn.backends.fused.architecture import ARCHITECTURES, planned_for
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER, TARGETS, Target
+from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[int, int]:
+    """There seems to be a GPU of this compute capability."""
+    major, minor = request.param
+    facts = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=7, L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    return major, minor
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [((9, 0), "hopper"), ((10, 0), "blackwell"), ((10, 3), "blackwell"), ((8, 0), "streaming"), ((12, 0), "streaming")],
+    indirect=["gpu"],
+)
+def test_a_gpu_gets_the_backend_of_its_capability(gpu: tuple[int, int], name: str) -> None:
+    assert backends.default_for(GPU) == name
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
+def test_a_target_has_the_size_of_the_gpu_that_is_there(gpu: tuple[int, int]) -> None:
+    assert Target.of(GPU) == dataclasses.replace(HOPPER, sms=7, l2=1 << 20)
+
+
+@pytest.mark.parametrize("gpu", [(8, 0), (10, 1)], indirect=True)
+def test_a_gpu_that_no_machine_code_is_made_for_is_refused_with_those_that_are(gpu: tuple[int, int]) -> None:
+    with pytest.raises(errors.BackendUnavailable, match=r"9\.0 \(sm_90a\), 10\.0 \(sm_100a\), 10\.3 \(sm_103a\)"):
+        Target.of(GPU)
+
+
+@pytest.mark.parametrize("gpu", [(10, 0)], indirect=True)
+def test_kernels_of_one_architecture_are_refused_on_a_gpu_of_another(gpu: tuple[int, int]) -> None:
+    why = backends.BACKENDS["hopper"].unavailable(GPU)
+    assert why is not None and "a GPU has compute capability 10.0" in why
+
+
+def test_machine_code_runs_on_one_capability_alone() -> None:
+    assert len({target.arch for target in TARGETS.values()}) == len(TARGETS)
+    assert TARGETS[10, 3].exp2_per_clock == 2 * TARGETS[10, 0].exp2_per_clock
+
+
+def test_every_architecture_is_a_backend_on_its_gpus_and_emulated() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        assert name == architecture.name == architecture.target.backend
+        assert backends.BACKENDS[name].prepare_elsewhere is not None
+        assert f"{name}-emulated" in backends.BACKENDS
+
+
+@pytest.mark.parametrize("name", ["hopper", "hopper-emulated", "streaming", None])
+def test_a_backend_plans_for_a_gpu_of_its_own_or_for_the_first_that_is_known(name: str | None) -> None:
+    assert planned_for(name) is HOPPER
+
+
+@pytest.mark.parametrize("name", ["blackwell", "blackwell-emulated"])
+def test_what_is_not_there_yet_is_refused_by_name(name: str) -> None:
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(errors.BackendUnavailable, match="Blackwell kernels are not part of this version"):
+        ca.attention(q, q, q, backend=name)
+
+
+def test_kernels_of_one_call_have_keys_of_their_own() -> None:
+    problem = Problem(1, 4, 2, 4096, 512, 128, 128, torch.bfloat16, torch.device("cpu"), schedule=Schedule(split_kv=2))
+    forward, gradient = plan_forward(problem, Program(), HOPPER), plan_backward(problem, Program(), HOPPER)
+    assert gradient.gather is not None
+    plans = [forward, forward.combine, gradient.prepare, gradient.main, gradient.finish, gradient.gather]
+    assert len({plan.key for plan in plans}) == len(plans)
+    assert [plan.step for plan in plans] == [
+        "forward", "combine", "backward_prepare", "backward", "backward_finish", "backward_gather"
+    ]  # fmt: skip
+
+
+def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_are_cut() -> None:
+    whole, cut = (
+        plan_backward(
+            Problem(1, heads, heads, 1024, 1024, 128, 128, torch.bfloat16, torch.device("cpu")), Program(), HOPPER
+        )
+        for heads in (512, 4)
+    )
+    assert whole.gather is None and cut.gather is not None
+    assert whole.main.key != cut.main.key
+    assert (whole.prepare.key, whole.finish.key) == (cut.prepare.key, cut.finish.key)
