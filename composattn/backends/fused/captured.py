@@ -48,6 +48,8 @@ class Reads:
         made: Mapping[Capture, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The tensors, up to date; 0-d ones come as one element."""
+        if not self.captured:
+            return ()
         self.upkeep()
         found = tuple(captured) if self.are_as_given else self._found(captured, scalars, sequences, made or {})
         return tuple([t if t.ndim else t.reshape(1) for t in found]) if self.has_numbers else found

@@ -29,7 +29,7 @@ class ForwardLauncher:
 
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
         self.plan, self.kernel_of = plan, kernel_of
-        self.reads = Reads(plan, plan.program)
+        self.reads, self.is_dense = Reads(plan, plan.program), plan.layout.is_dense
 
     @cached_property
     def kernel(self) -> Any:
@@ -73,7 +73,7 @@ class ForwardLauncher:
             lse=lse,
             max_scores=max_scores,
             scale=scale,
-            sequences=None if self.plan.layout.is_dense else sequences,
+            sequences=None if self.is_dense else sequences,
             work=None if self.plan.work is None else self._work(q, sequences, reads),
             captured=reads or None,
             scalars=tuple(scalars) or None,

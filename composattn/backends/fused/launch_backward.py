@@ -38,7 +38,7 @@ class BackwardLauncher:
     ) -> None:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
-        self.has_dlse = plans.prepare.has_dlse
+        self.has_dlse, self.is_dense = plans.prepare.has_dlse, plans.main.layout.is_dense
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
 
     @cached_property
@@ -85,7 +85,7 @@ class BackwardLauncher:
         if not q.numel() or not k.numel():
             return dq, dk, dv
         reads = self.reads(captured, scalars, sequences, made)
-        lie = None if layout.is_dense else sequences
+        lie = None if self.is_dense else sequences
         rows, keys = self._work(q, k, sequences, reads)
         batch, heads, tiles = self._workspace(q, sequences)
         turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
@@ -160,5 +160,5 @@ class BackwardLauncher:
 
 def _gradient_of(t: torch.Tensor, partly: bool) -> torch.Tensor:
     """Memory for the gradient of `t`, zeros where the kernels write `partly` of it."""
-    made = ordered(t, t.shape[-1])
+    made = t.new_empty(t.shape) if t.is_contiguous() else ordered(t, t.shape[-1])
     return made.zero_() if partly else made
