@@ -6,7 +6,6 @@ It holds none of them (see `graph.lent`); when one of them ends, the plan waits 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ..analysis.program import Program
+from ..analysis.refreshed import memory_is_ours
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
 from ..mods.mod import Mod
@@ -65,7 +65,7 @@ def planned_of(
         return planned, lending if tensors else None
     with lending:
         planned = _made(forms, leaves, options)
-    if _may_keep():
+    if memory_is_ours():
         _keep(key, planned, lending.captures)
     return planned, lending if tensors else None
 
@@ -89,11 +89,3 @@ def forget(key: Hashable) -> None:
     found = _plans.pop(key, None)
     for capture in () if found is None else found[1]:
         capture.dependents.pop(key, None)
-
-
-def _may_keep() -> bool:
-    """Not what is made while a CUDA graph is recorded or warmed up: its memory belongs to the graph."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")
