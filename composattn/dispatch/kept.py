@@ -18,7 +18,7 @@ from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
 from ..mods.mod import Mod
 from . import transforms
-from .planned import Options, Planned
+from .planned import Options, Planned, refuse_flattened
 
 KEPT_LIMIT = 1024  # plans; the oldest go first
 _plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
@@ -44,6 +44,7 @@ def planned_of(
     every call, in place, under the eyes of an eager backward that may still need it.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    refuse_flattened(tensors)
     # not below torch.func, whose backward comes when nothing is lent any more
     lending = None if transforms.active() else lend(tensors, user)
     if lending is None:
