@@ -36,7 +36,7 @@ def read_in_tiles(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
 def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
     """Of each (tensor, largest?), all read at the same places: its extreme over what each tile reads, in its dtype."""
     xs, most = [x for x, _ in sources], [largest for _, largest in sources]
-    # the position in each dimension; an axis of the grid along which it goes 0, 1, ...; None for the one that is a range
+    # the position in each dimension, or the axis of the grid along which it goes 0, 1, ...; None for a range
     indices: list[T | int | None] = []
     ranged: _Range | None = None
     for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
@@ -114,9 +114,7 @@ def _over_ranges(xs: list[T], most: list[bool], d: int, low: T, high: T, width: 
     # beyond a range's end its last position stands again
     at = torch.minimum(low[:, None] + torch.arange(width + 1, device=low.device), high[:, None])
     parts = {id(x): x.index_select(d, at.flatten()).unflatten(d, at.shape) for x in xs}
-    return [
-        (torch.amax if largest else torch.amin)(parts[id(x)], d + 1) for x, largest in zip(xs, most, strict=True)
-    ]
+    return [(torch.amax if largest else torch.amin)(parts[id(x)], d + 1) for x, largest in zip(xs, most, strict=True)]
 
 
 class _Range:

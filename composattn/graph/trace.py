@@ -193,7 +193,7 @@ def _refuse_made_inside(expr: Expr, fn: Callable[..., Any]) -> None:
         if sys.getrefcount(capture.tensor) < _ALONE + len(same):
             raise errors.UnindexedTensor(
                 f"a tensor of shape {tuple(capture.tensor.shape)} is made inside of the mod, where it would be made "
-                "once, when the mod is traced; make it outside and capture it, or write torch.tensor([...]) for numbers",
+                "once, when the mod is traced; make it outside and capture it; numbers go in torch.tensor([...])",
                 _definition(fn),
             )
 
