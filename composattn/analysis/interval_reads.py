@@ -74,8 +74,8 @@ def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: 
     axes = [i for d, i in enumerate(indices) if xs[0].shape[d] > 1]
     if all(isinstance(i, int) for i in axes) and axes == sorted(set(axes)):  # type: ignore[type-var]
         lying = [1, 1, 1, 1]
-        for axis, count in zip(axes, [n for n in xs[0].shape if n > 1], strict=True):
-            lying[axis] = count  # type: ignore[index]
+        for place, count in zip(axes, [n for n in xs[0].shape if n > 1], strict=True):
+            lying[place] = count  # type: ignore[index]
         return [x.reshape(lying) for x in xs]
     full = [_numbers(xs[0], d, i) if isinstance(i, int) else i for d, i in enumerate(indices)]
     if ranged is not None:

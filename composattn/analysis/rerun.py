@@ -153,8 +153,8 @@ class _Recorded:
             else:
                 for slot, tensor in zip(results, found, strict=True):
                     values[slot] = tensor
-            for slot in over:
-                values[slot] = None
+            for gone in over:  # its memory is free for the next
+                values[gone] = None
         return [_filled(r, values) for r in self.results]
 
 

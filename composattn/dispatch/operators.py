@@ -14,9 +14,9 @@ of this process, or -1; where one of that number and that form lives, its plan s
 other lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (64 bits each, on the
 CPU).
 
-Run-time numbers follow the hints. A `ca.scalar`, named by its number in this process, is read when the operator runs: set
-it outside of a compiled region. An int that compiled code keeps symbolic stands there itself. Without a plan, what is
-derived from captured tensors is computed in every forward: compiled code may write to memory with no one counting.
+Run-time numbers follow the hints. A `ca.scalar`, named by its number in this process, is read when the operator runs:
+set it outside of a compiled region. An int that compiled code keeps symbolic stands there itself. Without a plan, what
+is derived from captured tensors is computed in every forward: compiled code may write to memory with no one counting.
 """
 
 from __future__ import annotations
