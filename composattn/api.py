@@ -17,7 +17,7 @@ from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
 from .dispatch.kept import planned_for
-from .dispatch.planned import Options, Planned, asked_for
+from .dispatch.planned import Options, Planned, asked_for, refuse_flattened
 from .dispatch.spoken import Spoken, spoken
 from .mods.mask import Mask
 from .mods.score import Score
@@ -158,7 +158,8 @@ class Attention(Planned):
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
 
     def _watch(self) -> None:
-        """Raises `CapturedTensorChanged` where a captured tensor is not of the form that the plan was made for."""
+        """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
+        refuse_flattened(self.spoken.tensors)
         for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))

@@ -20,6 +20,7 @@ import torch
 from ..graph.expr import Capture
 from ..graph.lent import Lent
 from .refreshed import Refreshed, version
+from .rerun import Rerun
 
 Recipe = Callable[..., torch.Tensor]
 Kind = TypeVar("Kind", bound="Derived")
@@ -28,10 +29,11 @@ Kind = TypeVar("Kind", bound="Derived")
 class Derived(Capture):
     """A tensor computed from captured ones; `tensor` stays the same object for as long as this lives."""
 
-    __slots__ = ("__weakref__", "_made", "recipe", "sources")
+    __slots__ = ("__weakref__", "_made", "_run", "recipe", "sources")
 
     def __init__(self, recipe: Recipe, sources: tuple[Capture, ...]) -> None:
         self.recipe, self.sources = recipe, sources
+        self._run = Rerun(lambda inputs: [recipe(*inputs).contiguous()])
         stamp = self._stamp()
         super().__init__(self._compute())
         self._made = Refreshed(self.tensor, stamp)
@@ -46,7 +48,7 @@ class Derived(Capture):
 
     def _compute(self) -> torch.Tensor:
         with plain_tensors():
-            return self.recipe(*(s.tensor for s in self.sources)).contiguous()
+            return self._run([s.tensor for s in self.sources])[0]
 
     def _computed_again(self) -> torch.Tensor:
         made = self._compute()

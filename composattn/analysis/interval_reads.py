@@ -36,15 +36,19 @@ def read_in_tiles(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
 def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
     """Of each (tensor, largest?), all read at the same places: its extreme over what each tile reads, in its dtype."""
     xs, most = [x for x, _ in sources], [largest for _, largest in sources]
-    indices: list[T | None] = []  # position in each dimension left, None for the one that is a range
+    # the position in each dimension, or the axis of the grid along which it goes 0, 1, ...; None for a range
+    indices: list[T | int | None] = []
     ranged: _Range | None = None
     for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
         size = xs[0].shape[d]
+        if size == 1:
+            indices.append(0)
+            continue
         which = int(index.attr == "kv")
         if index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
             part = tiles.positions[which]
             xs = [_by_tiles(x, d, tiles.tile[which], part, largest) for x, largest in zip(xs, most, strict=True)]
-            indices.append(_numbers(xs[0], d, 2 + which))
+            indices.append(2 + which)
             continue
         # negative positions count from the end
         signed = bounds(index)[0] < 0 and tiles.range(index)[0] < 0
@@ -54,25 +58,29 @@ def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: 
         low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
         if signed:
             low, high = torch.where(v.low < 0, 0, low), torch.where(v.low < 0, size - 1, high)
-        span = _Range(d, low, high, size - 1 if v.width is None or signed else min(v.width, size - 1))
+        width = size - 1 if v.width is None or signed else min(v.width, size - 1)
         axis = 3 - (low.shape[3] == 1)
         if low.shape[axis] == low.numel():  # the same for all heads, and moves along one axis of the grid only
-            span = _Range(d, low.flatten(), high.flatten(), span.width)
-            xs = [_over_range(x, span, None, largest) for x, largest in zip(xs, most, strict=True)]
-            indices.append(_numbers(xs[0], d, axis))
+            xs = _over_ranges(xs, most, d, low.flatten(), high.flatten(), width)
+            indices.append(axis)
         elif ranged is None:
-            ranged = span
+            ranged = _Range(d, low, high, width)
             indices.append(None)
         else:  # a second range that moves along both: the whole of that dimension
             xs = [
                 (torch.amax if largest else torch.amin)(x, d, keepdim=True) for x, largest in zip(xs, most, strict=True)
             ]
             indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=xs[0].device))
+    axes = [i for d, i in enumerate(indices) if xs[0].shape[d] > 1]
+    if all(isinstance(i, int) for i in axes) and axes == sorted(set(axes)):  # type: ignore[type-var]
+        lying = [1, 1, 1, 1]
+        for place, count in zip(axes, [n for n in xs[0].shape if n > 1], strict=True):
+            lying[place] = count  # type: ignore[index]
+        return [x.reshape(lying) for x in xs]
+    full = [_numbers(xs[0], d, i) if isinstance(i, int) else i for d, i in enumerate(indices)]
     if ranged is not None:
-        return [_over_range(x, ranged, indices, largest) for x, largest in zip(xs, most, strict=True)]
-    if not indices:
-        return [x.view(1, 1, 1, 1) for x in xs]
-    places = tuple(torch.broadcast_tensors(*indices))  # type: ignore[arg-type]
+        return [_over_range(x, ranged, full, largest) for x, largest in zip(xs, most, strict=True)]
+    places = tuple(torch.broadcast_tensors(*full))  # type: ignore[arg-type]
     return [x[places] for x in xs]
 
 
@@ -93,6 +101,20 @@ def _by_tiles(x: T, d: int, tile: int, positions: tuple[int, int], largest: bool
         shape[d] = missing
         there = torch.cat([there, x.narrow(d, size - 1, 1).expand(shape)], d)
     return (torch.amax if largest else torch.amin)(there.unflatten(d, (count, tile)), d + 1)
+
+
+_AT_ONCE = 2**16  # elements that are gathered for ranges where windows would be fewer elements in more operations
+
+
+def _over_ranges(xs: list[T], most: list[bool], d: int, low: T, high: T, width: int) -> list[T]:
+    """The extremes over positions low[i]..high[i] of dimension `d`, which becomes i; high - low is at most `width`."""
+    if len(low) * (width + 1) > max(_AT_ONCE, 4 * xs[0].shape[d]):
+        span = _Range(d, low, high, width)
+        return [_over_range(x, span, None, largest) for x, largest in zip(xs, most, strict=True)]
+    # beyond a range's end its last position stands again
+    at = torch.minimum(low[:, None] + torch.arange(width + 1, device=low.device), high[:, None])
+    parts = {id(x): x.index_select(d, at.flatten()).unflatten(d, at.shape) for x in xs}
+    return [(torch.amax if largest else torch.amin)(parts[id(x)], d + 1) for x, largest in zip(xs, most, strict=True)]
 
 
 class _Range:

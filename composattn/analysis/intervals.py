@@ -118,9 +118,10 @@ class Tiles:
             high = low + (self.tile[which] - 1 if cells is None else cells.last.view_as(low) - low)
             lens = (self.q_lens, self.kv_lens)[which]
             last = length - 1 if lens is None else (lens.view(-1, 1, 1, 1).to(torch.int64) - 1).clamp(min=0)
+            width = min(self.tile[which], self.cuts[which] or self.tile[which]) - 1
             if isinstance(last, int):
-                return Ints(low, high.clamp(max=last), width=self.tile[which] - 1)
-            return Ints(torch.minimum(low, last), torch.minimum(high, last), width=self.tile[which] - 1)
+                return Ints(low, high.clamp(max=last), width=width)
+            return Ints(torch.minimum(low, last), torch.minimum(high, last), width=width)
         if name in ("b", "h"):
             n, shape = (self.batch, (-1, 1, 1, 1)) if name == "b" else (self.heads, (1, -1, 1, 1))
             value = torch.arange(n, device=self.device).view(shape)

@@ -8,6 +8,7 @@ nothing new is kept.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,9 +64,13 @@ _distrust: ContextVar[object] = ContextVar("distrust", default=None)
 
 
 @contextmanager
-def distrusting() -> Iterator[None]:
-    """Inside, no tensor counts as unwritten since before: what comes from it is made anew, once."""
-    token = _distrust.set(object())
+def distrusting(since: object = None) -> Iterator[None]:
+    """Inside, no tensor counts as unwritten since before: what comes from it is made anew, once.
+
+    since: an object of the caller's that stands for an earlier such block, where tensors of the same memory hold now
+    what they held then, as those that a backward gets do. What was made there, and not again since, stands.
+    """
+    token = _distrust.set(object() if since is None else since)
     try:
         yield
     finally:
@@ -96,3 +101,11 @@ def keeping_nothing() -> Iterator[None]:
         yield
     finally:
         _may_keep.reset(token)
+
+
+def memory_is_ours() -> bool:
+    """Whether no CUDA graph is recorded or warmed up: the memory of those belongs to the graph."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")

@@ -31,6 +31,7 @@ from .derived import Derived, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_keep, recording, version
+from .rerun import Rerun
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -148,6 +149,7 @@ class TileLists(ABC):
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
+        self._run = Rerun(self._compute)
         self.kept: Refreshed[list[T]] = Refreshed([])
 
     def of_call(
@@ -176,7 +178,7 @@ class TileLists(ABC):
         own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
 
         def make() -> list[T]:
-            made = [t.contiguous() for t in self._compute(read, values, _lengths(*queries), _lengths(*keys))]
+            made = list(self._run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
             if not self.kept.value or not may_keep():
                 return made
             for old, new in zip(self.kept.value, made, strict=True):
@@ -185,7 +187,9 @@ class TileLists(ABC):
 
         return self.kept(seen, make, [*own, *places])
 
-    def _compute(self, read: Sequence[T], values: Sequence[Any], q_lens: T | None, kv_lens: T | None) -> tuple[T, ...]:
+    def _compute(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[T]:
+        """The lists for `inputs`: what is read of each source, and the lengths of the sequences or None."""
+        *read, q_lens, kv_lens = inputs
         x = self.extent
         b = x.batch if self.mask.deps & Dep.B or q_lens is not None or kv_lens is not None else 1
         h = x.heads if self.mask.deps & Dep.H else 1
@@ -201,9 +205,9 @@ class TileLists(ABC):
             for first in range(0, rows, step):
                 part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
                 parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
-            if len(parts) == 1:
-                return self.lists(*parts[0])
-            return self.lists(*(torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), self.dims, strict=True)))
+            if len(parts) > 1:
+                parts = [tuple(torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), self.dims, strict=True))]
+            return [t.contiguous() for t in self.lists(*parts[0])]
 
     def _joined(self, found: T, grid: Tiles) -> T:
         """The kinds of tiles, with what the bands know besides."""

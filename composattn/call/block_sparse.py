@@ -286,8 +286,8 @@ def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
     """bool (..., size): True at the places along the last dimension; places outside of it are none."""
     outside = (places < 0) | (places >= size)
     # new_zeros, so that below vmap the zeros are as many as the places
-    found = places.new_zeros((*places.shape[:-1], size + 1), dtype=torch.bool)
-    return found.scatter_(-1, torch.where(outside, size, places).long(), True)[..., :size]
+    none = places.new_zeros((*places.shape[:-1], size + 1), dtype=torch.bool)
+    return none.scatter(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 
 _RECIPES: dict[str, Callable[..., torch.Tensor]] = {

@@ -6,7 +6,6 @@ It holds none of them (see `graph.lent`); when one of them ends, the plan waits 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 
 from ..analysis.program import Program
+from ..analysis.refreshed import memory_is_ours
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
 from ..mods.mod import Mod
 from . import transforms
-from .planned import Options, Planned
+from .planned import Options, Planned, refuse_flattened
 
 KEPT_LIMIT = 1024  # plans; the oldest go first
 _plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
@@ -44,6 +44,7 @@ def planned_of(
     every call, in place, under the eyes of an eager backward that may still need it.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    refuse_flattened(tensors)
     # not below torch.func, whose backward comes when nothing is lent any more
     lending = None if transforms.active() else lend(tensors, user)
     if lending is None:
@@ -65,7 +66,7 @@ def planned_of(
         return planned, lending if tensors else None
     with lending:
         planned = _made(forms, leaves, options)
-    if _may_keep():
+    if memory_is_ours():
         _keep(key, planned, lending.captures)
     return planned, lending if tensors else None
 
@@ -89,11 +90,3 @@ def forget(key: Hashable) -> None:
     found = _plans.pop(key, None)
     for capture in () if found is None else found[1]:
         capture.dependents.pop(key, None)
-
-
-def _may_keep() -> bool:
-    """Not what is made while a CUDA graph is recorded or warmed up: its memory belongs to the graph."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")

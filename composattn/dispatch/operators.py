@@ -4,7 +4,7 @@ Outside of them nothing goes through here: an operator costs more host time than
 
     attend(q, k, v, captured, lengths, hints, form, plan, with_lse, with_max) → (out, lse, max_scores, kept)
     attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
-        → [dq, dk, dv, *d captured]
+        → those of [dq, dk, dv, *d captured] that are wanted
 
 `form` is a text that says all of the call but its tensors: the forms of both mods (`graph.form`) and the options. So a
 program that was exported and saved carries its mods, and another mask of the same form runs the code compiled before.
@@ -14,15 +14,17 @@ of this process, or -1; where one of that number and that form lives, its plan s
 other lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (64 bits each, on the
 CPU).
 
-Run-time numbers (`ca.scalar`), named behind the hints by their numbers in this process, are read when the operator
-runs: set them outside of a compiled region. Without a plan, what is derived from captured tensors is computed in every
-call: compiled code may write to memory with no one counting.
+Run-time numbers follow the hints. A `ca.scalar`, named by its number in this process, is read when the operator runs:
+set it outside of a compiled region. An int that compiled code keeps symbolic stands there itself. Without a plan, what
+is derived from captured tensors is computed in every forward: compiled code may write to memory with no one counting.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,7 +43,7 @@ from ..call.strides import ordered
 from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
-from ..graph.scalar import scalar_of
+from ..graph.scalar import Scalar, scalar_of
 from .kept import planned_of
 from .planned import Asked, Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard
@@ -66,7 +68,7 @@ def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
 
     Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
     """
-    if said.scalars and torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() and any(isinstance(s, Scalar) for s in said.scalars):
         raise UnsupportedOption(
             "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
         )
@@ -76,7 +78,7 @@ def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
     if paged is not None:
         refuse_gradient(q, k, v, *said.tensors)
     lengths, hints = inputs.flatten()
-    numbers = [*hints, *[s.number for s in said.scalars]]
+    numbers = [*hints, *[s.number if isinstance(s, Scalar) else s for s in said.scalars]]
     *found, _ = torch.ops.composattn.attend(q, k, v, list(said.tensors), lengths, numbers, said.form, plan, *asked)
     return asked_of(found, asked)
 
@@ -93,24 +95,59 @@ class Bound(NamedTuple):
         return dict(zip(self.leaves, captured, strict=True))
 
 
-def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int]) -> Bound:
+def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> Bound:
     known = _plans.get(plan)
     if known is not None and known.spoken is not None and known.spoken.form == form:
         return Bound(known, tuple(map(Capture, known.spoken.tensors)), nullcontext())
     forms, options, kinds = heard(form)
     tensors, numbers = iter(captured), iter(hints[HINTS:])
-    leaves = [next(tensors) if kind == "t" else scalar_of(next(numbers)) for kind in kinds]
+    leaves: list[Any] = []
+    for place, kind in enumerate(kinds):
+        if kind == "t":
+            leaves.append(next(tensors))
+        else:
+            leaves.append(scalar_of(next(numbers)) if kind == "s" else _standing_for(next(numbers), form, place))
     planned, lending = planned_of(forms, leaves, options, "operator")
     if lending is None:
-        return Bound(planned, tuple(map(Capture, captured)), distrusting())
-    return Bound(planned, tuple(lending.captures), _Distrusted(lending))
+        return Bound(planned, tuple(map(Capture, captured)), distrusting(since))
+    return Bound(planned, tuple(lending.captures), _Distrusted(lending, since))
+
+
+def _standing_for(number: int, form: str, place: int) -> Scalar:
+    """The run-time number that a plan of this form reads at this place, with the value of this call."""
+    scalar = _given(form, place, -(2**31) <= number < 2**31)
+    scalar.value = number
+    return scalar
+
+
+class _Given(Scalar):
+    """A run-time number of which each thread has a value of its own: that of its call."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, value: int) -> None:
+        self._local = threading.local()
+        super().__init__(value)
+
+    @property
+    def _number(self) -> int:  # type: ignore[override]
+        return getattr(self._local, "number", 0)
+
+    @_number.setter
+    def _number(self, number: int) -> None:
+        self._local.number = number
+
+
+@functools.lru_cache(maxsize=512)
+def _given(form: str, place: int, narrow: bool) -> _Given:
+    return _Given(0 if narrow else 2**32)
 
 
 class _Distrusted:
-    """A lending to a call that counts on nothing derived before."""
+    """A lending to a call that counts on nothing derived before, but by its own forward: `since`."""
 
-    def __init__(self, lending: Lending) -> None:
-        self.lending, self.inner = lending, distrusting()
+    def __init__(self, lending: Lending, since: object) -> None:
+        self.lending, self.inner = lending, distrusting(since)
 
     def __enter__(self) -> None:
         self.lending.__enter__()
@@ -138,7 +175,8 @@ def attend(
     with_max: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
-    bound = _bound(form, plan, captured, hints)
+    now = object()
+    bound = _bound(form, plan, captured, hints, now)
     planned = bound.planned
     inputs = Inputs.unflatten(q, k, v, lengths, hints)
     check_contents(inputs)
@@ -152,7 +190,7 @@ def attend(
     kept = _kept(q, len(hints) - HINTS)
     if numbers:
         kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    kept.untyped_storage().composattn_planned = planned  # type: ignore[attr-defined]
+    kept.untyped_storage().composattn_of = planned, now  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     return _in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
 
@@ -183,8 +221,8 @@ def attend_backward(
     plan: int,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of q, k, v and each of `captured`; an empty tensor stands for one that is not wanted."""
-    bound = _bound(form, plan, captured, hints)
+    """Gradients of those of q, k, v and `captured` that are wanted."""
+    bound = _bound(form, plan, captured, hints, _forward_of(kept))
     captures = bound.planned.program.captures
     asked: dict[Capture, bool] = {}
     for capture, want in zip(bound.leaves, wanted[3:], strict=True):
@@ -199,13 +237,13 @@ def attend_backward(
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
     leaves = [q, k, v, *captured]
-    return [_gradient(t, w, g) for t, w, g in zip(leaves, wanted, grads, strict=True)]
+    return [_gradient(t, g) for t, want, g in zip(leaves, wanted, grads, strict=True) if want]
 
 
 @attend_backward.register_fake
 def _(*arguments: Any) -> list[torch.Tensor]:
     _, _, q, k, v, captured, *_, wanted = arguments
-    return [_empty_gradient(t, want) for t, want in zip([q, k, v, *captured], wanted, strict=True)]
+    return [_empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -224,10 +262,11 @@ def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grad_lse = grad_lse if ctx.with_lse else None
-    grads = torch.ops.composattn.attend_backward(
+    made = torch.ops.composattn.attend_backward(
         grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.form, ctx.plan, wanted
     )
-    found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
+    grads = iter(made)
+    found = [next(grads) if want else None for want in wanted]
     return (*found[:3], found[3:], None, None, None, None, None, None)
 
 
@@ -245,6 +284,13 @@ def _differentiable(
     if kept is not None and numbers:
         numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
     return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
+
+
+def _forward_of(kept: torch.Tensor) -> object:
+    """What the forward said of its moment; None where a CUDA graph is captured: it may be replayed beside others."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    return getattr(kept.untyped_storage(), "composattn_of", (None, None))[1]
 
 
 def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
@@ -265,16 +311,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _empty_gradient(t: torch.Tensor, wanted: bool) -> torch.Tensor:
-    if not wanted:
-        return t.new_empty(0)
+def _empty_gradient(t: torch.Tensor) -> torch.Tensor:
     return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
 
 
-def _gradient(t: torch.Tensor, wanted: bool, found: torch.Tensor | None) -> torch.Tensor:
-    empty = _empty_gradient(t, wanted)
-    if not wanted:
-        return empty
+def _gradient(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+    empty = _empty_gradient(t)
     return empty.zero_() if found is None else _in_form(found.to(t.dtype), empty)
 
 

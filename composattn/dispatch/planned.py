@@ -7,6 +7,7 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -189,3 +190,17 @@ def _check_blocks(table: Table, problem: Problem) -> None:
     q_len = problem.q_len if layout.q == "dense" else None
     kv_len = problem.kv_len if layout.kv == "dense" else None
     table.check(problem.batch, problem.q_heads, q_len, kv_len)
+
+
+def refuse_flattened(tensors: Iterable[torch.Tensor]) -> None:
+    """Raises `CapturedTensorChanged` for a parameter that `FullyShardedDataParallel` took out of its module.
+
+    It puts views of one flat parameter in its place, whose gradient alone it gathers.
+    """
+    for tensor in tensors:
+        if getattr(tensor, "_fsdp_flattened", False):
+            raise errors.CapturedTensorChanged(
+                f"a captured parameter of shape {tuple(tensor.shape)} was made a part of a flat one by "
+                "FullyShardedDataParallel, which would not train it; use ca.nn.Attention, or mods made in forward, "
+                "that read it from the module by name at each call"
+            )

@@ -18,11 +18,14 @@ pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects a
 
 
 class Spoken(NamedTuple):
-    """The mods and options of a call as operators take them: a form, and the tensors and scalars it speaks of."""
+    """The mods and options of a call as operators take them: a form, and the tensors and numbers it speaks of.
+
+    A number is a `ca.scalar`, or an int that compiled code keeps symbolic.
+    """
 
     form: str
     tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[Scalar, ...]
+    scalars: tuple[Scalar | int, ...]
 
 
 def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> Spoken:
@@ -33,7 +36,7 @@ def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> 
         schedule = (
             schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa
         )  # fmt: skip
-    kinds = "".join(["t" if isinstance(leaf, torch.Tensor) else "s" for leaf in leaves])
+    kinds = "".join([_kind(leaf) for leaf in leaves])
     lines = [
         "-" if score is None else score.form,
         "-" if mask is None else mask.form,
@@ -41,6 +44,12 @@ def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> 
     ]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return Spoken("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "t"
+    return "s" if isinstance(leaf, Scalar) else "n"
 
 
 @functools.lru_cache(maxsize=512)

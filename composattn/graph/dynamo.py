@@ -1,27 +1,86 @@
 """What Dynamo can't follow by itself in a mod, taught to it the first time that it follows one.
 
-Dynamo calls the operators of Python objects, all but one: `~` it knows of tensors and integers only (torch 2.11 to
-2.13). `~(q >= kv)` and `~causal()` are everyday masks, so the missing handler is added where there is none.
+Dynamo calls the operators of Python objects, all but two (torch 2.11 to 2.13): `~` it knows of tensors and integers
+only, and a comparison with an integer that it keeps symbolic it takes for one of unrelated things. `~(q >= kv)` is an
+everyday mask, and so is `q - kv < window` with a window that changes. Nor does it say which integers those are.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
+
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+class Varying:
+    """In code that Dynamo follows, an int is an instance of this where it is symbolic: another one in the next call."""
 
 
 def teach_dynamo() -> bool:
-    """Add the handler of `~`; run for real while Dynamo traces, as a function that is constant to it."""
-    from torch._dynamo.variables import builtin, user_defined
+    """Add what is missing; run for real while Dynamo traces, as a function that is constant to it."""
+    from torch._dynamo.variables import builtin
 
-    if not hasattr(builtin.BuiltinVariable, "call_invert"):
-
-        def call_invert(self: Any, tx: Any, value: Any) -> Any:
-            if isinstance(value, user_defined.UserDefinedObjectVariable):
-                return value.call_method(tx, "__invert__", [], {})
-            return None  # not ours: Dynamo goes on as it would have
-
-        builtin.BuiltinVariable.call_invert = call_invert  # type: ignore[attr-defined]
+    if not hasattr(builtin.BuiltinVariable, "composattn_taught"):
+        builtin.BuiltinVariable.composattn_taught = True  # type: ignore[attr-defined]
+        _teach_invert(builtin.BuiltinVariable)
+        _teach_varying(builtin.BuiltinVariable)
+        if hasattr(builtin.BuiltinVariable, "_binop_handlers"):  # from torch 2.13 on
+            _teach_comparisons(builtin.BuiltinVariable._binop_handlers())
+        getattr(builtin.BuiltinVariable, "call_function_handler_cache", {}).clear()
     return True
+
+
+def _teach_invert(builtins: Any) -> None:
+    from torch._dynamo.variables import user_defined
+
+    def call_invert(self: Any, tx: Any, value: Any) -> Any:
+        if isinstance(value, user_defined.UserDefinedObjectVariable):
+            return value.call_method(tx, "__invert__", [], {})
+        return None  # not ours: Dynamo goes on as it would have
+
+    if not hasattr(builtins, "call_invert"):
+        builtins.call_invert = call_invert
+
+
+def _teach_varying(builtins: Any) -> None:
+    from torch._dynamo.variables import constant, tensor, user_defined
+
+    of_dynamo = builtins.call_isinstance
+
+    def call_isinstance(self: Any, tx: Any, value: Any, kind: Any) -> Any:
+        if isinstance(kind, user_defined.UserDefinedClassVariable) and kind.value is Varying:
+            varies = isinstance(value, tensor.SymNodeVariable) and value.python_type() is int
+            return constant.ConstantVariable.create(varies)
+        return of_dynamo(self, tx, value, kind)
+
+    builtins.call_isinstance = call_isinstance
+
+
+def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:
+    """A row of Dynamo's own table for each: objects compare by their methods, with symbolic integers too."""
+    from torch._dynamo.variables import tensor, user_defined
+
+    from .recorded import Recorded
+
+    thing, number = user_defined.UserDefinedObjectVariable, tensor.SymNodeVariable
+
+    def by_method(name: str) -> Any:
+        def compare(tx: Any, value: Any, other: Any) -> Any:
+            if value.python_type() is not Recorded:
+                return None
+            return value.call_method(tx, f"__{name}__", [other], {})
+
+        return compare
+
+    def turned(name: str) -> Any:
+        compare = by_method(_REFLECTED[name])
+        return lambda tx, other, value: compare(tx, value, other)
+
+    for name in COMPARISONS:
+        rows = handlers[getattr(operator, name)]
+        rows[:0] = [((thing, number), by_method(name)), ((number, thing), turned(name))]
 
 
 teach_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets

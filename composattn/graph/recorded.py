@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
-from .dynamo import teach_dynamo
+from .dynamo import Varying, teach_dynamo
 from .scalar import Scalar
 
 
@@ -42,6 +42,9 @@ class Tape:
         """An argument as a form writes it."""
         if isinstance(value, Recorded):
             return value.word
+        if isinstance(value, Varying):
+            self.leaves.append(value)
+            return f"'t{len(self.leaves) - 1}'"
         if isinstance(value, torch.Tensor | Scalar):
             return self.leaf(value)
         if isinstance(value, str):
@@ -66,7 +69,7 @@ class Tape:
         """The place of a tensor or scalar among the leaves."""
         place = len(self.leaves)
         for n, known in enumerate(self.leaves):
-            if known is value:
+            if not isinstance(known, Varying) and known is value:
                 place = n
         if place == len(self.leaves):
             self.leaves.append(value)

@@ -17,7 +17,7 @@ _PYTHON = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
 pending = threading.local()
-"""`pending.last` is the refusal that the mod at hand has met, if any."""
+"""`pending.last` is the refusal that the mod at hand has met, if any; `pending.own` are tensors that it made."""
 
 
 def user_line() -> str | None:

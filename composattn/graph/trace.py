@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
-from .expr import DType, Expr, index, score
+from .expr import Capture, DType, Expr, index, score, walk
 from .lent import capture_of
 from .ops import apply
 from .own_gradient import is_that_of
@@ -49,7 +50,7 @@ class _Guard(TorchFunctionMode):
         if name in RANDOM or (name.endswith("_") and name.rstrip("_") in RANDOM):
             return refuse_function(name)
         if name in CONSTANT_MAKERS:
-            return constant(func, args, kwargs)
+            return _own(constant(func, args, kwargs))
         tensors, symbols = tensors_in(args, kwargs)
         if name == "__get__" and tensors:
             return _property(func, tensors[0])
@@ -60,7 +61,9 @@ class _Guard(TorchFunctionMode):
             return torch_call(func, args, kwargs)
         if name == "unbind" and args[1:] in ((), (0,)) and tensors and tensors[0].ndim:  # `low, high = bounds`
             return tuple(read_at(capture_of(tensors[0]), (), i) for i in range(len(tensors[0])))
-        if not tensors or name in _SHAPE_QUESTIONS:
+        if not tensors:
+            return _own(func(*args, **kwargs))
+        if name in _SHAPE_QUESTIONS:
             return func(*args, **kwargs)
         if name == "detach":
             return detach_tensor(tensors[0])
@@ -138,9 +141,9 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
         kinds = {4: "a mask_mod takes 4", 5: "a score_mod takes 5"}
         hint = f" ({kinds[n]}: was it meant as the other argument?)" if n in kinds else ""
         raise errors.WrongSignature(f"{_name(fn)} takes {n} positional arguments, {signature} takes {wanted}{hint}")
-    outer = getattr(pending, "last", None), getattr(pending, "nodes", None)
+    outer = getattr(pending, "last", None), getattr(pending, "nodes", None), getattr(pending, "own", None)
     recording, nodes = torch.is_grad_enabled(), nodes_made()
-    pending.last, pending.nodes = None, nodes if signature is SCORE_SIGNATURE else None
+    pending.last, pending.nodes, pending.own = None, nodes if signature is SCORE_SIGNATURE else None, []
     try:
         if not recording:
             torch._C._set_grad_enabled(True)
@@ -156,11 +159,43 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
     else:
         if pending.last is not None:
             raise pending.last  # torch swallowed it: `captured += 1` fell back to `captured + 1`
+        if isinstance(result, Symbolic):
+            _refuse_made_inside(result.expr, fn)
         return result
     finally:
-        pending.last, pending.nodes = outer
+        pending.last, pending.nodes, pending.own = outer
         if not recording:
             torch._C._set_grad_enabled(False)
+
+
+def _own(made: Any) -> Any:
+    """What the mod makes of numbers, and nothing else: the same in every call."""
+    pending.own.append(made)
+    return made
+
+
+_only_capture = Capture(torch.empty(0))
+_ALONE = sys.getrefcount(_only_capture.tensor)  # as counted of a tensor that one capture holds, and nobody else
+
+
+def _refuse_made_inside(expr: Expr, fn: Callable[..., Any]) -> None:
+    """Refused where a tensor that the mod read ended with it, as nobody but the graph has it any more.
+
+    The mod made it of what it captures, where no guard saw: by a class (`Parameter(t)`, `torch.Tensor(t)`), through
+    dlpack, in a scripted function. It would stay what it was.
+    """
+    by_tensor: dict[int, dict[int, Capture]] = {}
+    for node in walk(expr):
+        if type(node.attr) is Capture:
+            by_tensor.setdefault(id(node.attr.tensor), {})[id(node.attr)] = node.attr
+    for same in by_tensor.values():
+        capture = next(iter(same.values()))
+        if sys.getrefcount(capture.tensor) < _ALONE + len(same):
+            raise errors.UnindexedTensor(
+                f"a tensor of shape {tuple(capture.tensor.shape)} is made inside of the mod, where it would be made "
+                "once, when the mod is traced; make it outside and capture it; numbers go in torch.tensor([...])",
+                _definition(fn),
+            )
 
 
 def _explain(error: Exception) -> None:

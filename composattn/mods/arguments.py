@@ -114,3 +114,12 @@ def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
+def shown(value: Any) -> str:
+    """A short name of an argument, for the mod's own name, of which nothing matters while compiling."""
+    if torch.compiler.is_compiling():
+        return ""
+    if isinstance(value, torch.Tensor):
+        return f"tensor{list(value.shape)}"
+    return ", ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

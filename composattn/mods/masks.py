@@ -18,7 +18,7 @@ from ..graph.lent import capture_of
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
-from .arguments import Number, choice, count_at, integer, offsets_of, sequence, tensor
+from .arguments import Number, choice, count_at, integer, offsets_of, sequence, shown, tensor
 from .mask import Mask
 
 Window = int | Scalar | torch.Tensor | tuple[Any, Any] | None
@@ -82,7 +82,7 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
             return distance <= before(h)
         return (distance <= before(h)) & (distance >= -after(h))
 
-    return Mask.of(sliding_window, name=f"sliding_window({_show(window)})")
+    return Mask.of(sliding_window, name=f"sliding_window({shown(window)})")
 
 
 def prefix_lm(prefix: Number) -> Mask:
@@ -96,7 +96,7 @@ def prefix_lm(prefix: Number) -> Mask:
     Raises: `InvalidModArgument` for a negative or non-integer prefix.
     """
     length = count_at(prefix, "prefix", "B")
-    return Mask.of(lambda b, h, q, kv: (kv < length(b)) | (q >= kv), name=f"prefix_lm({_show(prefix)})")
+    return Mask.of(lambda b, h, q, kv: (kv < length(b)) | (q >= kv), name=f"prefix_lm({shown(prefix)})")
 
 
 def document(
@@ -201,7 +201,7 @@ def dilated_window(window: Window, dilation: int) -> Mask:
     step = integer(dilation, "dilation", 1)
     near = sliding_window(window)
     every = Mask.of(lambda b, h, q, kv: (q - kv) % step == 0)
-    return (near & every).named(f"dilated_window({_show(window)}, {step})")
+    return (near & every).named(f"dilated_window({shown(window)}, {step})")
 
 
 def global_tokens(tokens: int | Scalar | torch.Tensor, sides: str = "both") -> Mask:
@@ -226,7 +226,7 @@ def global_tokens(tokens: int | Scalar | torch.Tensor, sides: str = "both") -> M
             return is_global(b, q)
         return is_global(b, q) | is_global(b, kv)
 
-    return Mask.of(global_tokens, name=f"global_tokens({_show(tokens)})")
+    return Mask.of(global_tokens, name=f"global_tokens({shown(tokens)})")
 
 
 def _membership(tokens: Any) -> Any:
@@ -373,12 +373,3 @@ def shared_prefix(offsets: torch.Tensor, prefix_of: torch.Tensor | None = None) 
         return own_past | ((kv >= prefix_start[q]) & (kv < prefix_end[q]))
 
     return Mask.of(shared_prefix)
-
-
-def _show(value: Any) -> str:
-    """A short name of an argument, for the mask's own name."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor{list(value.shape)}"
-    if isinstance(value, tuple):
-        return ", ".join(map(_show, value))
-    return str(value)

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.scalar import Scalar
-from .arguments import integer, positive, tensor
+from .arguments import integer, positive, shown, tensor
 from .score import Score
 
 
@@ -61,7 +61,7 @@ def softcap(cap: float | Scalar | torch.Tensor) -> Score:
     Raises: `InvalidModArgument` for a cap that is not a finite number above 0.
     """
     limit = positive(cap, "cap")
-    return Score.of(lambda score, b, h, q, kv: limit * torch.tanh(score / limit), name=f"softcap({_show(cap)})")
+    return Score.of(lambda score, b, h, q, kv: limit * torch.tanh(score / limit), name=f"softcap({shown(cap)})")
 
 
 def relative_bias(table: torch.Tensor, bidirectional: bool = True) -> Score:
@@ -178,8 +178,4 @@ def temperature(value: float | Scalar | torch.Tensor) -> Score:
     Raises: `InvalidModArgument` for a value that is not a finite number above 0.
     """
     divisor = positive(value, "value")
-    return Score.of(lambda score, b, h, q, kv: score / divisor, name=f"temperature({_show(value)})")
-
-
-def _show(value: Any) -> str:
-    return "tensor" if isinstance(value, torch.Tensor) else str(value)
+    return Score.of(lambda score, b, h, q, kv: score / divisor, name=f"temperature({shown(value)})")

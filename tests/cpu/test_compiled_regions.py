@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -221,3 +222,66 @@ def test_what_no_kernel_can_say_is_refused_by_name(mod: Any, says: str, generato
     compiled = torch.compile(lambda *x: ca.attention(*x, score_mod=mod), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=says):
         compiled(*draw(generator))
+
+
+# --- integers that change ---------------------------------------------------------------------------------------
+
+
+def _relative_to_the_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    length = q.shape[2]
+    return ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + TABLE[h, i - j + length + 32])
+
+
+BY_NUMBER: dict[str, Callable[..., Any]] = {
+    "a comparison": lambda q, k, v, n: ca.attention(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (i - j < n)),
+    "a comparison turned around": lambda q, k, v, n: ca.attention(
+        q, k, v, mask_mod=lambda b, h, i, j: (n > i - j) & (n != j + 1) & (i >= j)
+    ),
+    "arithmetic": lambda q, k, v, n: ca.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + (n - i) * 0.1 + (j // n) % (n // 2 + 1)
+    ),
+    "an argument": lambda q, k, v, n: ca.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: torch.where(torch.minimum(i, j).clamp(max=n) > 2, s, n)
+    ),
+    "an index": lambda q, k, v, n: ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + TABLE[h, n]),
+    "a ready mask": lambda q, k, v, n: ca.attention(q, k, v, mask_mod=causal() & sliding_window((n, None))),
+    "a function of flex_attention": lambda q, k, v, n: ca.flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i - j <= n, s, -float("inf"))
+    ),
+    "a length": lambda q, k, v, n: _relative_to_the_end(q[:, :, :n], k, v),
+}
+TABLE = torch.linspace(-1, 1, 2 * 128).view(2, 128)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_an_integer_that_changes_runs_the_code_compiled_before(name: str, backend: str) -> None:
+    layer, counter = BY_NUMBER[name], CompileCounter()
+    compiled = torch.compile(layer, backend=counter if backend == "eager" else backend, fullgraph=True)
+    x = [torch.randn(1, 2, LENGTH, 8).requires_grad_() for _ in range(3)]
+    for n in (5, 7, 12, 30, 3):
+        found, wanted = ([out, *torch.autograd.grad(out.sin().sum(), x)] for out in (compiled(*x, n), layer(*x, n)))
+        assert_same(found, wanted)
+    assert counter.frame_count <= 2
+
+
+def test_an_integer_that_outgrows_32_bits_is_followed() -> None:
+    def layer(x: torch.Tensor, n: int) -> Any:
+        return ca.attention(x, x, x, mask_mod=lambda b, h, i, j: (i >= j) & (j * 2**40 < n))
+
+    compiled, x = torch.compile(layer, backend="eager", fullgraph=True), torch.randn(1, 2, LENGTH, 8)
+    for n in (5, 7, 2**31 - 1, 2**43, -(2**45), 9):
+        assert_same([compiled(x, n)], [layer(x, n)])
+
+
+def test_threads_that_run_the_same_code_have_numbers_of_their_own() -> None:
+    def layer(x: torch.Tensor, n: int) -> Any:
+        return ca.attention(x, x, x, mask_mod=lambda b, h, i, j: (i >= j) & (i - j < n))
+
+    compiled, x = torch.compile(layer, backend="eager", fullgraph=True), torch.randn(1, 2, LENGTH, 8)
+    wanted = {n: layer(x, n) for n in range(2, 40)}
+    for n in (2, 3):
+        compiled(x, n)
+    with ThreadPoolExecutor(4) as threads:
+        for n, found in zip(wanted, threads.map(lambda n: compiled(x, n), wanted), strict=True):
+            assert_same([found], [wanted[n]])

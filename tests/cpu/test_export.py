@@ -98,6 +98,29 @@ def test_a_loaded_program_does_not_need_its_attention_and_ignores_others() -> No
     assert others
 
 
+COMPILED_LOADER = """
+import sys, torch, composattn
+inputs = torch.load(sys.argv[2])
+torch.save(torch._inductor.aoti_load_package(sys.argv[1])(*inputs), sys.argv[3])
+"""
+
+
+@pytest.mark.slow  # 12 to 36 s each: a C++ compiler
+@pytest.mark.parametrize("kind", [Planned, MadeInside, ByName])
+def test_a_program_compiled_ahead_of_time_computes_the_same_in_another_process(
+    kind: type[torch.nn.Module], tmp_path: Path
+) -> None:
+    module, inputs = kind(), draw()
+    with torch.no_grad():
+        wanted = module(*inputs)
+        program = torch.export.export(module, inputs)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
+    torch.save(inputs, tmp_path / "inputs.pt")
+    arguments = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "out.pt")]
+    subprocess.run([sys.executable, "-c", COMPILED_LOADER, *arguments], check=True, cwd=Path(__file__).parents[2])
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), wanted)
+
+
 def test_a_run_time_number_of_this_process_is_refused_by_name() -> None:
     class Capped(torch.nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import composattn as ca
 from composattn import errors
@@ -24,6 +25,14 @@ LEARNED = torch.nn.Parameter(torch.arange(1.0, 9.0))
 FIXED, LONG, SQUARE = torch.arange(1.0, 9.0), torch.arange(100.0), torch.randn(8, 8)
 NUMBER = torch.tensor(3.0)
 NESTED = Score.of(lambda s, b, h, q, kv: s * ONE)
+
+
+SCRIPTED = torch.jit.CompilationUnit("def double(x: Tensor) -> Tensor:\n    return x * 2\n").double
+ARRAY = FIXED.numpy()
+
+
+class OwnTensor(torch.Tensor):
+    pass
 
 
 class StraightThrough(torch.autograd.Function):
@@ -139,6 +148,25 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "requires_grad changed": no_longer_learned,
     "a type by its name": lambda s, b, h, q, kv: s.type("torch.IntTensor"),
     "equal": lambda s, b, h, q, kv: s if torch.equal(FIXED, FIXED) else -s,
+    "a parameter": lambda s, b, h, q, kv: s * torch.nn.Parameter(FIXED)[h],
+    "a parameter of a learned one": lambda s, b, h, q, kv: s * torch.nn.Parameter(LEARNED)[h],
+    "a parameter of a number": lambda s, b, h, q, kv: s * torch.nn.Parameter(NUMBER),
+    "a parameter read twice": lambda s, b, h, q, kv: s * (lambda p: p[h] + p[q])(torch.nn.Parameter(FIXED)),
+    "a buffer": lambda s, b, h, q, kv: s * torch.nn.Buffer(FIXED)[h],
+    "a variable": lambda s, b, h, q, kv: s * torch.autograd.Variable(FIXED)[h],
+    "of another class": lambda s, b, h, q, kv: s * FIXED.as_subclass(OwnTensor)[h],
+    "made of another class": lambda s, b, h, q, kv: s * torch.Tensor._make_subclass(OwnTensor, FIXED)[h],
+    "by the class": lambda s, b, h, q, kv: s * torch.Tensor(FIXED)[h],
+    "by the class, of a number": lambda s, b, h, q, kv: s * torch.Tensor(NUMBER),
+    "by the class, of a type": lambda s, b, h, q, kv: s * torch.FloatTensor(FIXED)[h],
+    "memory as it is, by the class": lambda s, b, h, q, kv: s * torch.Tensor(8)[h],
+    "to dlpack": lambda s, b, h, q, kv: s * from_dlpack(to_dlpack(FIXED))[h],
+    "to dlpack and to a number": lambda s, b, h, q, kv: s * from_dlpack(to_dlpack(NUMBER)),
+    "a scripted function": lambda s, b, h, q, kv: s * SCRIPTED(FIXED)[h],
+    "a scripted function of a number": lambda s, b, h, q, kv: s * SCRIPTED(NUMBER),
+    "a scripted function of a learned one": lambda s, b, h, q, kv: s * SCRIPTED(LEARNED)[h],
+    "a functional tensor": lambda s, b, h, q, kv: s * torch._to_functional_tensor(FIXED)[h],
+    "from numpy": lambda s, b, h, q, kv: s * torch.from_numpy(ARRAY)[h],
 }
 
 
@@ -165,6 +193,19 @@ FOLLOWED: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
         LEARNED,
     ),
 }
+
+
+def local_numbers(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    table, steps = torch.tensor([1.0, 2.0, 4.0, 8.0] * 2), torch.arange(8)
+    return s * table[h] + steps[h] + torch.linspace(0, 1, 8)[h]
+
+
+def test_tensors_of_numbers_may_be_made_inside(generator: torch.Generator) -> None:
+    q = torch.randn(1, 8, 9, 8, generator=generator)
+    heads = torch.arange(8)
+    added, factor = heads + torch.linspace(0, 1, 8), torch.tensor([1.0, 2.0, 4.0, 8.0] * 2)
+    wanted = ca.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * factor[h] + added[h])
+    torch.testing.assert_close(ca.attention(q, q, q, score_mod=local_numbers), wanted)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

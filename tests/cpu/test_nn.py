@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import composattn as ca
+from composattn import errors
 from composattn.mods import alibi, causal, document, sliding_window
 
 LENGTH = 24
@@ -207,6 +209,74 @@ def test_fully_sharded_modules_are_trained(one_process_group: None) -> None:
     (bias,) = sharded.parameters()
     assert bias.grad is not None
     torch.testing.assert_close(bias.full_tensor(), plain.attention.bias.data)
+
+
+class OverACaptured(torch.nn.Module):
+    """An `Attention` made once, over a parameter of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bias = self.bias = torch.nn.Parameter(torch.zeros(2, 2 * LENGTH))
+        self.attention = ca.Attention(score_mod=lambda s, b, h, q, kv: s + bias[h, q - kv + LENGTH])
+
+    def forward(self, *x: torch.Tensor) -> Any:
+        return self.attention(*x)
+
+
+class OverAClosure(OverACaptured):
+    """The same parameter, in a mod that is looked at in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bias = self.bias
+        self.mod = lambda s, b, h, q, kv: s + bias[h, q - kv + LENGTH]
+
+    def forward(self, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, score_mod=self.mod)
+
+
+def flattened(module: torch.nn.Module, as_they_were: bool) -> torch.nn.Module:
+    """In one flat parameter; `as_they_were`: which optimizers see as the parameters of before."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process, and that there is a newer way
+        return FullyShardedDataParallel(module, use_orig_params=as_they_were, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("as_they_were", [True, False])
+def test_modules_of_one_flat_parameter_are_trained(one_process_group: None, as_they_were: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plain = Biased()
+    sharded = flattened(copy.deepcopy(plain), as_they_were)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (sharded, plain)]
+    for seed in range(3):
+        losses = []
+        for m, optimizer in zip((sharded, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = m(*inputs(seed)).sin().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = [next(m.parameters()).grad for m in (sharded, plain)]
+        assert all(g is not None for g in gradients)
+        torch.testing.assert_close(gradients[0].flatten(), gradients[1].flatten())  # type: ignore[union-attr]
+        torch.testing.assert_close(losses[0], losses[1])
+        for optimizer in optimizers:
+            optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        torch.testing.assert_close(next(sharded.parameters()).flatten(), plain.bias.flatten())
+
+
+@pytest.mark.parametrize("kind", [OverACaptured, OverAClosure])
+def test_a_captured_parameter_that_became_a_part_of_a_flat_one_is_refused_by_name(
+    one_process_group: None, kind: type[torch.nn.Module]
+) -> None:
+    module = kind()
+    module(*inputs())
+    sharded = flattened(module, as_they_were=True)  # else torch says nowhere what became of it
+    with pytest.raises(errors.CapturedTensorChanged, match=r"ca.nn.Attention"):
+        sharded(*inputs())
 
 
 def test_a_module_compiles_into_one_graph(module: ca.nn.Attention) -> None:

@@ -1,0 +1,172 @@
+"""Torch operations that run again and again on tensors of one form: what those don't decide is computed once.
+
+Of what is derived from a mask's tensors about half speaks of positions and lengths alone. The second run of a form is
+recorded, operation by operation; from then on only what hangs on the tensors is dispatched, with little Python between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .refreshed import memory_is_ours
+
+T = torch.Tensor
+
+MOST_HELD = 2**24  # bytes of tensors that no input decides; more are computed each time
+
+
+class Rerun:
+    """`compute(inputs, *constants)`, by operations that depend on the inputs' forms and on `constants` alone.
+
+    A run that looks at a number of an input on the host is not recorded: all runs compute it as it stands. So do those
+    that a CUDA graph records, which may outlive what is kept here.
+    """
+
+    def __init__(self, compute: Callable[..., Sequence[T]]) -> None:
+        self.compute = compute
+        self._form: Hashable = None
+        self._recorded: _Recorded | None = None
+        self._follows = True
+
+    def __call__(self, inputs: Sequence[T | None], constants: tuple[Hashable, ...] = ()) -> Sequence[T]:
+        """What `compute` gives; other constants are another form, as other shapes are."""
+        form = (constants, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs])
+        if form != self._form:
+            self._form, self._recorded = form, None
+        elif self._follows and memory_is_ours() and all(t is None or _is_plain(t) for t in inputs):
+            if self._recorded is None:
+                return self._record(inputs, constants)
+            return self._recorded(inputs)
+        return self.compute(inputs, *constants)
+
+    def _record(self, inputs: Sequence[T | None], constants: tuple[Hashable, ...]) -> Sequence[T]:
+        with _Recorder(inputs) as recorder:
+            results = self.compute(inputs, *constants)
+        made = _Recorded(recorder, results)
+        moves = all(isinstance(r, Slot) for r in made.results)  # what is given out may be written to
+        self._follows = recorder.follows and moves and made.held_bytes <= MOST_HELD
+        if self._follows:
+            self._recorded = made
+        return results
+
+
+def _is_plain(tensor: T) -> bool:
+    """Whether what is dispatched below names this very tensor."""
+    return tensor.__class__ in (T, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+
+
+class Slot(int):
+    """The place of a tensor among those of a run."""
+
+
+class Step(NamedTuple):
+    """One operation; among its arguments slots stand for tensors that the inputs decide."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: list[Slot]
+
+    @property
+    def reads(self) -> set[int]:
+        return {leaf for leaf in _leaves([*self.args, *self.kwargs.values()]) if isinstance(leaf, Slot)}
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down the operations that hang on `inputs`. `follows`: whether they can stand for the run."""
+
+    def __init__(self, inputs: Sequence[T | None]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.held: list[Any] = list(inputs)  # all of a run, so that no two have had the same id
+        self.slots = {id(t): Slot(n) for n, t in enumerate(inputs) if t is not None}
+        self.follows = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        step = Step(func, self.spoken(list(args)), {k: self.spoken(v) for k, v in kwargs.items()}, [])
+        if func._schema.is_mutable and not all(id(t) in self.slots for t in _written(func, args, kwargs)):
+            self.follows = False  # what is kept would change from run to run
+        self.follows &= not any(isinstance(v, Slot) for v in _leaves([*step.kwargs.values()]))  # rare
+        if step.reads:
+            found = results if isinstance(results, tuple | list) else [results]
+            self.follows &= all(isinstance(t, T) for t in found)
+            self.steps.append(step._replace(results=[self._slot(t) for t in found]))
+        return results
+
+    def _slot(self, tensor: Any) -> Slot:
+        if id(tensor) not in self.slots:
+            self.slots[id(tensor)] = Slot(len(self.held))
+            self.held.append(tensor)
+        return self.slots[id(tensor)]
+
+    def spoken(self, value: Any) -> Any:
+        """Arguments with slots in place of tensors that the inputs decide."""
+        if isinstance(value, T):
+            return self.slots.get(id(value), value)
+        return [self.spoken(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for n, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[n] if n < len(args) else kwargs.get(argument.name)
+
+
+class _Recorded:
+    """A run as steps, without those whose results nobody reads."""
+
+    def __init__(self, recorder: _Recorder, results: Sequence[T]) -> None:
+        self.slots, self.results = len(recorder.held), recorder.spoken(list(results))
+        needed = {leaf for leaf in self.results if isinstance(leaf, Slot)}
+        # each with the arguments that change from run to run, and the slots that nobody reads any more
+        self.steps: list[tuple[Step, list[tuple[int, Any]], set[int]]] = []
+        for step in reversed(recorder.steps):
+            if needed.isdisjoint(step.results) and not step.func._schema.is_mutable:
+                continue
+            over = step.reads.union(step.results) - needed
+            needed |= step.reads
+            moving = [(n, a) for n, a in enumerate(step.args) if any(isinstance(x, Slot) for x in _leaves([a]))]
+            self.steps.insert(0, (step, moving, over))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the tensors that are kept from run to run."""
+        kept = {id(t): t for step, *_ in self.steps for t in _leaves([*step.args, *step.kwargs.values()])}
+        return sum(t.nbytes for t in kept.values() if isinstance(t, T))
+
+    def __call__(self, inputs: Sequence[T | None]) -> list[T]:
+        values: list[Any] = [*inputs, *[None] * (self.slots - len(inputs))]
+        for (func, args, kwargs, results), moving, over in self.steps:
+            now = args.copy()
+            for n, argument in moving:
+                now[n] = _filled(argument, values)
+            found = func(*now, **kwargs)
+            if found.__class__ is T:
+                values[results[0]] = found
+            else:
+                for slot, tensor in zip(results, found, strict=True):
+                    values[slot] = tensor
+            for gone in over:  # its memory is free for the next
+                values[gone] = None
+        return [_filled(r, values) for r in self.results]
+
+
+def _filled(value: Any, values: list[Any]) -> Any:
+    if value.__class__ is Slot:
+        return values[value]
+    return [_filled(v, values) for v in value] if value.__class__ is list else value
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _leaves(value)
+        else:
+            yield value

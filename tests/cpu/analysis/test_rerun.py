@@ -1,0 +1,126 @@
+"""What runs again on tensors of one form gives what it would give anew, by the operations that hang on them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from benchmarks.host_work import Operations
+from composattn.analysis import rerun
+from composattn.analysis.rerun import Rerun
+from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, TileLists
+from composattn.mods import causal, document
+
+CPU = torch.device("cpu")
+
+
+def drawn(n: int) -> torch.Tensor:
+    return torch.randint(0, 9, (n,))
+
+
+def positions(inputs: Sequence[Any], offset: int = 0) -> list[torch.Tensor]:
+    """Half of it speaks of positions alone."""
+    x, y = inputs
+    at = torch.arange(len(x)).flip(0) * 3 % 7 + offset
+    low, order = torch.sort(x + at)
+    return [low, torch.stack([order, at]).cumsum(0) if y is None else order + y]
+
+
+def test_runs_follow_their_inputs() -> None:
+    run = Rerun(positions)
+    for offset in (0, 0, 0, 5, 5, 5):
+        for y in (None, drawn(20)):
+            for _ in range(3):
+                x = drawn(20)
+                for found, wanted in zip(run((x, y), (offset,)), positions((x, y), offset), strict=True):
+                    assert torch.equal(found, wanted)
+
+
+def test_from_the_third_run_on_only_what_hangs_on_the_inputs_is_dispatched() -> None:
+    run, counts = Rerun(positions), []
+    for _ in range(4):
+        with Operations() as operations:
+            run((drawn(20), None))
+        counts.append(operations.counts)
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3]
+    assert not {"arange.default", "flip.default", "remainder.Scalar"} & set(counts[2])
+
+
+def looks(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [x + 1 if bool((x > 4).any()) else x - 1]
+
+
+def writes_to_what_is_kept(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [torch.zeros(10, dtype=torch.int64).scatter_(0, x, 1)]
+
+
+def gives_what_is_kept(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [x + 1, torch.zeros(3)]
+
+
+def views(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    y = x * 2
+    y[::2].add_(1)
+    return [y, y[1:]]
+
+
+@pytest.mark.parametrize("compute", [looks, writes_to_what_is_kept, gives_what_is_kept, views])
+def test_what_can_be_recorded_no_further_is_computed_as_it_stands(compute: Any) -> None:
+    run = Rerun(compute)
+    for most in (9, 3, 9, 3, 9):
+        x = torch.randint(0, most, (20,))
+        found = run((x,))
+        assert all(map(torch.equal, found, compute((x,))))
+        for t in found:
+            t.zero_()  # whoever got it may write to it
+
+
+def test_runs_below_a_transform_are_not_recorded() -> None:
+    run = Rerun(lambda inputs: [inputs[0] * 2])
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        assert torch.equal(torch.vmap(lambda row: run((row,))[0])(x), x * 2)
+
+
+def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rerun, "MOST_HELD", 100)
+    run = Rerun(positions)
+    for _ in range(4):
+        x = drawn(20)
+        assert torch.equal(run((x, None))[0], positions((x, None))[0])
+    assert run._recorded is None
+
+
+@pytest.mark.parametrize("kind", [KeyLists, QueryLists])
+@pytest.mark.parametrize("lengths", [None, (300, 200)])
+def test_lists_of_new_contents_are_those_of_a_fresh_mask(
+    kind: type[TileLists], lengths: tuple[int, int] | None
+) -> None:
+    extent = Extent(300, 300, 2, 1, CPU, ragged=lengths is not None)
+    places = (None, None if lengths is None else torch.tensor(lengths))
+
+    def made(blocks: torch.Tensor, ids: torch.Tensor) -> TileLists:
+        mask = ca.BlockSparse(blocks, 32, partial=causal() & document(ids)) & ca.mask(lambda b, h, q, kv: q - kv < 250)
+        return kind(mask.expr, extent, (48, 80))
+
+    blocks, ids = torch.randint(0, 3, (2, 1, 10, 10), dtype=torch.int8), torch.arange(300) // 40
+    kept = made(blocks, ids)
+    for _ in range(4):
+        for found, wanted in zip(
+            kept.of_call(queries=places, keys=places),
+            made(blocks.clone(), ids.clone()).of_call(queries=places, keys=places),
+            strict=True,
+        ):
+            assert torch.equal(found, wanted)
+        blocks.copy_(torch.randint(0, 3, (2, 1, 10, 10)))
+        ids.copy_(torch.randint(0, 9, (300,)).sort().values)
+    assert kept._run._recorded is not None
