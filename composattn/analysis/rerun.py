@@ -17,6 +17,7 @@ from .refreshed import memory_is_ours
 
 T = torch.Tensor
 
+_OF_CONTENTS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 MOST_HELD = 2**24  # bytes of tensors that no input decides; more are computed each time
 
 
@@ -93,6 +94,7 @@ class _Recorder(TorchDispatchMode):
         step = Step(func, self.spoken(list(args)), {k: self.spoken(v) for k, v in kwargs.items()}, [])
         if func._schema.is_mutable and not all(id(t) in self.slots for t in _written(func, args, kwargs)):
             self.follows = False  # what is kept would change from run to run
+        self.follows &= not _hangs_on_contents(func, args)
         self.follows &= not any(isinstance(v, Slot) for v in _leaves([*step.kwargs.values()]))  # rare
         if step.reads:
             found = results if isinstance(results, tuple | list) else [results]
@@ -111,6 +113,13 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, T):
             return self.slots.get(id(value), value)
         return [self.spoken(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _hangs_on_contents(func: Any, args: Sequence[Any]) -> bool:
+    """Whether shapes of its results, or numbers on the host, differ where contents do; or it draws."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return not _OF_CONTENTS.isdisjoint(func.tags)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:

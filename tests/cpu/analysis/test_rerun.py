@@ -73,7 +73,17 @@ def views(inputs: Sequence[Any]) -> list[torch.Tensor]:
     return [y, y[1:]]
 
 
-@pytest.mark.parametrize("compute", [looks, writes_to_what_is_kept, gives_what_is_kept, views])
+def counts(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [x + (x > 2).nonzero().shape[0]]
+
+
+def chooses(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [x + x[x > 2].shape[0]]
+
+
+@pytest.mark.parametrize("compute", [looks, writes_to_what_is_kept, gives_what_is_kept, views, counts, chooses])
 def test_what_can_be_recorded_no_further_is_computed_as_it_stands(compute: Any) -> None:
     run = Rerun(compute)
     for most in (9, 3, 9, 3, 9):
