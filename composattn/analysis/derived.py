@@ -82,7 +82,7 @@ class Upkeep:
 
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
-        self.written = list(_written(self.derived))
+        self.written = list(dict.fromkeys(c for c in behind(self.derived) if not isinstance(c, Derived)))
         self._refreshed: Refreshed[None] = Refreshed(None)
 
     def __call__(self) -> None:
@@ -91,12 +91,11 @@ class Upkeep:
             self._refreshed([stamp(c) for c in self.written], lambda: refresh(self.derived))
 
 
-def _written(derived: Iterable[Derived]) -> dict[Capture, None]:
-    """The captured tensors that others write to, from which all of `derived` come."""
-    found: dict[Capture, None] = {}
-    for source in (s for d in derived for s in d.sources):
-        found |= _written([source]) if isinstance(source, Derived) else {source: None}
-    return found
+def behind(captures: Iterable[Capture]) -> Iterator[Capture]:
+    """What derived tensors come from, and what that comes from."""
+    for source in (s for c in captures if isinstance(c, Derived) for s in c.sources):
+        yield source
+        yield from behind([source])
 
 
 def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torch.Tensor:

@@ -51,11 +51,6 @@ def _i_mul(x: Ints, y: Ints) -> Ints:
     return Ints(*_span([a * b for a in (x.low, x.high) for b in (y.low, y.high)]))
 
 
-def _i_square(x: Ints, _: Ints) -> Ints:
-    size = _i_abs(x)
-    return _i_mul(size, size)
-
-
 def _scaled(x: Ints, by: int) -> Ints:
     ends = _ends(lambda end: end * by, x)
     width = None if x.width is None else x.width * abs(by)
@@ -126,10 +121,6 @@ def _i_fmod(x: Ints, y: Ints) -> Ints | None:
     return Ints(low, torch.where(below, x.high.clamp(0, n - 1), positive.high))
 
 
-def _i_abs(x: Ints) -> Ints:
-    return Ints(torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high))
-
-
 def _i_shift(left: bool) -> Callable[[Ints, Ints], Ints | None]:
     def rule(x: Ints, y: Ints) -> Ints | None:
         if y.step != 0 or not 0 <= y.residue < 31:
@@ -168,11 +159,6 @@ def _f_mul(x: Floats, y: Floats) -> Floats:
     return widened(*_span(corners), nan)
 
 
-def _f_square(x: Floats, _: Floats) -> Floats:
-    size = _f_abs(x)
-    return _f_mul(size, size)
-
-
 def _holds_zero(x: Floats) -> T:
     return (x.low <= 0) & (x.high >= 0)
 
@@ -190,12 +176,6 @@ def _f_div(x: Floats, y: Floats) -> Floats:
     return widened(low, high, nan)
 
 
-def _f_abs(x: Floats) -> Floats:
-    return Floats(
-        torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low)), torch.maximum(-x.low, x.high), x.nan
-    )
-
-
 def _rising(
     fn: Callable[[T], T],
     slack: float = _FAST,
@@ -210,11 +190,6 @@ def _rising(
         return Floats(v.low.clamp(min=range_[0]), v.high.clamp(max=range_[1]), nan)
 
     return rule
-
-
-def _stepped(fn: Callable[[T], T]) -> Callable[[Floats], Floats]:
-    """A rising function with exact results."""
-    return lambda x: Floats(fn(x.low), fn(x.high), x.nan)
 
 
 def _periodic(x: Floats) -> Floats:
@@ -244,11 +219,30 @@ def _f_fmod(x: Floats, y: Floats) -> Floats:
     return widened(-size, size, x.nan | y.nan | _holds_zero(y) | _infinite(x))
 
 
-def _f_sign(x: Floats) -> Floats:
-    return Floats(x.low.sign(), x.high.sign(), x.nan)
-
-
 # --- what integers and floats share ----------------------------------------------------------------------------
+
+
+def _like(x: Any, low: T, high: T) -> Any:
+    """Bounds of the kind of `x`; NaN where it is."""
+    return Ints(low, high) if isinstance(x, Ints) else Floats(low, high, x.nan)
+
+
+def _exactly(fn: Callable[[T], T]) -> Callable[[Any], Any]:
+    """A rising function with exact results."""
+    return lambda x: _like(x, *_ends(fn, x))
+
+
+def _abs(x: Any) -> Any:
+    least = torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low))
+    return _like(x, least, torch.maximum(-x.low, x.high))
+
+
+def _squared(times: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def rule(x: Any, _: Any) -> Any:
+        size = _abs(x)
+        return times(size, size)
+
+    return rule
 
 
 def _pick(fn: Callable[[T, T], T]) -> Callable[[Any, Any], Any]:
@@ -323,12 +317,12 @@ def _both_kinds(name: str, rule: Callable[..., Any]) -> dict[tuple[str, type], C
 RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("add", Ints): _i_add, ("sub", Ints): _i_sub, ("neg", Ints): _i_neg, ("mul", Ints): _i_mul,
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
-    ("fmod", Ints): _i_fmod, ("abs", Ints): _i_abs, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
-    ("and", Ints): _i_and, ("sign", Ints): lambda x: Ints(x.low.sign(), x.high.sign()),
-    ("square", Ints): _i_square, ("square", Floats): _f_square,
+    ("fmod", Ints): _i_fmod, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
+    ("and", Ints): _i_and, ("square", Ints): _squared(_i_mul), ("square", Floats): _squared(_f_mul),
+    **_both_kinds("abs", _abs), **_both_kinds("sign", _exactly(torch.sign)),
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
-    ("fmod", Floats): _f_fmod, ("abs", Floats): _f_abs, ("sign", Floats): _f_sign, ("rsqrt", Floats): _f_rsqrt,
+    ("fmod", Floats): _f_fmod, ("rsqrt", Floats): _f_rsqrt,
     ("exp", Floats): _rising(torch.exp, range_=(0.0, math.inf)),
     ("exp2", Floats): _rising(torch.exp2, range_=(0.0, math.inf)),
     ("expm1", Floats): _rising(torch.expm1), ("log", Floats): _rising(torch.log, least=0.0),
@@ -336,8 +330,8 @@ RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("sqrt", Floats): _rising(torch.sqrt, least=0.0, range_=(0.0, math.inf)), ("tanh", Floats): _rising(torch.tanh),
     ("sigmoid", Floats): _rising(torch.sigmoid), ("erf", Floats): _rising(torch.erf),
     ("sin", Floats): _periodic, ("cos", Floats): _periodic,
-    ("floor", Floats): _stepped(torch.floor), ("ceil", Floats): _stepped(torch.ceil),
-    ("round", Floats): _stepped(torch.round), ("trunc", Floats): _stepped(torch.trunc),
+    ("floor", Floats): _exactly(torch.floor), ("ceil", Floats): _exactly(torch.ceil),
+    ("round", Floats): _exactly(torch.round), ("trunc", Floats): _exactly(torch.trunc),
     ("isnan", Floats): lambda x: Bools(x.nan, torch.ones_like(x.nan)),
     ("isinf", Floats): lambda x: Bools(_infinite(x) | x.nan, torch.ones_like(x.nan)),
     **_both_kinds("maximum", _pick(torch.maximum)), **_both_kinds("clamp_min", _pick(torch.maximum)),

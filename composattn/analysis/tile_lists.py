@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -27,7 +27,7 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
 from .bands import TileInterval, ends_of, mirrored, tile_intervals, untold
-from .derived import Derived, refresh, value_of
+from .derived import behind, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_keep, recording, version
@@ -94,7 +94,8 @@ def _reason(mask: Expr, size: int, of: str) -> str | None:
     if left.step >= size:
         return f"visible {of} lie tiles apart"
     ends = ends_of(tile_intervals(mask))
-    if any(map(_has_gaps, {table: None for c in captures(*ends) for table in _matches_behind(c)})):
+    read = captures(*ends)
+    if any(map(_has_gaps, dict.fromkeys(c for c in (*read, *behind(read)) if isinstance(c, Matches)))):
         return "equal values of a captured tensor lie apart"
     return None
 
@@ -112,15 +113,6 @@ def made_lists(kind: type[Lists], mask: Expr | None, extent: Extent, tile: tuple
 
 
 _in_use: weakref.WeakValueDictionary[Any, TileLists] = weakref.WeakValueDictionary()
-
-
-def _matches_behind(capture: Capture) -> Iterator[Matches]:
-    """The tables of `matches` that a capture comes from."""
-    if isinstance(capture, Matches):
-        yield capture
-    elif isinstance(capture, Derived):
-        for source in capture.sources:
-            yield from _matches_behind(source)
 
 
 def _has_gaps(table: Matches) -> bool:

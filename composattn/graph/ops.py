@@ -306,16 +306,14 @@ _EXACTLY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "floordiv": 1, "and": True, "or": False}
+_ABSORBING = {"mul": 0, "and": False, "or": True}  # not of floats: 0 * inf
+
+
 def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
     """Rewrites that are exact for every value, NaN and infinities included."""
     if name.startswith("cast_"):
-        same = {
-            "cast_bool": DType.BOOL,
-            "cast_int32": DType.INT32,
-            "cast_int64": DType.INT64,
-            "cast_float": DType.FLOAT,
-        }
-        return args[0] if same.get(name) is args[0].dtype else None
+        return args[0] if name == f"cast_{args[0].dtype.value}" else None
     if len(args) == 1:
         inner = args[0]
         return inner.args[0] if name in ("neg", "not") and inner.op == name and dtype is inner.args[0].dtype else None
@@ -326,25 +324,16 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
         if args[0].is_const:
             return _retype(x if args[0].attr else y, dtype)
         return x if x is y else None
-    if name in ("and", "or") and dtype is DType.BOOL:
-        for a, other in ((x, y), (y, x)):
-            if a.is_const:
-                return (other if a.attr else a) if name == "and" else (a if a.attr else other)
-        return x if x is y else None
-    if name in ("add", "sub") and y.is_const and y.attr == 0:
-        return _retype(x, dtype)
-    if name == "add" and x.is_const and x.attr == 0:
-        return _retype(y, dtype)
-    if name == "mul" and dtype.is_integer:
-        for a in (x, y):
-            if a.is_const and a.attr == 0:
-                return _retype(a, dtype)
-    if name in ("mul", "div") and y.is_const and y.attr == 1:
-        return _retype(x, dtype)
-    if name == "mul" and x.is_const and x.attr == 1:
-        return _retype(y, dtype)
-    if name == "floordiv" and y.is_const and y.attr == 1 and dtype.is_integer:
-        return _retype(x, dtype)
+    if name in ("and", "or") and dtype is not DType.BOOL:
+        return None
+    if x is y and name in ("and", "or"):
+        return x
+    for a, other in ((y, x), (x, y)):
+        if a.is_const and dtype is not DType.FLOAT and a.attr == _ABSORBING.get(name):
+            return _retype(a, dtype)
+        exact = (a is y or OPS[name].commutes) and (name != "floordiv" or dtype.is_integer)
+        if a.is_const and exact and a.attr == _NEUTRAL.get(name):
+            return _retype(other, dtype)
     return None
 
 

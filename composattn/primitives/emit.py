@@ -439,7 +439,6 @@ class Mods:
         read = program.captures if captured is None else captured
         self.capture_slot = {capture: slot for slot, capture in enumerate(read)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
-        self.key = (program.key, positive_scale)
         self.in_blocks: dict[tuple[Expr, Dep], bool] = {}
         self.additive = None if self.score is None else additive(self.score, of_one_head)
 
