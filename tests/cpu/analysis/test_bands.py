@@ -79,6 +79,11 @@ def test_random_masks_are_never_cut_short(part: int) -> None:
             raise AssertionError(f"RandomMask({seed}): {mask.expr}, {tile_intervals(mask.expr)}") from error
 
 
+def test_a_condition_on_rows_is_asked_of_the_tile_where_all_its_rows_give_one_value() -> None:
+    even = ca.mask(lambda b, h, q, kv: ((q - q % 2).clamp(max=0) >= h) & (q >= kv))  # 0 in every row
+    both_ways(even.expr, 40, 40, (8, 8), 1, 2)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(20))
 def test_many_random_masks_are_never_cut_short(part: int) -> None:
