@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..graph.expr import Dep, DType, Expr, const, index, substitute
-from ..graph.linear import Linear, at_most, bounds, build, finish, forget, larger, linear, smaller
+from ..graph.expr import Expr, const, index, substitute
+from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
 from .row_limits import ALL_KEYS, RowLimits, without_gaps
+from .rows import ROW, TILE, Rows
 from .saturated import saturated
 from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
-from .windows import range_extreme
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,102 +155,7 @@ def mirrored(mask: Expr) -> Expr:
 # --- from rows to a tile -------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Rows:
-    """Rows of the tile that a piece speaks of: first..last, those of the tile or fewer."""
-
-    first: Expr
-    last: Expr
-
-    @property
-    def is_one(self) -> bool:
-        """Whether this is row q and no other."""
-        return self.first is self.last is _Q
-
-    def joined(self, join: Callable[[Expr, Expr], Expr], limit: Expr, ends: list[Expr | None]) -> Expr:
-        """Of the ends that are known; a loop keeps inside of the sequence by itself, the test of a row by `limit`."""
-        known = [e for e in ends if e is not None]
-        return functools.reduce(join, [limit, *known] if self.is_one or not known else known)
-
-    def lowest(self, e: Expr) -> Expr | None:
-        """A value that `e` is never below on these rows; None where there is no such expression."""
-        return self._extreme(e, largest=False)
-
-    def highest(self, e: Expr) -> Expr | None:
-        return self._extreme(e, largest=True)
-
-    def _extreme(self, e: Expr, largest: bool) -> Expr | None:
-        """Interval arithmetic on expressions: exact where every term moves the same way with the row."""
-        if self.is_one or not e.deps & Dep.Q:
-            return e
-        lin = linear(e)
-        total = Linear(lin.constant, {})
-        for t, c in lin.terms.items():
-            end = self._term(t, largest is (c > 0)) if t.deps & Dep.Q else t
-            if end is None:
-                return None
-            total = total.plus(linear(end), c)
-        return build(total)
-
-    def _term(self, t: Expr, largest: bool) -> Expr | None:
-        op, args = t.op, t.args
-        if op == "index":
-            return self.last if largest else self.first
-        if op == "floordiv" and args[1].is_const and args[1].attr > 0:
-            inside = self._extreme(args[0], largest)
-            return None if inside is None else apply("floordiv", inside, args[1])
-        if op == "mod" and args[1].is_const and args[1].attr > 0:
-            return self._remainder(args[0], args[1], largest)
-        if op in ("maximum", "clamp_min", "minimum", "clamp_max"):
-            x, y = (self._extreme(a, largest) for a in args)
-            join = larger if op in ("maximum", "clamp_min") else smaller
-            if x is None or y is None:  # max is at least either, min at most
-                return (x if y is None else y) if (join is larger) is not largest else None
-            return join(x, y)
-        if op == "abs":
-            low, high = self._extreme(args[0], False), self._extreme(args[0], True)
-            if low is None or high is None:
-                return None if largest else _ZERO
-            minus_low = build(linear(low).times(-1))
-            if largest:
-                return larger(high, minus_low)
-            return larger(_ZERO, larger(low, build(linear(high).times(-1))))
-        if op == "where":
-            x, y = self._extreme(args[1], largest), self._extreme(args[2], largest)
-            if x is None or y is None:
-                return None
-            if not args[0].deps & Dep.Q:
-                return apply("where", args[0], x, y)
-            return larger(x, y) if largest else smaller(x, y)
-        if op == "read":
-            return self._captured(t, largest)
-        return None
-
-    def _remainder(self, x: Expr, n: Expr, largest: bool) -> Expr | None:
-        low, high = self._extreme(x, False), self._extreme(x, True)
-        limit = const(int(n.attr) - 1) if largest else _ZERO
-        if low is None or high is None:
-            return limit
-        one_lap = apply("eq", apply("floordiv", low, n), apply("floordiv", high, n))
-        return apply("where", one_lap, apply("mod", high if largest else low, n), limit)
-
-    def _captured(self, t: Expr, largest: bool) -> Expr | None:
-        """A tensor read at a position that moves with the row: its extreme over the positions of these rows."""
-        moving = [d for d, i in enumerate(t.args) if i.deps & Dep.Q]
-        if len(moving) != 1 or t.dtype is DType.FLOAT or t.attr.tensor.numel() == 0:
-            return None
-        d = moving[0]
-        low, high = self._extreme(t.args[d], False), self._extreme(t.args[d], True)
-        if low is None or high is None or bounds(t.args[d])[0] < 0:
-            return None  # a negative position counts from the end
-        others = (*t.args[:d], *t.args[d + 1 :])
-        return range_extreme(t.attr, d, others, larger(low, _ZERO), high, largest)
-
-
-_TILE, _ROW = _Rows(index("first"), index("last")), _Rows(_Q, _Q)
-
-
-def _lifted(piece: Piece, tile: _Rows = _TILE) -> TileInterval:
+def _lifted(piece: Piece, tile: Rows = TILE) -> TileInterval:
     """What the rows of a tile see together, and what all of them see."""
     rows, some, every = tile, [], []  # conditions under which any row, every row of the tile belongs to the piece
     for row in (c for c in piece.constraints if isinstance(c, Row)):
@@ -260,7 +165,7 @@ def _lifted(piece: Piece, tile: _Rows = _TILE) -> TileInterval:
             every.append(_every_row(row, tile))
             continue
         low, high = span
-        rows = _Rows(
+        rows = Rows(
             rows.first if low is None else larger(rows.first, low),
             rows.last if high is None else smaller(rows.last, build(linear(high).shifted(-1))),
         )
@@ -283,7 +188,7 @@ def _lifted(piece: Piece, tile: _Rows = _TILE) -> TileInterval:
 def _limits_of(found: Pieces) -> RowLimits | None:
     """What a row sees as a tile of one, if this is one run and all of it is seen."""
     tables: dict[Expr, None] = {}
-    lifted = [_lifted(without_gaps(piece, tables), _ROW) for piece in found]
+    lifted = [_lifted(without_gaps(piece, tables), ROW) for piece in found]
     first, *others = [run for run in lifted if not _is_empty(run)] or NOTHING
     run: TileInterval | None = first
     for other in others:
@@ -303,7 +208,7 @@ def _all(conditions: Iterable[Expr]) -> Expr:
     return functools.reduce(functools.partial(apply, "and"), conditions, const(True))
 
 
-def _some_row(row: Row, rows: _Rows) -> Expr:
+def _some_row(row: Row, rows: Rows) -> Expr:
     """A condition that holds if any row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
     if low is high is not None:
@@ -318,7 +223,7 @@ def _some_row(row: Row, rows: _Rows) -> Expr:
     return apply("or", apply("ne", low, _ZERO), apply("ne", high, _ZERO))
 
 
-def _every_row(row: Row, rows: _Rows) -> Expr:
+def _every_row(row: Row, rows: Rows) -> Expr:
     """A condition that holds only if every row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
     if low is high is not None:
