@@ -211,7 +211,7 @@ def _all(conditions: Iterable[Expr]) -> Expr:
 def _some_row(row: Row, rows: Rows) -> Expr:
     """A condition that holds if any row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
-    if low is high is not None:
+    if low is not None and low is high:
         return apply(row.kind, low, _ZERO)
     up, down = (const(True) if e is None else apply(op, e, _ZERO) for e, op in ((high, "ge"), (low, "le")))
     if row.kind == "ge":
@@ -226,7 +226,7 @@ def _some_row(row: Row, rows: Rows) -> Expr:
 def _every_row(row: Row, rows: Rows) -> Expr:
     """A condition that holds only if every row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
-    if low is high is not None:
+    if low is not None and low is high:
         return apply(row.kind, low, _ZERO)
     if row.kind == "ge":
         return const(False) if low is None else apply("ge", low, _ZERO)
