@@ -20,7 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn.backends import Call
-from composattn.backends.fused.arguments import FinishArguments, ForwardArguments, MainArguments, PrepareArguments
+from composattn.backends.fused.arguments import (
+    ForwardArguments,
+    MainArguments,
+    PostprocessArguments,
+    PreprocessArguments,
+)
 from composattn.backends.fused.call import FusedCall
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
@@ -57,15 +62,15 @@ class HostOnly(ca.Attention):
     def _plan(self, problem: Problem) -> Call:
         return FusedCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
 
-    def last_arguments(self) -> tuple[ForwardArguments, PrepareArguments, MainArguments, FinishArguments]:
+    def last_arguments(self) -> tuple[ForwardArguments, PreprocessArguments, MainArguments, PostprocessArguments]:
         """What the kernels of the last form of calls were given: the forward, the backward's three."""
         call: Any = list(self._prepared.values())[-1]
         (backward,) = call.gradient._launchers.values()
         return (
             ForwardArguments(*call.launcher(True).kernel.arguments),
-            PrepareArguments(*backward.prepare.arguments),
+            PreprocessArguments(*backward.preprocess.arguments),
             MainArguments(*backward.main.arguments),
-            FinishArguments(*backward.finish.arguments),
+            PostprocessArguments(*backward.postprocess.arguments),
         )
 
 

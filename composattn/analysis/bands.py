@@ -78,7 +78,7 @@ MOST_INTERVALS = 4  # loops that a kernel unrolls; more are joined, the parts be
 
 
 @dataclass(frozen=True)
-class Untold:
+class Residual:
     """What bounds on kv leave to be tested: a condition that nothing is known of? And the largest step of kv."""
 
     opaque: bool
@@ -91,7 +91,7 @@ class _Solved:
     def __init__(self, solved: Pieces) -> None:
         left = [c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue))]
         steps = [c.step for c in left if isinstance(c, Residue)]
-        self.untold = Untold(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
+        self.residual = Residual(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
         self.exact = None if left else solved
         self.intervals = tuple(map(_saturated, _union([_lifted(p) for p in solved])))
 
@@ -111,9 +111,9 @@ def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
     return _solved(mask).intervals
 
 
-def untold(mask: Expr) -> Untold:
+def residual(mask: Expr) -> Residual:
     """What of `mask` no bounds on kv say."""
-    return _solved(mask).untold
+    return _solved(mask).residual
 
 
 def row_limits(mask: Expr | None) -> RowLimits | None:

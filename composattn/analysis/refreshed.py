@@ -39,7 +39,7 @@ class Refreshed(Generic[V]):
         """
         if self._stamp is None or stamp != self._stamp or None in stamp:
             made = make()
-            if made is not self.value and not may_keep():
+            if made is not self.value and not may_cache():
                 return made
             self.value, self._stamp, self._holding = made, stamp, holding
             self.version += 1
@@ -85,22 +85,22 @@ def recording(device: torch.device) -> bool:
 # --- whether memory that a call makes may outlive it -----------------------------------------------------------
 
 
-_may_keep: ContextVar[bool] = ContextVar("may_keep", default=True)
+_may_cache: ContextVar[bool] = ContextVar("may_cache", default=True)
 
 
-def may_keep() -> bool:
+def may_cache() -> bool:
     """Whether what is made now may be held after the call."""
-    return _may_keep.get()
+    return _may_cache.get()
 
 
 @contextmanager
-def keeping_nothing() -> Iterator[None]:
+def no_caching() -> Iterator[None]:
     """Inside, nothing that is made is held on to; what was kept before may be used."""
-    token = _may_keep.set(False)
+    token = _may_cache.set(False)
     try:
         yield
     finally:
-        _may_keep.reset(token)
+        _may_cache.reset(token)
 
 
 def memory_is_ours() -> bool:

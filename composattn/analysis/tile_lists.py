@@ -26,11 +26,11 @@ from ..errors import UnknownLength
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
-from .bands import TileInterval, ends_of, mirrored, tile_intervals, untold
+from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
 from .derived import behind, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
-from .refreshed import Refreshed, may_keep, recording, version
+from .refreshed import Refreshed, may_cache, recording, version
 from .rerun import Rerun
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
@@ -88,7 +88,7 @@ def reason_for_lists(kind: type[TileLists], mask: Expr | None, extent: Extent, t
 
 def _reason(mask: Expr, size: int, of: str) -> str | None:
     """Why the bands of `mask` tell too little to whoever visits tiles of `size` keys, which are called `of`."""
-    left = untold(mask)
+    left = residual(mask)
     if left.opaque:
         return f"a part of the mask has no bounds on {of}"
     if left.step >= size:
@@ -171,7 +171,7 @@ class TileLists(ABC):
 
         def make() -> list[T]:
             made = list(self._run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
-            if not self.kept.value or not may_keep():
+            if not self.kept.value or not may_cache():
                 return made
             for old, new in zip(self.kept.value, made, strict=True):
                 old.copy_(new)

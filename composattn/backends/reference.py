@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..analysis.derived import refresh
 from ..analysis.program import Program
-from ..call.autograd import Grads, Known
+from ..call.autograd import BackwardInputs, Grads
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
@@ -124,7 +124,7 @@ class Recomputed:
         dense.scalars = dict(zip(map(id, program.scalars), self.scalars, strict=True))
         return _attention(dense, q, k, v, self.sequences)
 
-    def backward(self, known: Known) -> Grads:
+    def backward(self, known: BackwardInputs) -> Grads:
         given = (known.q, known.k, known.v, *known.captured)
         leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
         q, k, v, *captured = leaves

@@ -26,7 +26,7 @@ import torch
 from ..analysis.bands import TileInterval
 from ..analysis.derived import refresh
 from ..analysis.program import Program
-from ..call.autograd import Grads, Known, Results, attend
+from ..call.autograd import BackwardInputs, Grads, Results, attend
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
@@ -186,7 +186,7 @@ class Streaming:
         for step in self.steps(form.parts, q, k, captured):
             self.visited.append([[tile for tile, _ in step.seen_from(rows)] for rows in step.query_tiles])
 
-    def backward(self, known: Known) -> Grads:
+    def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
         q, k, v, out, lse, dout, dlse, captured, wanted = known
         if not self.visited:

@@ -21,7 +21,7 @@ Grads = tuple[torch.Tensor | None, ...]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, lse and, where it was asked for, max_scores
 
 
-class Known(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What a gradient is computed from: what the forward had and gave, and the gradients of what it gave.
 
     `captured` are the tensors that the mods read, in the order of `captures`; `dlse` is None where nothing flows back
@@ -60,7 +60,7 @@ class Differentiable(Protocol):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         """(out, lse, max_scores): nothing flows back through the last, which may be None where nobody asked for it."""
 
-    def backward(self, known: Known) -> Grads:
+    def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured); those that are not wanted may be None.
 
         Where grad mode is on, the results have to be differentiable functions of all tensor arguments; a call that is
@@ -103,7 +103,8 @@ class _Attend(torch.autograd.Function):
             return (None,) * (len(wanted) + 1)
 
         def gradient(dout: Any, dlse: Any) -> Grads:
-            known = Known(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, captured, wanted)
+            dout = torch.zeros_like(out) if dout is None else dout
+            known = BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted)
             if torch.is_grad_enabled() and not ctx.call.differentiable_twice:
                 grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
             else:
@@ -149,7 +150,7 @@ class _Once(torch.autograd.Function):
     def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
         with without_autocast(q), lent_again(call.lending):
-            grads = call.backward(Known(q, k, v, out, lse, dout, dlse, captured, wanted))
+            grads = call.backward(BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 
     @staticmethod

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..analysis.refreshed import distrusting, keeping_nothing
+from ..analysis.refreshed import distrusting, no_caching
 from ..backends.fused.captured import values
-from ..call.autograd import Differentiable, Known
+from ..call.autograd import BackwardInputs, Differentiable
 from ..call.checks import check_blocks, check_contents, check_reads
 from ..call.inputs import Inputs
 from ..call.problem import Problem
@@ -184,7 +184,7 @@ def attend(
         check_blocks(planned._tables)
         check_reads(planned.program, inputs)
         call = _differentiable(planned, None, inputs, with_max)
-        with keeping_nothing():
+        with no_caching():
             out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
     kept = _kept(q, len(hints) - HINTS)
@@ -231,8 +231,8 @@ def attend_backward(
         call = _differentiable(bound.planned, kept, Inputs.unflatten(q, k, v, lengths, hints))
         read = values(captures, bound.replaced(captured))
         of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
-        with keeping_nothing():
-            found = call.backward(Known(q, k, v, out, lse, grad_out, grad_lse, *of_call))
+        with no_caching():
+            found = call.backward(BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, *of_call))
     of_captures = dict(zip(captures, found[3:], strict=True))
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]

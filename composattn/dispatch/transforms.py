@@ -28,7 +28,7 @@ from .. import backends
 from ..analysis.derived import refresh
 from ..analysis.program import Program
 from ..backends import formula
-from ..call.autograd import Differentiable, Known, without_autocast
+from ..call.autograd import BackwardInputs, Differentiable, without_autocast
 from ..call.block_sparse import Table
 from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Inputs
@@ -298,7 +298,7 @@ class _Gradient(torch.autograd.Function):
         q, k, v, *_ = tensors
         of_call = (*wanted[:3], *(id(t) in asked for t in begun.captures))
         with without_autocast(q):
-            found = begun.backward(Known(q, k, v, out, lse, dout, dlse, begun.captures, of_call))
+            found = begun.backward(BackwardInputs(q, k, v, out, lse, dout, dlse, begun.captures, of_call))
         by_tensor = dict(zip(map(id, begun.captures), found[3:], strict=True))
         grads = (*found[:3], *[None] * LENGTHS, *(by_tensor.get(id(t)) for t in captured))
         return tuple(

@@ -37,13 +37,13 @@ class Pages(Bundle):
         self.tile, self.number = tile, number
 
 
-def kv_source(keys: DenseSequence | PackedSequence | PagedSequence, h: Int32, tile_n: int) -> Together | InPages:
+def kv_source(keys: DenseSequence | PackedSequence | PagedSequence, h: Int32, tile_n: int) -> DenseKV | PagedKV:
     """K and V of key/value head `h`, in tiles of `tile_n` rows."""
-    return InPages(keys, h, tile_n) if isinstance(keys, PagedSequence) else Together(keys, h, tile_n)
+    return PagedKV(keys, h, tile_n) if isinstance(keys, PagedSequence) else DenseKV(keys, h, tile_n)
 
 
 @dataclasses.dataclass
-class Together(Fixed):
+class DenseKV(Fixed):
     """Rows that lie together."""
 
     keys: DenseSequence | PackedSequence
@@ -71,7 +71,7 @@ class WholeTiles(Fixed):
 
 
 @dataclasses.dataclass
-class InPages(Fixed):
+class PagedKV(Fixed):
     """Rows in pages, of which a tile has several, or a page several tiles."""
 
     keys: PagedSequence
@@ -99,14 +99,14 @@ class InPages(Fixed):
         size = self.keys.page_size
         return 0 if size <= self.tile_n else tile % (size // self.tile_n) * self.tile_n
 
-    def part(self, tma, tensor, shared, columns: int) -> TilesInPages:
+    def part(self, tma, tensor, shared, columns: int) -> PagedTiles:
         """K or V: tiles of `columns` columns on their way into the stages of `shared`."""
-        return TilesInPages(self, tma, tensor[None, None, self.h, None], shared, columns)
+        return PagedTiles(self, tma, tensor[None, None, self.h, None], shared, columns)
 
 
 @dataclasses.dataclass
-class TilesInPages(Fixed):
-    pages: InPages
+class PagedTiles(Fixed):
+    pages: PagedKV
     tma: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor

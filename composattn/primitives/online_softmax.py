@@ -27,7 +27,8 @@ class OnlineSoftmax(Fixed):
 
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
     exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
-    exponentials. `keeps_highest`: the largest score of each row is kept too, which `maximum` is only within the slack.
+    exponentials. `keeps_highest`: the largest score of each row is kept too; `maximum` is it only within the
+    threshold of `raise_maximum`.
     """
 
     def __init__(
@@ -46,24 +47,25 @@ class OnlineSoftmax(Fixed):
         if self.highest is not None:
             self.highest.fill(-Float32.inf)
 
-    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, slack: float = 0.0) -> None:
+    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, rescale_threshold: float = 0.0) -> None:
         """Scores to probabilities, in place; `rescale[r]` gets the factor for what was summed before.
 
-        `first`: nothing was summed before, so `rescale` is left alone. `slack`: see `raise_maximum`.
+        `first`: nothing was summed before, so `rescale` is left alone. `rescale_threshold`: see `raise_maximum`.
         """
         for r in range(tile.rows):
-            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first, slack)
+            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first, rescale_threshold)
             if factor is not None:
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
             self.add(tile, r, factor)
 
-    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, slack: float = 0.0) -> Any:
+    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
 
-        Returns the factor for what was summed before, None at the `first` tile. `slack`: a maximum that rose by no more
-        than this, in log2 units, is not taken up, and the factor is exactly 1; probabilities then reach
-        2^slack, which costs no accuracy in a floating-point format (FlashAttention-4, conditional rescaling).
+        Returns the factor for what was summed before, None at the `first` tile. `rescale_threshold`: a maximum that
+        rose by no more than this, in log2 units, is not taken up, and the factor is exactly 1; probabilities then
+        reach 2 to its power, which costs no accuracy in a floating-point format (FlashAttention-4, conditional
+        rescaling).
         """
         before = self.maximum[r]
         chains = _chains(cute.arch.fmax, scores)
@@ -72,9 +74,9 @@ class OnlineSoftmax(Fixed):
         maximum = self.shape.along_row(cute.arch.fmax, _tree(cute.arch.fmax, chains))
         if self.highest is not None:
             self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
-        if slack and not first:
+        if rescale_threshold and not first:
             # false for the NaN of -inf - -inf, and for a first visible score after -inf
-            maximum = choose((maximum - before) * self.scale <= slack, before, maximum)
+            maximum = choose((maximum - before) * self.scale <= rescale_threshold, before, maximum)
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
         shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
         factor = None if first else exp2((before - shift) * self.scale)

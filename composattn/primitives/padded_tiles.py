@@ -33,9 +33,9 @@ class PaddedTiles(Fixed):
         return PaddedTiles(0, sequence.start // tile + b)
 
 
-def statistics_of(workspace: cute.Tensor, first: int, dq_sum: cute.Tensor, tile: int) -> cute.Tensor:
-    """(2, B, H, rows padded to tiles) in a workspace of fp32 numbers, from `first` on; dq_sum: (B, H, tiles, ...)."""
-    entries, heads, tiles, _ = dq_sum.shape
+def statistics_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Tensor:
+    """(2, B, H, rows padded to tiles) in a workspace of fp32 numbers, from `first` on; dq_accum: (B, H, tiles, ...)."""
+    entries, heads, tiles, _ = dq_accum.shape
     rows = cute.assume(Int64(tiles) * tile, divby=tile)
     strides = (entries * heads * rows, heads * rows, rows, 1)
     layout = cute.make_layout((2, entries, heads, Int32(rows)), stride=strides)

@@ -23,7 +23,7 @@ class WorkTile(Fixed):
     exists: Any = True
 
 
-class WorkOrder(Bundle):
+class TileScheduler(Bundle):
     """Numbers work tiles so that the heads of one section, whose K and V fit in L2 together, run together.
 
     Within a section row blocks run in an order of their own, and for each row block all heads of the section, those of
@@ -69,16 +69,16 @@ class WorkOrder(Bundle):
     @staticmethod
     def of(
         q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
-    ) -> "WorkOrder":
+    ) -> "TileScheduler":
         """Row blocks of equally long sequences, from the last to the first."""
-        return WorkOrder(cute.ceil_div(q_len, tile_m), heads, batch, kv_heads, kv_bytes, l2, together, least)
+        return TileScheduler(cute.ceil_div(q_len, tile_m), heads, batch, kv_heads, kv_bytes, l2, together, least)
 
     @staticmethod
     def listed(
         table: cute.Tensor, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
-    ) -> "WorkOrder":
+    ) -> "TileScheduler":
         """Row blocks of any sequences, in the order of a table."""
-        return WorkOrder(table.shape[0], heads, 1, kv_heads, kv_bytes, l2, together, least, table)
+        return TileScheduler(table.shape[0], heads, 1, kv_heads, kv_bytes, l2, together, least, table)
 
     def tile(self, number: Int32) -> WorkTile:
         """The work tile with this number, 0 <= number < tiles."""

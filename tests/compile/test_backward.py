@@ -162,7 +162,7 @@ def test_packed_sequences_cost_no_registers(mods: str, d: int, deterministic: bo
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [128, 256])
-@pytest.mark.parametrize("step", ["prepare", "finish"])
+@pytest.mark.parametrize("step", ["preprocess", "postprocess"])
 def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path) -> None:
     made = compile_offline(getattr(plans("plain-full", d, packed=packed), step), folder)
     assert not made.stack and made.spills == 0
@@ -172,11 +172,11 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 def test_the_small_kernels_move_16_bytes_an_access(d: int, folder: Path) -> None:
     steps = plans("plain-full", d)
     tile = steps.main.tiling
-    made = {name: compile_offline(getattr(steps, name), folder) for name in ("prepare", "finish")}
-    if made["finish"].instructions:
+    made = {name: compile_offline(getattr(steps, name), folder) for name in ("preprocess", "postprocess")}
+    if made["postprocess"].instructions:
         cleared, loaded = (
             sum(i.text.startswith(access) for i in made[name].instructions)
-            for name, access in (("prepare", "STG.E.128"), ("finish", "LDG.E.128"))
+            for name, access in (("preprocess", "STG.E.128"), ("postprocess", "LDG.E.128"))
         )
         assert cleared == tile.tile_m * tile.d // (4 * 256)
         assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
@@ -185,9 +185,8 @@ def test_the_small_kernels_move_16_bytes_an_access(d: int, folder: Path) -> None
 def test_a_kernel_that_starts_early_waits_before_it_reads_what_was_computed(folder: Path) -> None:
     steps = plans("plain-causal", 64)
     wait, go = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-    prepare, main, finish = (
-        compile_offline(getattr(steps, name), folder).ptx_path.read_text() for name in ("prepare", "main", "finish")
-    )
+    names = ("preprocess", "main", "postprocess")
+    prepare, main, finish = (compile_offline(getattr(steps, name), folder).ptx_path.read_text() for name in names)
     assert go in prepare and go in main and wait not in prepare
     assert "ld.global" not in finish[: finish.index(wait)]
     copies = main[: main.index(wait)].count("cp.async.bulk.tensor.4d.shared")

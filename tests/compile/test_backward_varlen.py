@@ -190,7 +190,7 @@ def test_new_lengths_need_no_other_kernel(in_order: bool) -> None:
         case = make_varlen_case(0, lengths, used_q=used, mask_mod=causal, dim=64, dtype=torch.bfloat16)
         problem = Problem.of(case.q, case.k, case.v, varlen=case.varlen)
         made = plan_backward(problem, case.program, HOPPER, deterministic=in_order)
-        return [made.prepare.key, made.main.key, made.finish.key]
+        return [made.preprocess.key, made.main.key, made.postprocess.key]
 
     assert keys([30, 7, 200], [30, 5, 1]) == keys([0, 400], [0, 111])
 

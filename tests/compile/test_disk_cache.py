@@ -24,14 +24,14 @@ PLAN = (
     "import sys, torch, composattn as ca; from composattn.backends.fused.plan_backward import plan_backward;"
     "from composattn.call.problem import Problem;"
     "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
-    "attn = ca.Attention(); plan = plan_backward(Problem.of(q, q, q), attn.program, HOPPER).prepare;"
+    "attn = ca.Attention(); plan = plan_backward(Problem.of(q, q, q), attn.program, HOPPER).preprocess;"
 )
 
 
 def plan() -> Any:
     q = torch.empty(1, 1, 64, 64, dtype=torch.float16)
     attn = ca.Attention()
-    return plan_backward(Problem.of(q, q, q), attn.program, HOPPER).prepare
+    return plan_backward(Problem.of(q, q, q), attn.program, HOPPER).preprocess
 
 
 def run(code: str, folder: Path) -> str:

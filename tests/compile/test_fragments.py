@@ -89,7 +89,7 @@ class Softmax:
             if const_expr(self.in_parts):
                 self.step(softmax, tile, rescale, n == 0)
             else:
-                softmax.step(tile, rescale, n == 0, slack=2.0)
+                softmax.step(tile, rescale, n == 0, rescale_threshold=2.0)
             for r, row in enumerate(shape.row_offsets):
                 factors[n, shape.lane_row(lane) + row] = rescale[r]
                 for c, column in enumerate(shape.column_offsets):
@@ -106,7 +106,7 @@ class Softmax:
             largest = tile.values[r, 0]
             for c in range(1, tile.columns):
                 largest = cute.arch.fmax(largest, tile.values[r, c])
-            factor = softmax.raise_maximum(r, [largest], first, slack=2.0)
+            factor = softmax.raise_maximum(r, [largest], first, rescale_threshold=2.0)
             if factor is not None:
                 rescale[r] = factor
             most = tile.columns * 3 // 4

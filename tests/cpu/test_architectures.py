@@ -86,10 +86,10 @@ def test_kernels_of_one_call_have_keys_of_their_own() -> None:
     problem = Problem(1, 4, 2, 4096, 512, 128, 128, torch.bfloat16, torch.device("cpu"), schedule=Schedule(split_kv=2))
     forward, gradient = plan_forward(problem, Program(), HOPPER), plan_backward(problem, Program(), HOPPER)
     assert gradient.gather is not None
-    plans = [forward, forward.combine, gradient.prepare, gradient.main, gradient.finish, gradient.gather]
+    plans = [forward, forward.combine, gradient.preprocess, gradient.main, gradient.postprocess, gradient.gather]
     assert len({plan.key for plan in plans}) == len(plans)
     assert [plan.step for plan in plans] == [
-        "forward", "combine", "backward_prepare", "backward", "backward_finish", "backward_gather"
+        "forward", "combine", "preprocess", "backward", "postprocess", "backward_gather"
     ]  # fmt: skip
 
 
@@ -102,4 +102,4 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
     )
     assert whole.gather is None and cut.gather is not None
     assert whole.main.key != cut.main.key
-    assert (whole.prepare.key, whole.finish.key) == (cut.prepare.key, cut.finish.key)
+    assert (whole.preprocess.key, whole.postprocess.key) == (cut.preprocess.key, cut.postprocess.key)

@@ -12,12 +12,12 @@ import composattn as ca
 from benchmarks.host_work import Recorded
 from composattn.backends.fused.arguments import (
     CombineArguments,
-    FinishArguments,
     ForwardArguments,
     GatherArguments,
     MainArguments,
     NumberForm,
-    PrepareArguments,
+    PostprocessArguments,
+    PreprocessArguments,
     TensorForm,
 )
 from composattn.backends.fused.call import FusedCall
@@ -26,8 +26,8 @@ from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document
 
 RECORDS: dict[str, Any] = {
-    "forward": ForwardArguments, "combine": CombineArguments, "backward_prepare": PrepareArguments,
-    "backward": MainArguments, "backward_wide": MainArguments, "backward_finish": FinishArguments,
+    "forward": ForwardArguments, "combine": CombineArguments, "preprocess": PreprocessArguments,
+    "backward": MainArguments, "backward_wide": MainArguments, "postprocess": PostprocessArguments,
     "backward_gather": GatherArguments,
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "a fixed order": lambda: {"mask_mod": causal(), "deterministic": True},
     "slopes that learn": lambda: {"score_mod": alibi(SLOPES.clone().requires_grad_())},
 }
-BACKWARD = "backward_prepare", "backward", "backward_finish"
+BACKWARD = "preprocess", "backward", "postprocess"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,7 +108,7 @@ def test_dense_launches_are_as_described(name: str) -> None:
 def test_wide_heads_and_cut_tiles_are_as_described() -> None:
     attention = Attention()
     attention(*inputs(1024, 256)).sum().backward()  # type: ignore[union-attr]
-    attention.check_arguments("forward", "backward_prepare", "backward_wide", "backward_finish", "backward_gather")
+    attention.check_arguments("forward", "preprocess", "backward_wide", "postprocess", "backward_gather")
 
 
 def test_packed_launches_are_as_described() -> None:

@@ -68,7 +68,7 @@ def test_training_compiles_what_it_launches(compiled: Compiled) -> None:
     for _ in range(2):
         q, k, v = inputs(grad=True)
         attn(q, k, v).sum().backward()
-    assert compiled.steps == ["forward", "backward_prepare", "backward", "backward_finish"]
+    assert compiled.steps == ["forward", "preprocess", "backward", "postprocess"]
     assert compiled[0].return_lse
 
 

@@ -17,7 +17,7 @@ from ...call.problem import Layout
 from ...call.sequences import Sequences
 from ...graph.expr import DType
 from .plan import CombinePlan, ForwardPlan, TiledPlan
-from .plan_backward import BackwardPlan, FinishPlan, GatherPlan, PreparePlan
+from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class CombineArguments(NamedTuple):
         )
 
 
-class PrepareArguments(NamedTuple):
+class PreprocessArguments(NamedTuple):
     """Of the kernel before a backward: statistics of rows, an empty sum of dQ."""
 
     out: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
@@ -112,22 +112,22 @@ class PrepareArguments(NamedTuple):
     lse: Any  # (B, Hq, Sq) fp32, packed (Hq, total)
     dlse: Any  # (B, Hq, Sq) fp32, packed (Hq, total)
     workspace: Any  # as of `MainArguments`
-    dq_sum: Any  # (B, Hq, tiles, tile_m * d) fp32
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
 
     @staticmethod
-    def of(plan: PreparePlan) -> PrepareArguments:
+    def of(plan: PreprocessPlan) -> PreprocessArguments:
         of_rows = ("batch", "heads", "q_len") if plan.layout.is_dense else ("heads", "q_len")
         statistic = TensorForm(torch.float32, of_rows, "any")
         rows = _rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim_v)
-        return PrepareArguments(
+        return PreprocessArguments(
             out=rows,
             dout=rows,
             lse=statistic,
             dlse=statistic if plan.has_dlse else None,
             workspace=WORKSPACE,
-            dq_sum=_dq_sum(plan),
+            dq_accum=_dq_accum(plan),
             sequences=_sequences(plan.layout),
             work=_work(plan),
         )
@@ -141,7 +141,7 @@ class MainArguments(NamedTuple):
     v: Any  # (B, Hkv, Skv, Dv)
     dout: Any  # (B, Hq, Sq, Dv)
     workspace: Any  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; see `primitives.padded_tiles`
-    dq_sum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
     dk: Any  # (B, Hkv, Skv, D)
     dv: Any  # (B, Hkv, Skv, Dv)
     pieces: Any  # of tiles that are cut: `PiecesArguments`
@@ -163,7 +163,7 @@ class MainArguments(NamedTuple):
             v=dv,
             dout=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
             workspace=WORKSPACE,
-            dq_sum=_dq_sum(plan),
+            dq_accum=_dq_accum(plan),
             dk=dk,
             dv=dv,
             pieces=_pieces(plan),
@@ -187,19 +187,19 @@ class PiecesArguments(NamedTuple):
     pieces: Any  # of each
 
 
-class FinishArguments(NamedTuple):
+class PostprocessArguments(NamedTuple):
     """Of the kernel that scales and rounds dQ."""
 
-    dq_sum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
     dq: Any  # (B, Hq, Sq, D), packed (total, Hq, D)
     scale: Any
     sequences: Any  # `Sequences`: where packed rows lie
-    work: Any  # as of `PrepareArguments`
+    work: Any  # as of `PreprocessArguments`
 
     @staticmethod
-    def of(plan: FinishPlan) -> FinishArguments:
-        return FinishArguments(
-            dq_sum=_dq_sum(plan),
+    def of(plan: PostprocessPlan) -> PostprocessArguments:
+        return PostprocessArguments(
+            dq_accum=_dq_accum(plan),
             dq=_rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim),
             scale=SCALE,
             sequences=_sequences(plan.layout),
@@ -243,7 +243,7 @@ def _entries(plan: TiledPlan) -> str:
     return "batch" if plan.layout.is_dense else "entries"
 
 
-def _dq_sum(plan: TiledPlan) -> TensorForm:
+def _dq_accum(plan: TiledPlan) -> TensorForm:
     t = plan.tiling
     return TensorForm(torch.float32, (_entries(plan), "heads", "tiles", t.tile_m * t.d), 4, align=16)
 
@@ -270,7 +270,7 @@ def _sequences(layout: Layout) -> Sequences | None:
 
 def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.work`."""
-    return TensorForm(torch.int32, ("", 2), align=8) if plan.listed else None
+    return TensorForm(torch.int32, ("", 2), align=8) if plan.has_order_table else None
 
 
 def _captured(plan: ForwardPlan | BackwardPlan) -> tuple[TensorForm, ...] | None:

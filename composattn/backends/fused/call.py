@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...analysis.program import Program
-from ...call.autograd import Grads, Known, Results, attend
+from ...call.autograd import BackwardInputs, Grads, Results, attend
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
@@ -120,5 +120,5 @@ class FusedAttend:
         assert lse is not None
         return out, lse, max_scores
 
-    def backward(self, known: Known) -> Grads:
+    def backward(self, known: BackwardInputs) -> Grads:
         return self.call.gradient(known, self.scalars, self.sequences)

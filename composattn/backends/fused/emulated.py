@@ -22,7 +22,7 @@ from .architecture import kernel_of
 from .arguments import ForwardArguments
 from .call import FusedCall
 from .compile import compile_offline, content_hash
-from .launch import ForwardLauncher, leaves_rows_out, tidied
+from .launch import ForwardLauncher, has_unused_rows, tidied
 from .plan import ForwardPlan, plan_forward
 from .target import Target
 
@@ -101,7 +101,7 @@ class EmulatedForward(ForwardLauncher):
         super().__init__(plan, kernel_of)
 
     def launch(self, given: ForwardArguments) -> None:
-        if not leaves_rows_out(self.plan, given.k):
+        if not has_unused_rows(self.plan, given.k):
             for t in (given.out, given.lse, given.max_scores):
                 if t is not None:
                     t.fill_(torch.nan)

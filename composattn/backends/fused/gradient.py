@@ -15,7 +15,7 @@ import torch
 
 from ...analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
 from ...analysis.program import Program
-from ...call.autograd import Grads, Known
+from ...call.autograd import BackwardInputs, Grads
 from ...call.problem import Problem
 from ...call.sequences import Sequences, rows_in_use
 from ...errors import GradientUnsupported
@@ -88,7 +88,7 @@ class FusedGradient:
         asked = self.problem.deterministic
         return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
-    def __call__(self, known: Known, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+    def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
         if torch.is_grad_enabled():
             raise GradientUnsupported(
@@ -109,7 +109,7 @@ class FusedGradient:
         return (*grads, *(found.get(c) for c in captures))
 
     def _fused(
-        self, known: Known, scalars: Sequence[float | int], sequences: Sequences, summed: frozenset[Capture]
+        self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences, summed: frozenset[Capture]
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
         q, k, v, out, lse, dout, dlse, captured, _ = known
@@ -127,7 +127,7 @@ class FusedGradient:
         units = made[program.units]
         return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
 
-    def _units(self, program: GradientProgram, known: Known, sequences: Sequences) -> torch.Tensor:
+    def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:
         """Units in 1 of each sum."""
         q, v, dout, dlse = known.q, known.v, known.dout, known.dlse
         reads = program.reads.values()
@@ -138,7 +138,7 @@ class FusedGradient:
         keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
         return unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
-    def _streamed(self, known: Known, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+    def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
         out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)

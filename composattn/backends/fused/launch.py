@@ -57,7 +57,7 @@ class ForwardLauncher:
         made = out, lse, max_scores = outputs(q, self.plan)
         if not q.numel():
             return made
-        if leaves_rows_out(self.plan, k):
+        if has_unused_rows(self.plan, k):
             out.zero_()
             for t in (lse, max_scores):
                 if t is not None:
@@ -131,7 +131,7 @@ def outputs(q: torch.Tensor, plan: ForwardPlan) -> Outputs:
     return out, lse, q.new_empty(rows, dtype=torch.float32) if plan.return_max_scores else None
 
 
-def leaves_rows_out(plan: ForwardPlan, k: torch.Tensor) -> bool:
+def has_unused_rows(plan: ForwardPlan, k: torch.Tensor) -> bool:
     """Whether there may be rows that no kernel computes: O is 0, LSE and the largest score -inf there."""
     return plan.layout.used_q or not k.numel()
 

@@ -12,7 +12,7 @@ from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
 from ...graph.expr import Capture
-from .arguments import FinishArguments, GatherArguments, MainArguments, PiecesArguments, PrepareArguments
+from .arguments import GatherArguments, MainArguments, PiecesArguments, PostprocessArguments, PreprocessArguments
 from .bulk import copyable
 from .captured import Reads
 from .compile import compile_plan
@@ -38,20 +38,20 @@ class BackwardLauncher:
     ) -> None:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
-        self.has_dlse, self.is_dense = plans.prepare.has_dlse, plans.main.layout.is_dense
+        self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
 
     @cached_property
-    def prepare(self) -> Kernel:
-        return self.kernel_of(self.plans.prepare)
+    def preprocess(self) -> Kernel:
+        return self.kernel_of(self.plans.preprocess)
 
     @cached_property
     def main(self) -> Kernel:
         return self.kernel_of(self.plans.main)
 
     @cached_property
-    def finish(self) -> Kernel:
-        return self.kernel_of(self.plans.finish)
+    def postprocess(self) -> Kernel:
+        return self.kernel_of(self.plans.postprocess)
 
     @cached_property
     def gather(self) -> Kernel | None:
@@ -90,16 +90,16 @@ class BackwardLauncher:
         batch, heads, tiles = self._workspace(q, sequences)
         turns = q.new_zeros((batch, heads, tiles), dtype=torch.int32) if self.plans.main.deterministic else None
         workspace = q.new_empty(COUNTER + 2 * batch * heads * tiles * self.tiling.tile_m, dtype=torch.float32)
-        dq_sum = q.new_empty((batch, heads, tiles, self.tiling.tile_m * self.tiling.d), dtype=torch.float32)
+        dq_accum = q.new_empty((batch, heads, tiles, self.tiling.tile_m * self.tiling.d), dtype=torch.float32)
         pieces = self._pieces(q)
         q, k, v, out, dout = [copyable(t) for t in (q, k, v, out, dout)]
-        prepare = PrepareArguments(
+        preprocess = PreprocessArguments(
             out=out,
             dout=dout,
             lse=lse,
             dlse=dlse if self.has_dlse else None,
             workspace=workspace,
-            dq_sum=dq_sum,
+            dq_accum=dq_accum,
             sequences=lie,
             work=rows,
         )
@@ -109,7 +109,7 @@ class BackwardLauncher:
             v=v,
             dout=dout,
             workspace=workspace,
-            dq_sum=dq_sum,
+            dq_accum=dq_accum,
             dk=dk,
             dv=dv,
             pieces=pieces,
@@ -121,9 +121,9 @@ class BackwardLauncher:
             scalars=tuple(scalars) or None,
         )
         with device_of(q):
-            self.prepare(*prepare)
+            self.preprocess(*preprocess)
             self.main(*main)
-            self.finish(*FinishArguments(dq_sum=dq_sum, dq=dq, scale=scale, sequences=lie, work=rows))
+            self.postprocess(*PostprocessArguments(dq_accum=dq_accum, dq=dq, scale=scale, sequences=lie, work=rows))
             if self.gather is not None:
                 self.gather(*GatherArguments(pieces=pieces, dk=dk, dv=dv))
         return dq, dk, dv
@@ -132,7 +132,7 @@ class BackwardLauncher:
         self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, reads: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Tables of the tiles of queries and of keys, where plans have them."""
-        rows, main = self.plans.prepare.work, self.plans.main
+        rows, main = self.plans.preprocess.work, self.plans.main
         total = k.shape[0] if main.layout.kv == "packed" else None
         return (
             None if rows is None else rows(sequences, None, q.shape[0]),

@@ -67,11 +67,11 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledPlan(Plan, Generic[AnyTiling]):
-    """A kernel over tiles of queries and keys. `listed`: work tiles come in the order of a table."""
+    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table."""
 
     head_dim: int
     layout: Layout
-    listed: bool
+    has_order_table: bool
     tiling: AnyTiling
 
     @property
@@ -114,7 +114,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         return (*self.program.captures, *(() if self.lists is None else self.lists.captures))
 
     @property
-    def stores_rows(self) -> bool:
+    def direct_store(self) -> bool:
         """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
         return self.is_split or (self.layout.q == "packed" and self.tiling.heads > 1)
 
@@ -191,7 +191,7 @@ def plan_forward(
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),
-        listed=work is not None,
+        has_order_table=work is not None,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,

@@ -66,19 +66,19 @@ class BackwardPlan(TiledPlan[AnyTiling]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparePlan(TiledPlan[AnyTiling]):
+class PreprocessPlan(TiledPlan[AnyTiling]):
     """The kernel before it: statistics of query rows, and an empty dQ."""
 
-    step = "backward_prepare"
+    step = "preprocess"
     has_dlse: bool
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of query tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FinishPlan(TiledPlan[AnyTiling]):
+class PostprocessPlan(TiledPlan[AnyTiling]):
     """The kernel behind it that scales and rounds dQ."""
 
-    step = "backward_finish"
+    step = "postprocess"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class GatherPlan(TiledPlan[AnyTiling]):
 class BackwardPlans:
     """The kernels of one gradient, in the order in which they run; `gather` where tiles of keys are cut."""
 
-    prepare: PreparePlan
+    preprocess: PreprocessPlan
     main: BackwardPlan
-    finish: FinishPlan
+    postprocess: PostprocessPlan
     gather: GatherPlan | None = None
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ def plan_backward(
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
         **known,
-        listed=keys is not None,
+        has_order_table=keys is not None,
         tiling=in_pieces,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
@@ -156,10 +156,10 @@ def plan_backward(
         cut=cut,
     )
     return BackwardPlans(
-        PreparePlan(**known, listed=packed, tiling=chosen, has_dlse=has_dlse, work=rows),
+        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, work=rows),
         main,
-        FinishPlan(**known, listed=packed, tiling=chosen),
-        None if cut is None else GatherPlan(**known, listed=False, tiling=in_pieces),
+        PostprocessPlan(**known, has_order_table=packed, tiling=chosen),
+        None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...analysis.bands import untold
+from ...analysis.bands import residual
 from ...analysis.captured_gradient import GradientProgram, Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -29,12 +29,12 @@ def has_costly_test(mask: Expr | None) -> bool:
     if mask is None:
         return False
     fixed = (Rate.CONSTANT, Rate.HEAD)
-    return untold(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
+    return residual(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
 
 
 def has_opaque_test(program: Program) -> bool:
     """Whether the mask has a condition on (q, kv) that is no bound on kv."""
-    return program.mask is not None and untold(program.mask).opaque
+    return program.mask is not None and residual(program.mask).opaque
 
 
 def sums_by_distance(program: Program) -> bool:

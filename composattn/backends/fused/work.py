@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
 from ...analysis.derived import stamp as stamp_of
-from ...analysis.refreshed import Refreshed, may_keep, recording, version
+from ...analysis.refreshed import Refreshed, may_cache, recording, version
 from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
@@ -198,7 +198,7 @@ class WorkTables:
             return self.dense
         tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_keep() and not recording(self.problem.device) and all(t is None for t in sequences):
+        if may_cache() and not recording(self.problem.device) and all(t is None for t in sequences):
             self.dense = visits
         return visits
 

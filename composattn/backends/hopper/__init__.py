@@ -15,15 +15,15 @@ from .tiling import forward_tiling
 
 def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
     from ..fused.kernels import combine, preprocess
-    from . import backward, backward_finish, backward_gather, backward_wide, forward
+    from . import backward, backward_gather, backward_wide, forward, postprocess
 
     return {
         "forward": forward.kernel,
         "combine": combine.kernel,
-        "backward_prepare": preprocess.kernel,
+        "preprocess": preprocess.kernel,
         "backward": backward.kernel,
         "backward_wide": backward_wide.kernel,
-        "backward_finish": backward_finish.kernel,
+        "postprocess": postprocess.kernel,
         "backward_gather": backward_gather.kernel,
     }
 

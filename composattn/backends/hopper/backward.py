@@ -18,7 +18,7 @@ from ...primitives.pieces import Pieces
 from ...primitives.pipelines import Slot, start_edges
 from ...primitives.q_tiles import ListedQueryRun, QueryRun
 from ...primitives.seqlen import Rows, rows_of
-from ...primitives.tile_scheduler import WorkOrder
+from ...primitives.tile_scheduler import TileScheduler
 from ...primitives.values import Fixed, narrow, permuted
 from ..fused.arguments import MainArguments, PiecesArguments
 from ..fused.fake import fake_arguments
@@ -81,7 +81,7 @@ class HopperBackward:
         mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
         layouts = Layouts.of(tiling, dtype)
         row_layout = cute.make_layout((tiling.tile_m,))
-        statistics = statistics_of(given.workspace, COUNTER, given.dq_sum, tiling.tile_m)
+        statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         first = [0, 1]
         copies = [
@@ -106,7 +106,7 @@ class HopperBackward:
             Operands(*(c[1] for c in copies)),
             layouts,
             statistics,
-            given.dq_sum,
+            given.dq_accum,
             given.turns,
             counter_of(given.workspace),
             order,
@@ -126,7 +126,7 @@ class HopperBackward:
             use_pdl=True,
         )
 
-    def order(self, given: MainArguments, mK: cute.Tensor, group) -> WorkOrder:
+    def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
         """Of the tiles of keys: heads whose queries stay in L2 together."""
         tiling, kv_heads = self.tiling, mK.shape[2]
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
@@ -134,8 +134,8 @@ class HopperBackward:
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
         if given.work is None:
-            return WorkOrder.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
-        return WorkOrder.listed(given.work, kv_heads, kv_heads, *section)
+            return TileScheduler.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
+        return TileScheduler.listed(given.work, kv_heads, kv_heads, *section)
 
     @cute.kernel
     def kernel(
@@ -144,7 +144,7 @@ class HopperBackward:
         tensors,
         layouts,
         statistics,
-        dq_sum,
+        dq_accum,
         turns,
         counter,
         order,
@@ -159,7 +159,7 @@ class HopperBackward:
     ):
         tiling = self.tiling
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
-        given = statistics, dq_sum, turns, order, pieces, numbers, scale, captured, scalars, queries, keys, group
+        given = statistics, dq_accum, turns, order, pieces, numbers, scale, captured, scalars, queries, keys, group
         call = Call(tmas, tensors, *given)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -351,9 +351,9 @@ class Call(Fixed):
     tmas: Operands
     tensors: Operands
     statistics: cute.Tensor
-    dq_sum: cute.Tensor
+    dq_accum: cute.Tensor
     turns: cute.Tensor | None
-    order: WorkOrder
+    order: TileScheduler
     pieces: Pieces | None
     numbers: Int32
     scale: Float32

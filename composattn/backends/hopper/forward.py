@@ -19,7 +19,7 @@ from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_ro
 from ...primitives.pipelines import Copies, Edge, Slot, start_edges
 from ...primitives.score_tile import ScoreTile
 from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
-from ...primitives.tile_scheduler import WorkOrder, WorkTile
+from ...primitives.tile_scheduler import TileScheduler, WorkTile
 from ...primitives.values import Fixed, choose, narrow, permuted
 from ..fused.arguments import ForwardArguments
 from ..fused.fake import fake_arguments
@@ -89,7 +89,7 @@ class HopperForward:
         tma_o, splits = None, None
         if const_expr(self.plan.is_split):
             tO, splits = given.out, Int32(given.out.shape[0])
-        elif const_expr(self.plan.stores_rows):
+        elif const_expr(self.plan.direct_store):
             tO = permuted(given.out, 1, 0, 2)
         else:
             mO = self.heads.view(queries.for_copies(given.out))
@@ -97,9 +97,9 @@ class HopperForward:
         kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
         section = (tiling.l2, tiling.heads_together)
         if const_expr(given.work is None):
-            order = WorkOrder.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
+            order = TileScheduler.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
         else:
-            order = WorkOrder.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
+            order = TileScheduler.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
         blocks = order.tiles if splits is None else order.tiles * splits
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
@@ -263,7 +263,7 @@ class Call(Fixed):
     tensors: Operands
     lse: cute.Tensor | None
     max_scores: cute.Tensor | None
-    order: WorkOrder
+    order: TileScheduler
     scale: Float32
     captured: tuple
     scalars: tuple
@@ -438,10 +438,10 @@ class QueryRows(Fixed):
         self.mods.apply_score(tile, ahead)
         if test is not None:
             test(tile)
-        self.softmax.step(tile, self.rescale, first, self.tiling.slack)
+        self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
 
     def rescale_output(self):
-        if self.tiling.slack:
+        if self.tiling.rescale_threshold:
             rescale_rows_if_needed(self.output, self.rescale)
         else:
             rescale_rows(self.output, self.rescale)
@@ -492,7 +492,7 @@ class QueryRows(Fixed):
         row_lse = cute.make_rmem_tensor(2, Float32)
         self.softmax.finish(normalizer, row_lse)
         rescale_rows(self.output, normalizer)
-        if self.me.plan.stores_rows:
+        if self.me.plan.direct_store:
             self.store_rows(call)
         else:
             self.store_output(call)

@@ -172,7 +172,7 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
         if const_expr(edge is not None):
             edge.wait(turn_slot)
         padded = self.work.padded
-        add_part(call.dq_sum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
+        add_part(call.dq_accum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
         if const_expr(edge is not None):
             cute.arch.sync_warp()
             edge.release(turn_slot, self.lane)

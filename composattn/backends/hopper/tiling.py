@@ -19,8 +19,8 @@ class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
 
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
-    computed, not after it was accumulated. `slack`: by how much, in log2 units, a row's maximum may rise before the
-    output is rescaled.
+    computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
+    maximum may rise before the output is rescaled.
     """
 
     stages: int
@@ -29,7 +29,7 @@ class HopperTiling(ForwardTiling):
     producer_registers: int
     pingpong: bool = False
     rescale_early: bool = False
-    slack: float = 8.0
+    rescale_threshold: float = 8.0
 
     @property
     def separate_o(self) -> bool:
@@ -46,7 +46,7 @@ class HopperTiling(ForwardTiling):
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.slack:g}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}",
         }
 
 

@@ -9,7 +9,7 @@ import torch
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.analysis.refreshed import Refreshed, distrusting, keeping_nothing, version
+from composattn.analysis.refreshed import Refreshed, distrusting, no_caching, version
 from composattn.analysis.tile_lists import Extent, KeyLists
 from composattn.backends.fused.work import WorkTables
 from composattn.call.problem import Problem
@@ -45,7 +45,7 @@ def test_a_value_that_is_rewritten_in_place_is_current_even_where_nothing_new_is
     source, table = torch.ones(2), torch.zeros(2)
     kept = Refreshed(table, [version(source)])
     source.mul_(5)
-    with keeping_nothing():
+    with no_caching():
         assert kept([version(source)], lambda: table.copy_(source)) is table
         assert kept([version(source)], lambda: torch.zeros(2)) is table, "it is up to date"
 
@@ -55,12 +55,12 @@ def test_a_work_table_is_made_each_time_and_used_if_there_is_one() -> None:
     problem = Problem.of(q, q, q)
     causal = Program(mask=ca.mask(lambda b, h, q, kv: q >= kv).expr)
     tables = WorkTables(problem, causal.intervals, 128, 128, "longest_first")
-    with keeping_nothing():
+    with no_caching():
         made = tables(NO_SEQUENCES)
         assert not tables.made
     kept = tables(NO_SEQUENCES)
     assert torch.equal(made, kept)
-    with keeping_nothing():
+    with no_caching():
         assert tables(NO_SEQUENCES) is kept
 
 
@@ -68,10 +68,10 @@ def test_lists_of_tiles_are_made_each_time_and_used_if_there_are_some() -> None:
     seen = torch.rand(3, 3) < 0.5
     mask = ca.mask(lambda b, h, q, kv: seen[q // 128, kv // 128])
     lists = KeyLists(mask.expr, Extent(384, 384, 1, 1, torch.device("cpu")), (128, 128))
-    with keeping_nothing():
+    with no_caching():
         made = lists.of_call()
         assert not lists.kept.value
     kept = lists.of_call()
     assert all(map(torch.equal, made, kept))
-    with keeping_nothing():
+    with no_caching():
         assert lists.of_call() is kept

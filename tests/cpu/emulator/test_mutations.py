@@ -83,9 +83,9 @@ def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
     arguments = MainArguments(*calls.arguments[plans.main.step])
-    arguments = arguments._replace(dq_sum=torch.zeros_like(arguments.dq_sum))
-    results = arguments.dq_sum, arguments.dk, arguments.dv
-    return _trial(calls.kernels[plans.main.step], arguments, results, zero=(arguments.dq_sum,))
+    arguments = arguments._replace(dq_accum=torch.zeros_like(arguments.dq_accum))
+    results = arguments.dq_accum, arguments.dk, arguments.dv
+    return _trial(calls.kernels[plans.main.step], arguments, results, zero=(arguments.dq_accum,))
 
 
 def _trial(

@@ -9,56 +9,56 @@ from ....primitives.lanes import add, neighbours, over_lanes
 from ....primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, permuted
-from ..arguments import PrepareArguments
+from ..arguments import PreprocessArguments
 from ..fake import fake_arguments
-from ..plan_backward import COUNTER, PreparePlan
+from ..plan_backward import COUNTER, PreprocessPlan
 
 THREADS = 256
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
-class BackwardPrepare:
+class Preprocess:
     """A block a query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
 
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
 
-    def __init__(self, plan: PreparePlan):
+    def __init__(self, plan: PreprocessPlan):
         self.plan, self.tiling = plan, plan.tiling
         chunks = -(-plan.head_dim_v // ELEMENTS)
         self.lanes = min(32, 1 << (chunks - 1).bit_length())
         self.passes = -(-chunks // self.lanes)
 
     def __repr__(self):
-        return "backward_prepare"  # becomes part of the kernel's name
+        return "preprocess"  # becomes part of the kernel's name
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given = PrepareArguments(*arguments)
+        given = PreprocessArguments(*arguments)
         queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
-        out, dout, dq_sum, work = given.out, given.dout, given.dq_sum, given.work
+        out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
         if const_expr(work is not None):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
-        statistics = statistics_of(given.workspace, COUNTER, dq_sum, self.tiling.tile_m)
+        statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
-        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_sum, counter, queries, work).launch(
-            grid=query_grid(dq_sum, work), block=(THREADS, 1, 1), stream=stream
+        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_accum, counter, queries, work).launch(
+            grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_sum, counter, queries, work):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, queries, work):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         tile, head, b = query_tile(work)
         if const_expr(work is None):
-            self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
+            self.prepare(out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b)
         else:
             if b >= 0:
-                self.prepare(out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b)
+                self.prepare(out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, statistics, dq_sum, queries, tile, head, b):
+    def prepare(self, out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b):
         thread = cute.arch.thread_idx()[0]
         sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
@@ -76,7 +76,7 @@ class BackwardPrepare:
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
             products.append(product)
-        self.clear(dq_sum[padded.b, head, padded.first + tile, None], thread)
+        self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         for step in cutlass.range_constexpr(len(rows)):
@@ -131,6 +131,6 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
         found[1][first + q] = delta
 
 
-def kernel(plan: PreparePlan) -> tuple:
+def kernel(plan: PreprocessPlan) -> tuple:
     """(function to compile, arguments to compile it with)."""
-    return BackwardPrepare(plan), fake_arguments(PrepareArguments.of(plan))
+    return Preprocess(plan), fake_arguments(PreprocessArguments.of(plan))
