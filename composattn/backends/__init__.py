@@ -13,6 +13,7 @@ import torch
 from .. import errors
 from ..analysis.program import Program
 from ..call.autograd import Differentiable
+from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from . import hopper, reference, streaming
@@ -32,20 +33,8 @@ class Call(Protocol):
     def captured_sums(self) -> str:
         """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_lse: bool,
-        sequences: Sequences = NO_SEQUENCES,
-        *,
-        return_max_scores: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(out, lse, max_scores); the latter may be None where nobody asked for them.
-
-        `sequences` are as the problem's layout says.
-        """
+    def __call__(self, inputs: Inputs, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
 
     def begin(
         self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

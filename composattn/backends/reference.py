@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..analysis.derived import refresh
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads
+from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
@@ -89,17 +90,8 @@ class ReferenceCall:
     def __init__(self, program: Program, scale: float) -> None:
         self.program, self.scale = program, scale
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_lse: bool,
-        sequences: Sequences = NO_SEQUENCES,
-        *,
-        return_max_scores: bool = False,
-    ) -> Three:
-        return _attention(_Dense(self.program, self.scale), q, k, v, sequences)
+    def __call__(self, inputs: Inputs, asked: Asked) -> Three:
+        return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

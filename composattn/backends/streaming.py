@@ -27,6 +27,7 @@ from ..analysis.bands import TileInterval
 from ..analysis.derived import refresh
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
+from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
@@ -108,17 +109,8 @@ class StreamingCall:
     def __init__(self, mods: Mods) -> None:
         self.mods = mods
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_lse: bool,
-        sequences: Sequences = NO_SEQUENCES,
-        *,
-        return_max_scores: bool = False,
-    ) -> Results:
-        return _attention(self.mods, q, k, v, sequences)
+    def __call__(self, inputs: Inputs, asked: Asked) -> Results:
+        return _attention(self.mods, *inputs[:3], inputs.sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -10,6 +10,13 @@ import torch
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
 
 
+class Asked(NamedTuple):
+    """What a call returns besides its output."""
+
+    lse: bool
+    max_scores: bool
+
+
 class Inputs(NamedTuple):
     """The tensors of a call, dense, packed (`varlen`) or with keys in pages (`paged`); see `Problem` for shapes."""
 

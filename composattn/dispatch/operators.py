@@ -36,7 +36,7 @@ from ..analysis.refreshed import distrusting, no_caching
 from ..backends.fused.captured import values
 from ..call.autograd import BackwardInputs, Differentiable
 from ..call.checks import check_blocks, check_contents, check_reads
-from ..call.inputs import Inputs
+from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import HINTS
 from ..call.strides import ordered
@@ -45,7 +45,7 @@ from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.scalar import Scalar, scalar_of
 from .kept import planned_of
-from .planned import Asked, Planned, asked_of, refuse_gradient
+from .planned import Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard
 from .transforms import break_graph
 

@@ -17,13 +17,12 @@ from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
 from ..call.block_sparse import Table
 from ..call.checks import check_blocks, check_contents, check_flag, check_reads
-from ..call.inputs import Inputs
+from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from . import transforms
 from .spoken import Spoken
 
-Asked = tuple[bool, bool]  # whether a call returns lse, and max_scores, besides its output
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
 
 
@@ -67,15 +66,12 @@ class Planned:
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
-            return asked_of(transforms.attend(self, inputs, asked[1]), asked)
+            return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
         call = self.prepared(inputs)
         check_contents(inputs)
         check_blocks(self._tables)
         check_reads(self.program, inputs)
-        q, k, v, *_ = inputs
-        return_lse, return_max_scores = asked
-        found = call(q, k, v, return_lse, inputs.sequences, return_max_scores=return_max_scores)
-        return asked_of(found, asked)
+        return asked_of(call(inputs, asked), asked)
 
     def prepared(self, inputs: Inputs) -> backends.Call:
         """The prepared call for inputs of this form, remembered."""
@@ -128,16 +124,15 @@ def asked_for(return_lse: bool, return_max_scores: bool) -> Asked:
         check_flag("return_lse", return_lse)
     if return_max_scores is not False:
         check_flag("return_max_scores", return_max_scores)
-    return return_lse, return_max_scores
+    return Asked(return_lse, return_max_scores)
 
 
 def asked_of(found: Any, asked: Asked) -> Any:
     """Of (out, lse, max_scores) what a call asked for, in this order; out alone is no tuple."""
     out, lse, max_scores = found
-    return_lse, return_max_scores = asked
-    if return_max_scores:
-        return (out, lse, max_scores) if return_lse else (out, max_scores)
-    return (out, lse) if return_lse else out
+    if asked.max_scores:
+        return (out, lse, max_scores) if asked.lse else (out, max_scores)
+    return (out, lse) if asked.lse else out
 
 
 def refuse_gradient(*tensors: torch.Tensor) -> None:

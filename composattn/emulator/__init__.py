@@ -11,7 +11,7 @@ The story, file by file:
     cluster       the scheduler, its modes, and the operations under way; block is one thread block's state
     memory        bounds, and for each word of shared memory who wrote and read it, by vector clocks; barriers pass
                   that knowledge on, so a race is found in every schedule, not only where it does harm
-    tensormap     boxes of tensors; findings: one class a kind of bug; mutate: does it notice? counts: instructions
+    tensormap     boxes of tensors; findings: one class a kind of bug; counts: instructions
 
     from composattn.emulator.capture import Captured
     from composattn.emulator.launch import run

@@ -11,6 +11,7 @@ import torch
 
 from ...analysis.program import Program
 from ...call.autograd import BackwardInputs, Grads, Results, attend
+from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
@@ -58,20 +59,12 @@ class FusedCall:
             self._launchers[returned] = self.launches(plan, self.kernel_of)
         return self._launchers[returned]
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_lse: bool,
-        sequences: Sequences = NO_SEQUENCES,
-        *,
-        return_max_scores: bool = False,
-    ) -> Outputs:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *self.captures)):
-            return attend(self.begin(self.scalars(), sequences, return_max_scores), q, k, v)
-        launcher = self.launcher(return_lse, return_max_scores)
-        return launcher(q, k, v, self.scale, self.captures, self.scalars(), sequences)
+    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
+        q, k, v, *_ = inputs
+        captures, scalars, sequences = self.captures, self.scalars(), inputs.sequences
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captures)):
+            return attend(self.begin(scalars, sequences, asked.max_scores), q, k, v)
+        return self.launcher(*asked)(q, k, v, self.scale, captures, scalars, sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

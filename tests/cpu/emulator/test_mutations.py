@@ -19,9 +19,9 @@ from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
-from composattn.emulator.mutate import MODES, Trial, Verdict, judge
 from composattn.emulator.program import Program
 from composattn.mods import causal
+from tests.cpu.emulator.mutate import MODES, Trial, Verdict, judge
 
 HAS_DSL = importlib.util.find_spec("cutlass") is not None
 NEEDS_DSL = pytest.mark.skipif(not HAS_DSL, reason="nvidia-cutlass-dsl is not installed")
