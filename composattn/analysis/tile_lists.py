@@ -27,7 +27,7 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
-from .derived import behind, refresh, value_of
+from .derived import behind, plain_tensors, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_cache, recording, version
@@ -170,7 +170,8 @@ class TileLists(ABC):
         own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
 
         def make() -> list[T]:
-            made = list(self._run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
+            with plain_tensors():
+                made = list(self._run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
             if not self.kept.value or not may_cache():
                 return made
             for old, new in zip(self.kept.value, made, strict=True):
@@ -191,15 +192,13 @@ class TileLists(ABC):
         grid = Tiles(x.q_len, x.kv_len, self.tile, b, h, x.device, q_lens, kv_lens, tensors, numbers, cuts=cuts)
         rows, columns = -(-x.q_len // self.tile[0]), -(-x.kv_len // min(self.tile[1], cuts[1] or self.tile[1]))
         step = max(1, _AT_ONCE // (b * h * columns * -(-self.tile[0] // (cuts[0] or self.tile[0]))))
-        # never inference tensors: those could not be written to again from outside of inference mode
-        with torch.inference_mode(False), torch.no_grad():
-            parts = []
-            for first in range(0, rows, step):
-                part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
-                parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
-            if len(parts) > 1:
-                parts = [tuple(torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), self.dims, strict=True))]
-            return [t.contiguous() for t in self.lists(*parts[0])]
+        parts = []
+        for first in range(0, rows, step):
+            part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
+            parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
+        if len(parts) > 1:
+            parts = [tuple(torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), self.dims, strict=True))]
+        return [t.contiguous() for t in self.lists(*parts[0])]
 
     def _joined(self, found: T, grid: Tiles) -> T:
         """The kinds of tiles, with what the bands know besides."""

@@ -2,8 +2,8 @@
 
 Whatever names the blocks becomes a table on its device, int8 or bool (B|1, H|1, Tq, Tkv), by a few torch operations
 with no host synchronisation, and the mask reads it at (b, h, q // R, kv // C) like any captured tensor. So blocks
-compose with masks and score mods, kernels visit what the table leaves (`graph.block_map`), whatever their own tile size
-is, and the backward's lists are made from the same table.
+compose with masks and score mods, kernels visit what the table leaves (`analysis.tile_lists`), whatever their own tile
+size is, and the backward's lists are made from the same table.
 """
 
 from __future__ import annotations

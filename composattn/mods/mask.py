@@ -125,7 +125,7 @@ class Mask(Mod):
     ) -> torch.Tensor:
         """int8 (B|1, H|1, Tq, Tkv): 0 empty, 1 partial, 2 full; partial may be pessimistic unless `refine`.
 
-        Found by interval arithmetic, in work and memory of the tiles; see `graph.tiles`.
+        Found by interval arithmetic, in work and memory of the tiles; see `analysis.tiles`.
         """
         from ..analysis.tiles import tiles
 

@@ -11,6 +11,7 @@ import torch
 import composattn as ca
 from benchmarks.host_work import Operations
 from composattn.analysis import rerun
+from composattn.analysis.refreshed import no_caching
 from composattn.analysis.rerun import Rerun
 from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, TileLists
 from composattn.mods import causal, document
@@ -134,3 +135,17 @@ def test_lists_of_new_contents_are_those_of_a_fresh_mask(
         blocks.copy_(torch.randint(0, 3, (2, 1, 10, 10)))
         ids.copy_(torch.randint(0, 9, (300,)).sort().values)
     assert kept._run._recorded is not None
+
+
+def test_lists_that_are_first_kept_in_inference_mode_are_written_to_outside_of_it() -> None:
+    ids = torch.arange(300) // 40
+    lists = KeyLists(document(ids).expr, Extent(300, 300, 1, 1, CPU), (48, 80))
+    for _ in range(2):  # recorded, with nothing kept
+        with no_caching():
+            lists.of_call()
+        ids.add_(1)
+    with torch.inference_mode():
+        lists.of_call()
+    ids.copy_(torch.arange(300) // 70)
+    fresh = KeyLists(document(ids.clone()).expr, Extent(300, 300, 1, 1, CPU), (48, 80))
+    assert all(map(torch.equal, lists.of_call(), fresh.of_call()))
