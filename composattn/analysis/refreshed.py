@@ -107,5 +107,7 @@ def memory_is_ours() -> bool:
     """Whether no CUDA graph is recorded or warmed up: the memory of those belongs to the graph."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is None or not trees.get_obj(trees.local, "tree_manager_containers")
+    trees, name = sys.modules.get("torch._inductor.cudagraph_trees"), "tree_manager_containers"
+    if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
+        return True  # before torch 2.13 threads that have no containers are not asked for them
+    return not trees.get_obj(trees.local, name)

@@ -120,15 +120,20 @@ class Recomputed:
         given = (known.q, known.k, known.v, *known.captured)
         leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
         q, k, v, *captured = leaves
+        asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
         with torch.enable_grad():
             out, lse, _ = self.forward(q, k, v, captured)
-        if not out.requires_grad and not lse.requires_grad:  # below an operator nothing is recorded
+            records = all(t.view_as(t).requires_grad for t in asked)
+        if not records:  # below an operator
             raise GradientUnsupported(
                 'this backend has no gradient inside torch.compile; use backend="streaming" there, or call it outside'
             )
-        dlse = torch.zeros_like(lse) if known.dlse is None else known.dlse
-        asked = [t for t, w in zip(leaves, known.wanted, strict=True) if w]
-        found = iter(torch.autograd.grad((out, lse), asked, (known.dout.to(out.dtype), dlse), allow_unused=True))
+        pairs = ((out, known.dout.to(out.dtype)), (lse, known.dlse))
+        flows = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]  # lse hangs on q and k alone
+        if not flows:
+            return (None,) * len(leaves)
+        results, gradients = zip(*flows, strict=True)
+        found = iter(torch.autograd.grad(results, asked, gradients, allow_unused=True))
         return tuple(next(found) if w else None for w in known.wanted)
 
 

@@ -32,6 +32,8 @@ def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> 
     """A call with these mods and options (scale, backend, deterministic, schedule)."""
     leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
     scale, backend, deterministic, schedule = options
+    if isinstance(scale, float):
+        scale = float(scale)  # numpy's floats, too, are written as Python's
     if schedule is not None:
         schedule = (
             schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa

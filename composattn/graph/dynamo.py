@@ -23,12 +23,12 @@ def teach_dynamo() -> bool:
     from torch._dynamo.variables import builtin
 
     if not hasattr(builtin.BuiltinVariable, "composattn_taught"):
-        builtin.BuiltinVariable.composattn_taught = True  # type: ignore[attr-defined]
         _teach_invert(builtin.BuiltinVariable)
         _teach_varying(builtin.BuiltinVariable)
-        if hasattr(builtin.BuiltinVariable, "_binop_handlers"):  # from torch 2.13 on
+        if hasattr(builtin.BuiltinVariable, "_binop_handlers"):
             _teach_comparisons(builtin.BuiltinVariable._binop_handlers())
         getattr(builtin.BuiltinVariable, "call_function_handler_cache", {}).clear()
+        builtin.BuiltinVariable.composattn_taught = True  # type: ignore[attr-defined]
     return True
 
 
@@ -60,11 +60,12 @@ def _teach_varying(builtins: Any) -> None:
 
 def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:
     """A row of Dynamo's own table for each: objects compare by their methods, with symbolic integers too."""
-    from torch._dynamo.variables import tensor, user_defined
+    from torch._dynamo.variables import constant, tensor, user_defined
 
     from .recorded import Recorded
 
     thing, number = user_defined.UserDefinedObjectVariable, tensor.SymNodeVariable
+    known = constant.ConstantVariable
 
     def by_method(name: str) -> Any:
         def compare(tx: Any, value: Any, other: Any) -> Any:
@@ -80,7 +81,8 @@ def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:
 
     for name in COMPARISONS:
         rows = handlers[getattr(operator, name)]
-        rows[:0] = [((thing, number), by_method(name)), ((number, thing), turned(name))]
+        # torch 2.11 makes `0 <= x` of `0 == x or 0 < x`, which asks x for a truth value
+        rows[:0] = [((thing, number), by_method(name)), *(((left, thing), turned(name)) for left in (number, known))]
 
 
 teach_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets

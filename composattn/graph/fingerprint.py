@@ -120,11 +120,17 @@ _ENDS = (str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _PURE_MODULES = ("math", "operator")
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TOLD_BY_FORM = frozenset(
+    {"device", "dim", "dtype", "element_size", "is_complex", "is_cuda", "is_floating_point", "ndim", "ndimension",
+     "nelement", "numel", "requires_grad", "shape", "size", "stride"}
+)  # fmt: skip
 DEEPEST = 8  # functions that call functions
 
 
 class Fingerprint:
     """`key` is equal for mods that say the same of tensors of the same form; `leaves` are the tensors and scalars.
+
+    Each part of it begins with its kind and says how many belong to it, so that no two mods give the same parts.
 
     The key speaks of functions by the identity of their `codes`: it holds for as long as those are kept.
     """
@@ -143,7 +149,7 @@ class Fingerprint:
             raise Unfit
         kind, owner = type(fn), None
         if kind is functools.partial:
-            self.parts += ("partial", *fn.keywords)
+            self.parts.append(("partial", len(fn.args), *fn.keywords))
             self._function(fn.func, depth + 1)
             self._ends((*fn.args, *fn.keywords.values()), depth)
             return
@@ -157,12 +163,12 @@ class Fingerprint:
         if found is None:
             raise Unfit
         self.codes.append(code)
-        self.parts.append(id(code))
+        named = fn.__kwdefaults__ or {}
+        self.parts.append(("code", id(code), len(fn.__defaults__ or ()), *named))
         if fn.__defaults__:
             self._ends(fn.__defaults__, depth)
-        if fn.__kwdefaults__:
-            self.parts += fn.__kwdefaults__
-            self._ends(fn.__kwdefaults__.values(), depth)
+        if named:
+            self._ends(named.values(), depth)
         for chain in found:
             self._end(_reached(chain, fn, owner), depth)
 
@@ -177,15 +183,15 @@ class Fingerprint:
         elif kind is int or kind is bool or isinstance(value, _ENDS):
             self.parts += (kind.__name__, value)
         elif kind is float:
-            self.parts.append(value.hex())
+            self.parts += ("float", value.hex())
         elif kind is tuple:
-            self.parts.append(len(value))
+            self.parts += ("tuple", len(value))
             self._ends(value, depth)
         elif _is_pure(value, kind):
-            self.parts.append(value)
+            self.parts += ("function", value)
         elif hasattr(kind, "composattn_fingerprint"):
             key, leaves = value.composattn_fingerprint()
-            self.parts.append(key)
+            self.parts += ("mod", key)
             for leaf in leaves:
                 self._leaf(leaf)
         elif kind in (types.FunctionType, types.MethodType, functools.partial):
@@ -197,9 +203,9 @@ class Fingerprint:
         """Which of the leaves it is, and of a tensor that is a new one its form."""
         for place, known in enumerate(self.leaves):
             if known is value:
-                self.parts.append(place)
+                self.parts += ("leaf", place)
                 return
-        self.parts.append(len(self.leaves))
+        self.parts += ("leaf", len(self.leaves))
         self.leaves.append(value)
         if type(value) in _TENSORS:
             self.parts.append(_tensor_form(value))
@@ -227,7 +233,7 @@ def _is_pure(value: Any, kind: type) -> bool:
 
 
 def _reached(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
-    """The value at the end of a chain; a tensor on the way ends it, as its form tells the rest."""
+    """The value at the end of a chain; a tensor on the way ends it, where its form tells the rest."""
     kind, place, attributes = chain
     try:
         if kind is CELL:
@@ -240,6 +246,8 @@ def _reached(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
             value = owner
         for name in attributes:
             if type(value) in _TENSORS:
+                if name not in _TOLD_BY_FORM:
+                    raise Unfit  # an attribute of the user's own, a count of writes: only tracing knows
                 return value
             value = getattr(value, name)
     except (AttributeError, KeyError, ValueError):

@@ -46,6 +46,7 @@ def _calls_a_mask(model: Model, ids: torch.Tensor) -> dict[str, Any]:
 
 
 MADE_INSIDE: dict[str, Callable[[Model, torch.Tensor], dict[str, Any]]] = {
+    "a constant on the left": lambda m, ids: {"mask_mod": lambda b, h, q, kv: (q - kv >= 0) & (q - kv < 5)},
     "a ready mask": lambda m, ids: {"mask_mod": causal()},
     "a ready mask turned around": lambda m, ids: {"mask_mod": ~causal()},
     "a condition turned around": lambda m, ids: {"mask_mod": lambda b, h, q, kv: ~(q < kv) & ~(ids[q] != ids[kv])},

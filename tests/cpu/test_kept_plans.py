@@ -224,6 +224,30 @@ def test_numbers_that_are_equal_but_not_the_same_are_told_apart(inputs: list[tor
         ca.attention(*inputs, scale=True)
 
 
+def by_torch(inputs: list[torch.Tensor], bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias)
+
+
+def test_an_attribute_of_the_users_own_on_a_tensor_is_seen_when_it_changes(inputs: list[torch.Tensor]) -> None:
+    ids: Any = torch.zeros(LENGTH, dtype=torch.int32)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for window in (5, 20, 5):
+        ids.window = window
+        out = ca.attention(*inputs, mask_mod=lambda b, h, q, kv: (q - kv < ids.window) & (ids[q] == ids[kv]))
+        torch.testing.assert_close(out, by_torch(inputs, distance < window))
+
+
+def test_a_length_is_told_apart_from_the_place_of_a_tensor(inputs: list[torch.Tensor]) -> None:
+    table = torch.linspace(-1, 1, LENGTH)
+
+    def scaled(read: torch.Tensor, other: Any) -> Any:
+        return lambda s, b, h, q, kv: s + read[kv] * (1.0 + len(other))
+
+    for other in (table, (), (1.0,), table):
+        out = ca.attention(*inputs, score_mod=scaled(table, other))
+        torch.testing.assert_close(out, by_torch(inputs, (table * (1.0 + len(other))).expand(LENGTH, -1)))
+
+
 def test_a_scalar_is_read_at_each_call(inputs: list[torch.Tensor], work: Work) -> None:
     cap = ca.scalar(2.0)
 

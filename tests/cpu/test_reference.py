@@ -165,3 +165,17 @@ def test_a_scalar_changed_after_the_call_does_not_change_its_gradients(generator
     expected = torch.autograd.grad(attend(q, k, v, score_mod=lambda s, b, h, q, kv: s * 2.0).sum(), q)[0]
     factor.value = 5.0
     torch.testing.assert_close(torch.autograd.grad(out.sum(), q)[0], expected)
+
+
+def test_gradients_where_little_depends_on_what_is_wanted() -> None:
+    q, k, v = (torch.randn(1, 2, 12, 8, dtype=torch.float64) for _ in range(3))
+    limits = torch.full((12,), 6.0, dtype=torch.float64)
+
+    def loss(v: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        mask = ca.mask(lambda b, h, q, kv: kv < limits[q])
+        return ca.attention(q, k, v, mask_mod=mask, backend="reference").square().sum()
+
+    of_v, of_limits = (torch.func.grad(loss, n)(v, limits) for n in (0, 1))
+    leaf = v.clone().requires_grad_()
+    torch.testing.assert_close(of_v, torch.autograd.grad(loss(leaf, limits), leaf)[0])
+    assert torch.equal(of_limits, torch.zeros_like(limits))

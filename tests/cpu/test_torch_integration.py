@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn.call.sequences import flatten
+from composattn.dispatch.spoken import heard
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
 
@@ -265,6 +267,13 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     named = (said.form, attention._number, True, True)
     torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
+
+
+def test_a_scale_of_numpys_is_a_number_in_words_too() -> None:
+    said = ca.Attention(scale=np.float64(0.25)).spoken
+    assert said is not None
+    _, options, _ = heard(said.form)
+    assert options == (0.25, None, None, None)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])

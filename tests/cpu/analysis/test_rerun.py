@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         x = drawn(20)
         assert torch.equal(run((x, None))[0], positions((x, None))[0])
-    assert run._recorded is None
+    assert run._known[1] is None
 
 
 @pytest.mark.parametrize("kind", [KeyLists, QueryLists])
@@ -134,7 +135,7 @@ def test_lists_of_new_contents_are_those_of_a_fresh_mask(
             assert torch.equal(found, wanted)
         blocks.copy_(torch.randint(0, 3, (2, 1, 10, 10)))
         ids.copy_(torch.randint(0, 9, (300,)).sort().values)
-    assert kept._run._recorded is not None
+    assert kept._run._known[1] is not None
 
 
 def test_lists_that_are_first_kept_in_inference_mode_are_written_to_outside_of_it() -> None:
@@ -149,3 +150,26 @@ def test_lists_that_are_first_kept_in_inference_mode_are_written_to_outside_of_i
     ids.copy_(torch.arange(300) // 70)
     fresh = KeyLists(document(ids.clone()).expr, Extent(300, 300, 1, 1, CPU), (48, 80))
     assert all(map(torch.equal, lists.of_call(), fresh.of_call()))
+
+
+def test_a_recording_is_kept_for_its_own_form_whatever_other_threads_ask_meanwhile() -> None:
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def compute(inputs: Sequence[Any], factor: float) -> list[torch.Tensor]:
+        result = [inputs[0] * factor]
+        if threading.current_thread() is recording:
+            inside.set()
+            assert goes_on.wait(10)
+        return result
+
+    run, x = Rerun(compute), torch.arange(4.0)
+    recording = threading.Thread(target=lambda: run((x,), (2.0,)))
+    run((x,), (2.0,))
+    recording.start()
+    assert inside.wait(10)
+    run((x,), (3.0,))
+    goes_on.set()
+    recording.join()
+    for factor in (3.0, 3.0, 2.0, -0.0, 0.0, 0.0):
+        found = run((x,), (factor,))[0]
+        assert torch.equal(found.signbit(), (x * factor).signbit()) and torch.equal(found, x * factor)

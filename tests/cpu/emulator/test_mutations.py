@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from collections import Counter
@@ -26,6 +27,9 @@ from tests.cpu.emulator.mutate import MODES, Trial, Verdict, judge
 HAS_DSL = importlib.util.find_spec("cutlass") is not None
 NEEDS_DSL = pytest.mark.skipif(not HAS_DSL, reason="nvidia-cutlass-dsl is not installed")
 
+
+FEW = dataclasses.replace(HOPPER, sms=2)
+"""So few multiprocessors that a block of the backward takes one tile of keys after the other."""
 
 # (queries, keys, query heads) of the trials, one key head each. The first has several tiles of both, cut. In the others
 # what a kernel compares comes out equal: whole tiles, one more or less, ends at either of the rows (r, r + 8) that a
@@ -74,18 +78,19 @@ def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
 def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     from composattn.backends.fused.arguments import MainArguments
     from composattn.backends.fused.launch_backward import BackwardLauncher
-    from composattn.backends.fused.plan_backward import plan_backward
+    from composattn.backends.fused.plan_backward import COUNTER, plan_backward
 
     q, k, v, dout = _inputs(dim, *shape)
     program = ca.Attention(mask_mod=causal()).program
     out, lse = ca.Attention(mask_mod=causal(), backend="streaming")(q, k, v, return_lse=True)
     calls = Calls()
-    plans = plan_backward(Problem.of(q, k, v), program, HOPPER, has_dlse=False)
+    plans = plan_backward(Problem.of(q, k, v), program, FEW, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
     arguments = MainArguments(*calls.arguments[plans.main.step])
     arguments = arguments._replace(dq_accum=torch.zeros_like(arguments.dq_accum))
     results = arguments.dq_accum, arguments.dk, arguments.dv
-    return _trial(calls.kernels[plans.main.step], arguments, results, zero=(arguments.dq_accum,))
+    counter = arguments.workspace[:COUNTER]  # of tiles of keys that were taken
+    return _trial(calls.kernels[plans.main.step], arguments, results, zero=(arguments.dq_accum, counter))
 
 
 def _trial(
@@ -95,9 +100,12 @@ def _trial(
 
     def launch(program: Program, mode: Mode) -> Result:
         for t in results:
-            t.fill_(0.0 if any(t is z for z in zero) else torch.nan)
+            t.fill_(torch.nan)
+        for t in zero:
+            t.zero_()
         plan = kernel.plan
-        return run(program, kernel.kernel.launch(*arguments, dynamic_shared=plan.shared_memory), mode)
+        call = kernel.kernel.launch(*arguments, dynamic_shared=plan.shared_memory, sms=plan.target.sms)
+        return run(program, call, mode)
 
     launch(kernel.kernel.program, Mode())
     good = [t.clone() for t in results]
@@ -128,7 +136,7 @@ def verdicts(direction: str, dim: int) -> Iterator[Verdict]:
 # of zeros beyond the end).
 HARMLESS = {
     "wait skipped": 4, "arrival dropped": 4, "barrier dropped": 2, "coordinate wrong": 2, "wgmma fence dropped": 4,
-    "commit dropped": 3, "comparison off by one": 15,
+    "commit dropped": 3, "comparison off by one": 17,
 }  # fmt: skip
 
 
