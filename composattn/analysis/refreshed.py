@@ -9,6 +9,7 @@ nothing new is kept.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ from typing import Generic, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+
+from ..graph.counters import is_shared
 
 V = TypeVar("V")
 
@@ -49,15 +52,32 @@ class Refreshed(Generic[V]):
 # --- whether a tensor was written to ---------------------------------------------------------------------------
 
 
-def version(tensor: torch.Tensor) -> tuple[object, int] | None:
+def version(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Changes when `tensor` is written to or its memory is another; None where nobody says so.
 
-    Torch counts writes by the version, but not `tensor.data = other`, which the address shows. Inference tensors and
-    those below a transform of torch.func have neither.
+    Torch counts writes by the version, but not `tensor.data = other`, which the address shows, and the storage where a
+    new one begins at the address of one that ended. Inference tensors and those below a transform of torch.func have
+    no version, and that of parameters that FSDP2 gathers stands still.
     """
     if tensor.is_inference() or is_functorch_wrapped_tensor(tensor):
         return None
-    return _distrust.get() or tensor._version, tensor.data_ptr()
+    storage = tensor.untyped_storage()
+    if _FSDP2 in sys.modules and _may_be_gathered(tensor, storage):
+        return None
+    # of a storage that ended the reference equals no other; it holds no memory
+    return _distrust.get() or tensor._version, tensor.data_ptr(), weakref.ref(storage)
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+def _may_be_gathered(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether FSDP2 may gather a parameter into this memory, at the same address and without counting it as written.
+
+    Torch leaves no mark on it. But it keeps a flat tensor of the same memory, and reads in mods of views of parameters
+    are of floating-point ones: lengths of sequences, slices of a batch's, stay trusted.
+    """
+    return (tensor.is_floating_point() or tensor.__class__ is torch.nn.Parameter) and is_shared(storage)
 
 
 _distrust: ContextVar[object] = ContextVar("distrust", default=None)

@@ -5,7 +5,8 @@ a `Lending` puts the tensors in their place for a call, and again for its backwa
 is told by their memory: the storage (watched by a weak reference, tensors themselves take none without getting in the
 way of `torch.utils.swap_tensors`), where in it they begin, and their form. When the storage goes, the capture waits for
 another tensor of that form, with the plans that read it: a new batch's mask is planned as the last one's was, and only
-what is derived from the tensor is computed. Few wait; the others go, and their plans with them.
+what is derived from the tensor is computed. Few wait; the others go, and their plans with them. The same memory may be
+lent by tensors whose writes are counted apart (`x` and `x.data`): to a capture that is as if the memory were another.
 """
 
 from __future__ import annotations
@@ -20,20 +21,24 @@ from typing import Any
 
 import torch
 
+from .counters import Counter, is_shared
 from .expr import Capture
 
 _lock = threading.RLock()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
 
 class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
-    __slots__ = ("__weakref__", "_held", "_lenders", "dependents", "epoch")
+    __slots__ = ("__weakref__", "_counter", "_held", "_last", "_lenders", "dependents", "epoch")
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
         self._lenders = 0
-        self.epoch = 0  # which memory it stands for, the first, the second, ...
+        self._last: int | None = None  # the id of the tensor that was followed last
+        self._counter: Counter | None = None  # its
+        self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
     @property
@@ -46,6 +51,18 @@ class Lent(Capture):
     @property
     def identity(self) -> int:
         return id(self)
+
+    def follow(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """From now on the writes that `tensor` counts are what tells of changes to its memory, `storage`."""
+        if id(tensor) == self._last and not is_shared(storage):
+            return  # alone in its memory, as it was; with another one there an id may be taken over
+        with _lock:
+            self._last = id(tensor)
+            if tensor.is_inference():
+                self._counter = None
+            elif self._counter is None or not self._counter.counts(tensor):
+                self._counter = Counter(tensor) if tensor.__class__ in _PLAIN else None
+                self.epoch += 1  # two counters may well say the same
 
     def lend(self, tensor: torch.Tensor) -> None:
         with _lock:
@@ -89,6 +106,8 @@ class Lending:
 
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
+        for capture, tensor in zip(self.captures, self.tensors, strict=True):
+            capture.follow(tensor, tensor.untyped_storage())
         return Lending(self.captures, self.tensors)
 
 
@@ -136,7 +155,9 @@ def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
     form = (user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
     key = (id(storage), tensor.storage_offset(), form)
     found = _known.get(key)
-    return found if found is not None else _begin(key, (*form, tensor.device), storage)
+    capture = found if found is not None else _begin(key, (*form, tensor.device), storage)
+    capture.follow(tensor, storage)
+    return capture
 
 
 def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent:
@@ -168,6 +189,7 @@ def _taken_over(form: Hashable) -> Lent | None:
         if of == form:
             del _idle[capture]
             capture.epoch += 1  # nothing that was derived from the memory before holds
+            capture._last = None
             return capture
     return None
 

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import composattn as ca
 from composattn.dispatch import kept, planned
 from composattn.graph import lent
+from composattn.graph.counters import Counter
 from composattn.graph.fingerprint import fingerprint
 from composattn.mods import alibi, causal, document, global_tokens, mod, padding, relative_bias, sliding_window, softcap
 
@@ -404,6 +405,54 @@ def test_captured_tensors_take_no_weak_references(inputs: list[torch.Tensor]) ->
 
 
 # --- a planned Attention -------------------------------------------------------------------------------------------
+
+
+def _documents(size: int) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.int32) // size
+
+
+def _within(ids: torch.Tensor) -> Any:
+    return lambda b, h, q, kv: ids[q] == ids[kv]
+
+
+def test_aliases_whose_writes_are_counted_apart_are_told_apart(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+    memory = torch.empty(256, dtype=torch.int32)
+
+    def found(ids: torch.Tensor, backend: str) -> list[torch.Tensor]:
+        out = ca.attention(q, k, v, mask_mod=_within(ids), backend=backend)
+        return [out, *torch.autograd.grad(out.float().sum(), (q, k, v))]
+
+    for size in (64, 16, 256):
+        alias = memory.data  # one counter each: all of them say 1 when they are read
+        alias.copy_(_documents(size))
+        for now, true in zip(found(alias, "hopper-emulated"), found(_documents(size), "reference"), strict=True):
+            torch.testing.assert_close(now, true, atol=3e-2, rtol=3e-2)
+
+
+def test_the_counter_of_a_tensor_is_told_from_others_that_say_the_same() -> None:
+    x = torch.zeros(4)
+    with torch.inference_mode():
+        counter = Counter(x)
+    x.add_(1)
+    apart = x.data
+    apart.add_(1)
+    assert apart._version == x._version == 1
+    assert [counter.counts(t) for t in (x, x[1:], x.detach(), apart)] == [True, True, True, False]
+    assert apart._version == x._version == 1
+    storage = weakref.ref(x.untyped_storage())
+    del x, apart
+    assert storage() is None, "the counter holds no memory"
+
+
+def test_a_view_beside_a_tensor_is_no_other_memory() -> None:
+    x = torch.zeros(4)
+    capture = lent.lent_for(x)
+    assert capture is not None
+    epoch = capture.epoch
+    view = x[:]
+    assert lent.lent_for(view) is capture and lent.lent_for(x) is capture
+    assert capture.epoch == epoch
 
 
 def test_an_attention_follows_new_memory_of_the_same_form(inputs: list[torch.Tensor]) -> None:

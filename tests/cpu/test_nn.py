@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import composattn as ca
 from composattn import errors
+from composattn.analysis.refreshed import version
 from composattn.mods import alibi, causal, document, sliding_window
 
 LENGTH = 24
@@ -209,6 +210,46 @@ def test_fully_sharded_modules_are_trained(one_process_group: None) -> None:
     (bias,) = sharded.parameters()
     assert bias.grad is not None
     torch.testing.assert_close(bias.full_tensor(), plain.attention.bias.data)
+
+
+@pytest.mark.parametrize("through", [lambda w: w, torch.Tensor.detach], ids=["parameter", "view"])
+def test_a_mask_follows_a_parameter_that_is_gathered_again_into_the_same_memory(
+    one_process_group: None, through: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    x = [torch.randn(1, 1, 256, 64).bfloat16() for _ in range(3)]
+
+    def near(reach: torch.Tensor, backend: str) -> Any:
+        mask = ca.mask(lambda b, h, q, kv: (q >= kv) & ((q - kv) * 1.0 < reach[h, q]))
+        return ca.attention(*x, mask_mod=mask, backend=backend)
+
+    class Near(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reach = torch.nn.Parameter(torch.ones(1, 1 << 20))
+
+        def forward(self) -> Any:
+            assert version(through(self.reach)) is None, "FSDP2 preserves the version"
+            return near(through(self.reach), "hopper-emulated")
+
+    module: Any = Near()
+    fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        for reach in (8.0, 200.0, 30.0):
+            module.reach.to_local().fill_(reach)
+            found = module()
+            module.reshard()
+            true = near(torch.full((1, 256), reach), "reference")
+            torch.testing.assert_close(found, true, atol=3e-2, rtol=3e-2)
+
+
+def test_beside_fully_sharded_modules_other_tensors_count_their_writes() -> None:
+    import torch.distributed.fsdp
+
+    alone, lengths = torch.nn.Parameter(torch.ones(4)), torch.arange(9)[2:5]
+    assert version(alone) == version(alone) is not None
+    assert version(lengths) == version(lengths) is not None
 
 
 class OverACaptured(torch.nn.Module):

@@ -5,6 +5,8 @@ There memory may be a CUDA graph's.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 import composattn as ca
@@ -30,6 +32,26 @@ def test_a_value_is_made_again_when_its_source_was_written_to_and_only_then() ->
     assert value() == 6.0
     with distrusting():
         assert [value(), value(), kept.version] == [6.0, 6.0, 4], "once, whatever the counter says"
+
+
+def test_memory_that_begins_where_other_memory_ended_is_told_apart() -> None:
+    room = torch.zeros(2)
+    source = torch.zeros(2)
+
+    def over_the_room() -> torch.Tensor:
+        """Memory at one address whoever asks, as an allocator gives a block out again."""
+        return torch.frombuffer((ctypes.c_float * 2).from_address(room.data_ptr()), dtype=torch.float32)
+
+    source.data = over_the_room()
+    before = version(source)
+    assert before == version(source)
+    room.fill_(1)
+    source.data = torch.zeros(2)
+    source.data = over_the_room()
+    after = version(source)
+    assert before is not None and after is not None
+    assert before[:2] == after[:2], "the address and the count are the same"
+    assert before != after
 
 
 def test_what_counts_no_writes_is_made_every_time() -> None:
