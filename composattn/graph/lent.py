@@ -164,13 +164,15 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
     number = id(storage)
 
     def ended(_: Any) -> None:
-        _watched.pop(number, None)
-        for gone, form in _of_storage.pop(number, ()):
-            capture = _known.pop(gone, None)
-            if capture is not None:
-                _idle[capture] = form
-        while len(_idle) > IDLE_LIMIT:
-            _drop(_idle.popitem(last=False)[0])
+        with _lock:
+            _watched.pop(number, None)
+            for gone, form in _of_storage.pop(number, ()):
+                capture = _known.pop(gone, None)
+                if capture is not None:
+                    _idle[capture] = form
+            too_many = [_idle.popitem(last=False)[0] for _ in range(len(_idle) - IDLE_LIMIT)]
+        for capture in too_many:
+            _drop(capture)
 
     with _lock:
         if number not in _watched:
@@ -185,9 +187,8 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
 def _taken_over(form: Hashable) -> Lent | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None  # each replay would write to tables that other calls count on
-    for capture, of in _idle.items():
-        if of == form:
-            del _idle[capture]
+    for capture, of in list(_idle.items()):  # a storage may end meanwhile, in this very thread
+        if of == form and _idle.pop(capture, None) is not None:
             capture.epoch += 1  # nothing that was derived from the memory before holds
             capture._last = None
             return capture
