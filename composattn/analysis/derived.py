@@ -21,6 +21,7 @@ from ..graph.expr import Capture
 from ..graph.lent import Lent
 from .refreshed import Refreshed, version
 from .rerun import Rerun
+from .streams import has_streams, stream_handle
 
 Recipe = Callable[..., torch.Tensor]
 Kind = TypeVar("Kind", bound="Derived")
@@ -36,7 +37,7 @@ class Derived(Capture):
         self._run = Rerun(lambda inputs: [recipe(*inputs).contiguous()])
         stamp = self._stamp()
         super().__init__(self._compute())
-        self._made = Refreshed(self.tensor, stamp)
+        self._made = Refreshed(self.tensor, stamp, self.tensor.device)
 
     @property
     def version(self) -> int:
@@ -83,12 +84,17 @@ class Upkeep:
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
         self.written = list(dict.fromkeys(c for c in behind(self.derived) if not isinstance(c, Derived)))
-        self._refreshed: Refreshed[None] = Refreshed(None)
+        on = self.derived[0].tensor.device if self.derived else None
+        self._streams_on = on if on is not None and has_streams(on) else None
+        self._refreshed: dict[int | None, Refreshed[None]] = {None: Refreshed(None)}  # by stream: each waits for itself
 
     def __call__(self) -> None:
         """To be called before each launch."""
         if self.derived:
-            self._refreshed([stamp(c) for c in self.written], lambda: refresh(self.derived))
+            stream = None if self._streams_on is None else stream_handle(self._streams_on)
+            if stream not in self._refreshed:
+                self._refreshed[stream] = Refreshed(None)
+            self._refreshed[stream]([stamp(c) for c in self.written], lambda: refresh(self.derived))
 
 
 def behind(captures: Iterable[Capture]) -> Iterator[Capture]:

@@ -9,6 +9,7 @@ nothing new is kept.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..graph.counters import is_shared
+from .streams import streams_of
 
 V = TypeVar("V")
 
@@ -26,27 +28,52 @@ V = TypeVar("V")
 class Refreshed(Generic[V]):
     """A value, made when it is first asked for and when the stamp of what it comes from is another.
 
-    What is made may be the value itself, rewritten in place.
+    What is made may be the value itself, rewritten in place. Threads make it one at a time. Streams of `device` come
+    after the one that made it, and one that makes it again comes after them; None: no memory of a device.
     """
 
-    __slots__ = ("_holding", "_stamp", "value", "version")
+    __slots__ = ("_kept", "_lock", "_streams", "version")
 
-    def __init__(self, value: V, stamp: Sequence[Hashable] | None = None) -> None:
-        self.value, self.version = value, 0
-        self._stamp, self._holding = stamp, ()  # type: tuple[Sequence[Hashable] | None, Sequence[object]]
+    def __init__(self, value: V, stamp: Sequence[Hashable] | None = None, device: torch.device | None = None) -> None:
+        # one object, so that a thread never reads the value of another stamp
+        self._kept: tuple[Sequence[Hashable] | None, V, Sequence[object]] = stamp, value, ()
+        self.version, self._lock = 0, threading.RLock()
+        self._streams = None if device is None else streams_of(device)
+        if stamp is not None and self._streams is not None:
+            self._streams.write()
+
+    @property
+    def value(self) -> V:
+        """As it is, up to date or not."""
+        return self._kept[1]
 
     def __call__(self, stamp: Sequence[Hashable], make: Callable[[], V], holding: Sequence[object] = ()) -> V:
         """The value up to date. A None in the stamp: nobody says whether it changed.
 
         `holding` is kept alive with the value: an address in the stamp is then nobody else's.
         """
-        if self._stamp is None or stamp != self._stamp or None in stamp:
+        made_for, value, _ = self._kept
+        if made_for is None or stamp != made_for or None in stamp:
+            return self._made_again(stamp, make, holding)
+        if self._streams is not None and not self._streams.know():
+            with self._lock:
+                self._streams.read(value)
+        return value
+
+    def _made_again(self, stamp: Sequence[Hashable], make: Callable[[], V], holding: Sequence[object]) -> V:
+        with self._lock:
+            made_for, value, _ = self._kept
+            if made_for is not None and stamp == made_for and None not in stamp:  # another thread made it meanwhile
+                if self._streams is not None:
+                    self._streams.read(value)
+                return value
+            if self._streams is not None:
+                self._streams.write()
             made = make()
-            if made is not self.value and not may_cache():
-                return made
-            self.value, self._stamp, self._holding = made, stamp, holding
-            self.version += 1
-        return self.value
+            if made is value or may_cache():
+                self._kept = stamp, made, holding
+                self.version += 1
+            return made
 
 
 # --- whether a tensor was written to ---------------------------------------------------------------------------

@@ -7,16 +7,17 @@ of the tiles and of the captured tensors, by torch operations on the device, wit
 `KeyLists` are what a forward visits (the kv tiles of each query tile), `QueryLists` what a backward does (the query
 tiles of each kv tile). Kernels receive them as two or three more captured tensors, `captures`, whose contents
 `of_call` gives: computed when first asked for, and again, into the same memory, when a captured tensor, a run-time
-number or the sequences' lengths changed since.
+number or the sequences' lengths changed since. Each thread has its own: what one is told others may not be done with.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -141,8 +142,8 @@ class TileLists(ABC):
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
-        self._run = Rerun(self._compute)
-        self.kept: Refreshed[list[T]] = Refreshed([])
+        self._own = _OfThread(self._compute, extent.device)
+        self._in_graphs: dict[int, list[T]] = {}  # read by CUDA graphs, which outlive the threads that recorded them
 
     def of_call(
         self,
@@ -163,22 +164,27 @@ class TileLists(ABC):
         places = [t for t in (*queries, *keys) if t is not None]
         seen: list[Hashable] = [*values, *(v for t in (*read, *places) for v in (t.shape, t.stride(), version(t)))]
         seen += [c.epoch for c in self.sources if isinstance(c, Lent)]
-        if places and recording(self.extent.device):
-            seen.append(None)  # a part of the graph: a replay must see the lengths of its time
         # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
         lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
 
+        of_thread, in_graph = self._own, recording(self.extent.device)
+
         def make() -> list[T]:
             with plain_tensors():
-                made = list(self._run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
-            if not self.kept.value or not may_cache():
+                made = list(of_thread.run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
+            if (in_graph and places) or not of_thread.kept.value or not may_cache():
                 return made
-            for old, new in zip(self.kept.value, made, strict=True):
+            for old, new in zip(of_thread.kept.value, made, strict=True):
                 old.copy_(new)
-            return self.kept.value
+            return of_thread.kept.value
 
-        return self.kept(seen, make, [*own, *places])
+        if in_graph and places:
+            return make()  # a part of the graph: a replay must see the lengths of its time
+        found = of_thread.kept(seen, make, [*own, *places])
+        if in_graph:
+            self._in_graphs[id(found)] = found
+        return found
 
     def _compute(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[T]:
         """The lists for `inputs`: what is read of each source, and the lengths of the sequences or None."""
@@ -228,6 +234,14 @@ class TileLists(ABC):
     @abstractmethod
     def lists(self, *kept: T) -> tuple[T, ...]:
         """The tensors, from what was kept, joined along `dims`."""
+
+
+class _OfThread(threading.local):
+    """What a thread keeps of lists: they hang on lengths and numbers of its calls."""
+
+    def __init__(self, compute: Callable[..., Sequence[T]], device: torch.device) -> None:
+        self.run = Rerun(compute)
+        self.kept: Refreshed[list[T]] = Refreshed([], device=device)
 
 
 class KeyLists(TileLists):

@@ -72,7 +72,7 @@ class _WindowsOf:
 
 
 class Windows(Derived):
-    """A table of windows, computed in place by one operation a level."""
+    """A table of windows, computed by one operation a level, aside: others may read what it was meanwhile."""
 
     __slots__ = ("_table",)
 
@@ -85,6 +85,7 @@ class Windows(Derived):
             x = self.sources[0].tensor
             if not hasattr(self, "_table"):
                 self._table = _Table(self.recipe, x)  # type: ignore[arg-type]
+                return self._table.of(x).clone()
             return self._table.of(x)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 from ...analysis.bands import TileInterval
 from ...analysis.derived import stamp as stamp_of
 from ...analysis.refreshed import Refreshed, may_cache, recording, version
+from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
@@ -148,6 +150,7 @@ def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: Order) -> torch.T
 class WorkTables:
     """The work tables of one form of calls, each made when its sequences are first seen or were written to since.
 
+    Each thread has its own, as it does lists of tiles.
     `intervals` None: lists of tiles say what is visited, and their counts are given at each call.
     """
 
@@ -157,8 +160,13 @@ class WorkTables:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
         # tiles in their own order are the same whatever the mask leaves them
         self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
-        self.dense: Visits | None = None  # where neither the tiles nor the lengths ever change
-        self.made: OrderedDict[Hashable, Refreshed[torch.Tensor | None]] = OrderedDict()  # by the sequences' tensors
+        self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
+        self._own = _OfThread()
+
+    @property
+    def made(self) -> OrderedDict[Hashable, Refreshed[torch.Tensor | None]]:
+        """The tables of this thread, by the sequences' tensors."""
+        return self._own.made
 
     def __call__(
         self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
@@ -174,13 +182,14 @@ class WorkTables:
             stamp += [stamp_of(c) for c in self.captures]
         if self.scalars:
             stamp += [s.value for s in self.scalars]
-        kept = self.made.get(key) or Refreshed(None)
+        made = self._own.made
+        kept = made.get(key) or Refreshed(None, device=self.problem.device)
         table = kept(stamp, lambda: self._make(sequences, counts, rows), sources)
         if kept.value is not None:
-            self.made[key] = kept
-            self.made.move_to_end(key)
-            if len(self.made) > MOST_TABLES:
-                self.made.popitem(last=False)
+            made[key] = kept
+            made.move_to_end(key)
+            if len(made) > MOST_TABLES:
+                made.popitem(last=False)
         return table  # type: ignore[return-value]
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
@@ -194,13 +203,21 @@ class WorkTables:
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
     def _visits(self, sequences: Sequences, rows: int | None) -> Visits:
-        if self.dense is not None:
-            return self.dense
+        in_graph = recording(self.problem.device)  # which comes after whatever stream made them
+        stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
+        found = next(iter(self.dense.values()), None) if in_graph else self.dense.get(stream)
+        if found is not None:
+            return found
         tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_cache() and not recording(self.problem.device) and all(t is None for t in sequences):
-            self.dense = visits
+        if may_cache() and not in_graph and all(t is None for t in sequences):
+            self.dense[stream] = visits
         return visits
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.made: OrderedDict[Hashable, Refreshed[torch.Tensor | None]] = OrderedDict()
 
 
 _forms: weakref.WeakValueDictionary[Hashable, WorkTables] = weakref.WeakValueDictionary()

@@ -92,7 +92,7 @@ def test_lists_of_tiles_are_made_each_time_and_used_if_there_are_some() -> None:
     lists = KeyLists(mask.expr, Extent(384, 384, 1, 1, torch.device("cpu")), (128, 128))
     with no_caching():
         made = lists.of_call()
-        assert not lists.kept.value
+        assert not lists._own.kept.value
     kept = lists.of_call()
     assert all(map(torch.equal, made, kept))
     with no_caching():

@@ -135,7 +135,7 @@ def test_lists_of_new_contents_are_those_of_a_fresh_mask(
             assert torch.equal(found, wanted)
         blocks.copy_(torch.randint(0, 3, (2, 1, 10, 10)))
         ids.copy_(torch.randint(0, 9, (300,)).sort().values)
-    assert kept._run._known[1] is not None
+    assert kept._own.run._known[1] is not None
 
 
 def test_lists_that_are_first_kept_in_inference_mode_are_written_to_outside_of_it() -> None:

@@ -134,7 +134,7 @@ def test_nothing_is_computed_again_while_nothing_changed(monkeypatch: pytest.Mon
     mask = ca.mask(lambda b, h, q, kv: table[(q * 3 + kv) % 64])
     lists = KeyLists(mask.expr, Extent(64, 64, 1, 1, CPU), (16, 16))
     lists.of_call()
-    monkeypatch.setattr(lists, "_run", None)
+    monkeypatch.setattr(lists._own, "run", None)
     lists.of_call()
     table[3] = True
     with pytest.raises(TypeError):

@@ -1,0 +1,59 @@
+"""CUDA streams that use the same memory: who writes to it waits for those that used it, and they for who wrote."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Streams:
+    """Which streams of a device know of memory that is rewritten now and then. Calls are made one at a time.
+
+    Work that a CUDA graph records has no part in it: torch waits for the whole device before it records.
+    """
+
+    __slots__ = ("_device", "_knowing")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._knowing: dict[int, torch.cuda.Stream] = {}  # by their handles; the first is the one that wrote
+
+    def know(self) -> bool:
+        """Whether the current stream comes after what was written."""
+        return stream_handle(self._device) in self._knowing
+
+    def read(self, memory: object) -> None:
+        """The current stream is about to read."""
+        if self.know() or torch.cuda.is_current_stream_capturing():
+            return
+        now = torch.cuda.current_stream(self._device)
+        now.wait_stream(next(iter(self._knowing.values()), now))
+        self._knowing[now.cuda_stream] = now
+        for tensor in memory if isinstance(memory, list | tuple) else [memory]:
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(now)  # its memory is no one else's before this stream is done with it
+
+    def write(self) -> None:
+        """The current stream is about to write, and is the only one that comes after it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        now = torch.cuda.current_stream(self._device)
+        for other in self._knowing.values():
+            if other != now:
+                now.wait_stream(other)
+        self._knowing = {now.cuda_stream: now}
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """None where no other stream can be in the way."""
+    return Streams(device) if has_streams(device) else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Not so a CPU, nor a GPU that is not there and only spoken of. Asking takes microseconds: not at each call."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+def stream_handle(device: torch.device) -> int:
+    """The stream that work on `device`, which has some, is put into now."""
+    # torch.cuda.current_stream makes an object each time
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
