@@ -120,7 +120,9 @@ class HopperForward:
             grid=(blocks, 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=tiling.blocks,
+            # said where there are several, else the kernel language asks the driver, which compiling must not need
+            preferred_smem_carveout=None if tiling.blocks == 1 else 100,
         )
 
     @cute.kernel
