@@ -15,7 +15,7 @@ from .tiling import forward_tiling
 
 def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
     from ..fused.kernels import combine, preprocess
-    from . import backward, backward_gather, backward_wide, forward, postprocess
+    from . import backward, backward_gather, backward_transposed, backward_wide, forward, postprocess
 
     return {
         "forward": forward.kernel,
@@ -23,6 +23,7 @@ def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
         "preprocess": preprocess.kernel,
         "backward": backward.kernel,
         "backward_wide": backward_wide.kernel,
+        "backward_transposed": backward_transposed.kernel,
         "postprocess": postprocess.kernel,
         "backward_gather": backward_gather.kernel,
     }

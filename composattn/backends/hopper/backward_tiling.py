@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import itertools
+from typing import Literal, NamedTuple
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -12,12 +13,27 @@ from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
 from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by_distance
 
+ROWS = 64  # of one warpgroup's product
+DK, DV = 0, 1  # the results that stay in registers
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens
+
+
+class Share(NamedTuple):
+    """Of one warpgroup: its blocks (of which result, number) of 64 rows of dVᵀ and dKᵀ, and its columns of dQ."""
+
+    blocks: tuple[tuple[int, int], ...]
+    first: int
+    columns: int
+
+    def of(self, result: int) -> list[int]:
+        """Its blocks of a result."""
+        return [number for which, number in self.blocks if which == result]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperBackwardTiling(BackwardTiling):
-    """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
+    """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys,
+    or (`transposed`) each has rows of dVᵀ and dKᵀ of all keys, see `shares`.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
@@ -41,6 +57,24 @@ class HopperBackwardTiling(BackwardTiling):
         return self.kernel == "backward_wide"
 
     @property
+    def transposed(self) -> bool:
+        return self.kernel == "backward_transposed"
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What each warpgroup has where dVᵀ and dKᵀ are shared: their blocks of 64 rows in turn, dQ to even it out."""
+        of_results = [(result, i) for result, rows in ((DV, self.dv), (DK, self.d)) for i in range(rows // ROWS)]
+        ends = [round(len(of_results) * n / self.warpgroups) for n in range(self.warpgroups + 1)]
+        shares: list[Share] = []
+        first = 0
+        for n, (begin, end) in enumerate(itertools.pairwise(ends)):
+            even = (2 * self.d + self.dv) // self.warpgroups - ROWS * (end - begin)
+            columns = self.d - first if n == self.warpgroups - 1 else even // 32 * 32
+            shares.append(Share(tuple(of_results[begin:end]), first, columns))
+            first += columns
+        return tuple(shares)
+
+    @property
     def statistic_stride(self) -> int:
         """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
         return -(-self.tile_m // 32) * 32
@@ -48,7 +82,7 @@ class HopperBackwardTiling(BackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_stages * self.tile_m * self.tile_n
+        scores = self.ds_stages * self.tile_m * self.tile_n * (2 if self.transposed else 1)
         statistics = 4 * self.statistic_stride * (self.q_stages + self.do_stages)
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
         if self.persistent:
@@ -56,7 +90,7 @@ class HopperBackwardTiling(BackwardTiling):
         return element_bytes * (stationary + moving + scores) + weights + 4 * self.distances + statistics + 2048
 
     def describe(self) -> dict[str, str]:
-        keys = "the same 64 keys" if self.shared_keys else "64 keys each"
+        keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"
         return {
             "stages": f"Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
             "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "

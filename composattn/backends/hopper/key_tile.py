@@ -19,7 +19,7 @@ from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
 from .backward_tiling import HopperBackwardTiling
-from .dq import dq_columns
+from .dq import key_columns
 from .wgmma import (
     ROWS,
     WARPGROUP,
@@ -60,8 +60,10 @@ class Layouts(NamedTuple):
 
     @staticmethod
     def of(tiling: HopperBackwardTiling, dtype) -> "Layouts":
-        k = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=dq_columns(tiling))
+        k = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=key_columns(tiling))
         v = tile_layout(dtype, tiling.tile_n, tiling.dv)
+        # what a warpgroup writes of transposed scores are whole swizzles, else they are rows
+        scores = tiling.tile_n // tiling.warpgroups if tiling.transposed else None
         leaving = k, v
         if tiling.persistent:
             dk, dv = (tile_layout(dtype, ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
@@ -71,7 +73,7 @@ class Layouts(NamedTuple):
             tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages),
             k,
             v,
-            tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages),
+            tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores),
             *leaving,
         )
 
@@ -105,6 +107,7 @@ class Block(Fixed):
         barriers = Barriers()
         self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
+        self.of_probabilities = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.transposed else None
         self.of_warpgroup = barriers.row(tiling.warpgroups, WARPGROUP)
 
         def row_statistics(stages):
@@ -119,6 +122,7 @@ class Block(Fixed):
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
         self.sQ, self.sdO = tiles(layouts.q), tiles(layouts.dout)
         self.sdS = tiles(layouts.ds)
+        self.sP = tiles(layouts.ds) if tiling.transposed else None
         # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
         self.sdK = self.sdV = None
         if tiling.persistent:
@@ -133,26 +137,31 @@ class Block(Fixed):
 
 
 class KeyWarpgroup(Warpgroup, abc.ABC):
-    """What the consumers of both backward kernels share: where their scores lie, dQ's way out, how a tile ends.
+    """What the consumers of all backward kernels share: where their scores lie, dQ's way out, how a tile ends.
 
-    Scores are (query, key) above the seam, in the registers of a transposed product.
+    Scores are (query, key) above the seam, in the registers of a product with keys as rows, unless `columns` says how
+    many keys are columns.
     """
 
     apart = ROWS  # keys between the first ones of neighbouring warpgroups
     row: Int32  # of this thread's first score in a tile
 
-    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread, columns: int | None = None):
         super().__init__(block, number, thread)
         self.tiling = tiling
-        self.mma_s = product(block.dtype, tiling.tile_m)
-        self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, tiling.tile_m))
-        self.shape = fragment_shape(tiling.tile_m).transposed
+        width = columns or tiling.tile_m
+        self.mma_s = product(block.dtype, width)
+        self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
+        self.shape = fragment_shape(width) if columns else fragment_shape(width).transposed
 
     def begin(self, work: KeyTile) -> None:
         """Another tile of keys."""
         self.work = work
-        first = work.n * self.tiling.tile_n + self.warpgroup * self.apart
-        self.first_kv = first + (self.thread // 32) * self.shape.warp_columns + self.shape.lane_column(self.lane)
+        self.first_kv = self.first_key(work.n * self.tiling.tile_n + self.warpgroup * self.apart)
+
+    def first_key(self, first):
+        """This thread's first key, of those of the warpgroup from `first` on: warps have keys of their own."""
+        return first + (self.thread // 32) * self.shape.warp_columns + self.shape.lane_column(self.lane)
 
     def begin_head(self, mods: BackwardMods, head, leaves) -> None:
         self.head = head
@@ -172,10 +181,15 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
         if const_expr(edge is not None):
             edge.wait(turn_slot)
         padded = self.work.padded
-        add_part(call.dq_accum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
+        target = call.dq_accum[padded.b, self.head, padded.first + m, None]
+        add_part(target, tQrdQ, self.first_dq(cute.size(tQrdQ)), self.thread)
         if const_expr(edge is not None):
             cute.arch.sync_warp()
             edge.release(turn_slot, self.lane)
+
+    def first_dq(self, count: int):
+        """Which number of dQ its part begins with, of `count` numbers a thread."""
+        return self.warpgroup * (count * WARPGROUP)
 
     def finish(self, call) -> None:
         """dK and dV to memory: rounded, through shared memory, or as the sums of a piece."""

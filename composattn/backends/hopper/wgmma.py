@@ -72,13 +72,21 @@ def product(dtype, columns: int, left=K, right=K, left_in_registers: bool = Fals
 
 def issue(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
     """Starts a product, one group for `warpgroup.wait_group`."""
+    issue_together(mma, [(accumulator, a)], b, accumulate)
+
+
+def issue_together(
+    mma: cute.TiledMma, products: Iterable[tuple[cute.Tensor, cute.Tensor]], b: cute.Tensor, accumulate: bool
+) -> None:
+    """Starts products (accumulator, left operand) with one right operand, all of them one group."""
     warpgroup.fence()
-    # an atom of its own: its accumulate flag changes along the way
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for step in range(cute.size(a, mode=[2])):
-        cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    for accumulator, a in products:
+        # an atom of its own: its accumulate flag changes along the way
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for step in range(cute.size(a, mode=[2])):
+            cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
 
@@ -106,8 +114,9 @@ def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
 
 
 def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
-    """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four at a time."""
-    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
+    """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four (or two) at a time."""
+    matrices = 4 if mma.shape_mnk[1] % 16 == 0 else 2
+    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, matrices), dtype)
     return cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
 
 
@@ -150,11 +159,10 @@ def wait_read(condition: Boolean):
 # As the product left them: chunk j of thread t, 16 bytes, lies at 4 * (j * threads + t) of the warpgroup's part.
 
 
-def add_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """Registers added to memory that other blocks add to as well."""
-    count = cute.size(registers)
-    start = target.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
-    for j in range(count // 4):
+def add_part(target: cute.Tensor, registers: cute.Tensor, first, thread) -> None:
+    """Registers added to memory that other blocks add to as well, the part being what begins at number `first`."""
+    start = target.iterator + (first + thread * 4)
+    for j in range(cute.size(registers) // 4):
         cute.arch.inline_ptx(
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[start + j * 4 * WARPGROUP, *(registers[4 * j + e] for e in range(4))],

@@ -1,0 +1,211 @@
+"""The backward kernel for Hopper whose warpgroups share dVᵀ and dKᵀ by rows, over more keys than each could have alone."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...primitives.values import Fixed, permuted
+from ..fused.arguments import MainArguments
+from ..fused.fake import fake_arguments
+from ..fused.plan_backward import BackwardPlan
+from .backward import HopperBackward
+from .backward_tiling import DK, DV, HopperBackwardTiling
+from .dq import DqColumns
+from .key_tile import Block, KeyTile, KeyWarpgroup
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    issue,
+    issue_together,
+    narrowed,
+    product,
+    put,
+    row_column_view,
+    send,
+    store_matrix,
+    store_part,
+)
+
+
+class HopperBackwardTransposed(HopperBackward):
+    """Roles: warp 0 copies; each warpgroup has the scores of some keys, and of all keys blocks of 64 rows of dVᵀ, dKᵀ.
+
+        S = Q Kᵀ    dP = dO Vᵀ    dVᵀ += dOᵀ P    dKᵀ += Qᵀ dS    dQ = dS K
+
+    What is added to memory for dQ, all of a tile once for every tile of keys, falls with the keys that a block has: of
+    D 192, 96 keys where `HopperBackwardWide` has 64. P and dS go through shared memory, as each product but the scores
+    takes all keys. Edges as in `HopperBackward`. Timeline of two warpgroups for query tile i, the one with dVᵀ:
+
+        S, dP issued | P written | all: P written | dVᵀ issued | dS written | all: dS written | dQ issued |
+        dQ to memory
+
+    and the one with dKᵀ, whose dS is computed and whose dQ leaves while products of the other one run:
+
+        S, dP issued | P written |                               dS written | all: dS written | dQ, dKᵀ issued |
+        dQ to memory
+    """
+
+    def __repr__(self):
+        return "backward_transposed"  # becomes part of the kernel's name
+
+    @cute.jit
+    def consume(self, call, block):
+        thread = cute.arch.thread_idx()[0]
+        number = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
+        for n in cutlass.range_constexpr(self.tiling.warpgroups):
+            if number == n:
+                self.walk(call, block, Sharer(self.tiling, block, thread % WARPGROUP, n))
+
+
+class Sum(Fixed):
+    """64 rows of dVᵀ or dKᵀ in registers, over all keys of the block, and what their left operand is."""
+
+    def __init__(self, result: int, number: int, mma: cute.TiledMma, block: Block):
+        self.result, self.number = result, number
+        (queries, _, _), (_, keys, _) = block.sQ.shape, block.sP.shape
+        total, tile = mma.get_slice(0), permuted((block.sQ, block.sdO)[result], 1, 0, 2)
+        mine = cute.local_tile(tile, (ROWS, cute.size(queries)), (number, 0, None))
+        self.left = total.make_fragment_A(total.partition_A(mine))
+        self.registers = cute.make_rmem_tensor(total.partition_shape_C((ROWS, cute.size(keys))), Float32)
+
+
+class Sharer(KeyWarpgroup):
+    """One warpgroup: tSrS and tSrdP (queries, keys of its own), its blocks of dVᵀ and dKᵀ (d, keys), columns of dQ."""
+
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
+        keys = self.apart = tiling.tile_n // tiling.warpgroups
+        super().__init__(tiling, block, number, thread, columns=keys)
+        dtype, share = block.dtype, tiling.shares[number]
+        self.mma_sum = product(dtype, tiling.tile_n, left=MN, right=MN)
+        s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
+        sK, sV = [
+            cute.local_tile(t, (keys, columns), (number, 0))
+            for t, columns in ((block.sK, tiling.d), (block.sV, tiling.dv))
+        ]
+        self.tSrQ, self.tSrdO = s.make_fragment_A(s.partition_A(block.sQ)), s.make_fragment_A(s.partition_A(block.sdO))
+        self.tSrK, self.tSrV = s.make_fragment_B(s.partition_B(sK)), s.make_fragment_B(s.partition_B(sV))
+        # by result, dK first
+        self.right = [total.make_fragment_B(total.partition_B(permuted(t, 1, 0, 2))) for t in (block.sdS, block.sP)]
+        self.sums = [Sum(*which, self.mma_sum, block) for which in share.blocks]
+        self.has_dv, self.has_dk = bool(share.of(DV)), bool(share.of(DK))
+        self.dq = DqColumns(share, block, tiling.tile_m, tiling.tile_n)
+        self.store = store_matrix(self.mma_s, dtype, thread)
+        self.tSsP, self.tSsdS = [
+            self.store.partition_D(cute.local_tile(t, (ROWS, keys), (0, number, None))) for t in (block.sP, block.sdS)
+        ]
+        self.row = (thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
+
+    def first_key(self, first):
+        """Warps have queries of their own."""
+        return first + self.shape.lane_column(self.lane)
+
+    def first_dq(self, count: int):
+        return self.dq.first
+
+    def statistics(self, shared: cute.Tensor, stage) -> list[Float32]:
+        return [shared[self.row + offset, stage] for offset in self.shape.row_offsets]
+
+    def begin(self, work: KeyTile) -> None:
+        super().begin(work)
+        for mine in self.sums:
+            mine.registers.fill(0.0)
+
+    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+        """One query tile: its part of dQ to memory, its parts of dVᵀ and dKᵀ to registers."""
+        block, stage = self.block, ds_slot.index
+        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
+        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        scores, gradients = row_column_view(tSrS), row_column_view(tSrdP)
+        at = self.mods.evaluator(self.tile(scores, m))
+        self.mods.read_ahead(at)
+        block.q_edge.wait(q_slot)
+        issue(self.mma_s, tSrS, self.tSrQ[None, None, None, q_slot.index], self.tSrK, False)
+        block.do_edge.wait(do_slot)
+        issue(self.mma_s, tSrdP, self.tSrdO[None, None, None, do_slot.index], self.tSrV, False)
+        lse, delta = self.statistics(block.sLse, q_slot.index), self.statistics(block.sDelta, do_slot.index)
+        p_early = self.tiling.p_early and not self.mods.backward.one_pass
+        if const_expr(p_early):
+            warpgroup.wait_group(1)
+            self.mods.probabilities(at, lse, tested)
+            self.write(tSrS, self.tSsP, stage)
+            self.meet_for_probabilities()
+            self.add_sums(DV, do_slot, stage)
+            warpgroup.wait_group(1 if self.has_dv else 0)
+            self.mods.score_gradients(at, gradients, delta)
+        else:
+            warpgroup.wait_group(0)
+            self.mods.both(at, lse, gradients, delta, tested)
+            self.write(tSrS, self.tSsP, stage)
+        self.mods.sum_captured(at, gradients, None)()
+        self.write(tSrdP, self.tSsdS, stage)
+        cute.arch.fence_view_async_shared()
+        # with two buffers, whoever passes here has read the buffers that will be written next
+        self.sync_consumers()
+        if const_expr(not p_early):
+            self.add_sums(DV, do_slot, stage)
+        tQrdQ = self.dq.issue(stage)
+        self.add_sums(DK, q_slot, stage)
+        warpgroup.wait_group(1 if self.has_dk else 0)
+        block.do_edge.release(do_slot, self.lane)
+        self.add_dq(call, m, tQrdQ, turn_slot)
+        warpgroup.wait_group(0)
+        block.q_edge.release(q_slot, self.lane)
+
+    def write(self, values: cute.Tensor, places: cute.Tensor, stage) -> None:
+        """Scores, rounded, to the operand of all."""
+        rounded = narrowed(values, self.block.dtype)
+        cute.copy(self.store, self.store.retile(rounded), places[None, None, None, stage])
+
+    def meet_for_probabilities(self) -> None:
+        """Who has blocks of dVᵀ waits for all others' P."""
+        cute.arch.fence_view_async_shared()
+        if self.has_dv:
+            self.block.of_probabilities.meet()
+        else:
+            self.block.of_probabilities.arrive()
+
+    def add_sums(self, result: int, slot, stage) -> None:
+        """Starts the products of its blocks of a result, if it has any."""
+        products = [(s.registers, s.left[None, None, None, slot.index]) for s in self.sums if s.result == result]
+        if products:
+            issue_together(self.mma_sum, products, self.right[result][None, None, None, stage], True)
+
+    def scale_sums(self, call):
+        for mine in self.sums:
+            if mine.result == DK:
+                for i in range(cute.size(mine.registers)):
+                    mine.registers[i] = mine.registers[i] * call.scale
+
+    def leave_piece(self, call):
+        work = self.work
+        for mine in self.sums:
+            store_part(call.pieces.sums[mine.result][work.piece.slot, None], mine.registers, mine.number, self.thread)
+        call.pieces.note(work, (self.warpgroup == 0) & (self.thread == 0))
+
+    def write_keys(self, call):
+        """Through the shared memory of K and V, which all warpgroups have read."""
+        block, tiling = self.block, self.tiling
+        self.sync_consumers()
+        for mine in self.sums:
+            shared = permuted((block.sK, block.sV)[mine.result], 1, 0)
+            rows = cute.local_tile(shared, (ROWS, tiling.tile_n), (mine.number, 0))
+            put(self.mma_sum, narrowed(mine.registers, block.dtype), rows, self.thread, transposed=True)
+        send(self.outputs(call), self.sync_consumers)
+
+    def outputs(self, call):
+        """dV leaves by the first warpgroup, dK by the last one."""
+        block, tiling, work = self.block, self.tiling, self.work
+        for result, sender, shared, columns in (
+            (DV, 0, block.sV, tiling.dv),
+            (DK, tiling.warpgroups - 1, block.sK, tiling.d),
+        ):
+            if self.warpgroup == sender:
+                tiles = work.keys.tiles(call.tensors.results[result], work.kv_head, (tiling.tile_n, columns))
+                yield self.is_first_warp(), call.tmas.results[result], shared, tiles, work.n
+
+
+def kernel(plan: BackwardPlan) -> tuple:
+    """(function to compile, arguments to compile it with)."""
+    return HopperBackwardTransposed(plan), fake_arguments(MainArguments.of(plan))
