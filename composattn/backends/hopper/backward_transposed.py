@@ -149,9 +149,12 @@ class Sharer(KeyWarpgroup):
         self.add_sums(DK, q_slot, stage)
         warpgroup.wait_group(1 if self.has_dk else 0)
         block.do_edge.release(do_slot, self.lane)
+        if const_expr(not self.has_dk):
+            block.q_edge.release(q_slot, self.lane)
         self.add_dq(call, m, tQrdQ, turn_slot)
-        warpgroup.wait_group(0)
-        block.q_edge.release(q_slot, self.lane)
+        if const_expr(self.has_dk):
+            warpgroup.wait_group(0)
+            block.q_edge.release(q_slot, self.lane)
 
     def write(self, values: cute.Tensor, places: cute.Tensor, stage) -> None:
         """Scores, rounded, to the operand of all."""
