@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from composattn.backends.fused.gradient import FusedGradient
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.backward_tiling import DK, DV
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document, neighborhood, prefix_lm
 from composattn.mods.mask import Mask
@@ -48,14 +50,30 @@ READING = {
 }
 
 
+# dKᵀ and dVᵀ shared by rows: changes of the tiling for D or Dv above 128
+TRANSPOSED: dict[str, Any] = {"kernel": "backward_transposed", "tile_n": 96, "p_early": True}
+OF_THREE: dict[str, Any] = TRANSPOSED | {"warpgroups": 3, "consumer_registers": 160}
+
+
 def plans(
-    mods: str, d: int, dtype: torch.dtype = torch.bfloat16, *, deterministic: bool = False, packed: bool = False
+    mods: str,
+    d: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    dv: int | None = None,
+    deterministic: bool = False,
+    packed: bool = False,
+    **changes: Any,
 ) -> BackwardPlans:
     score, mask = (MODS | READING)[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
     layout = Layout("packed", "packed", used_q=True, used_kv=True) if packed else DENSE
-    problem = Problem(1, 4, 2, LENGTH, LENGTH, d, d, dtype, torch.device("cpu"), layout=layout)
-    return plan_backward(problem, program, HOPPER, deterministic=deterministic)
+    problem = Problem(1, 4, 2, LENGTH, LENGTH, d, dv or d, dtype, torch.device("cpu"), layout=layout)
+    planned = plan_backward(problem, program, HOPPER, deterministic=deterministic)
+    if not changes:
+        return planned
+    tiling = dataclasses.replace(planned.main.tiling, **changes)
+    return plan_backward(problem, program, HOPPER, deterministic=deterministic, tiling=tiling)
 
 
 # by lists of tiles
@@ -103,6 +121,53 @@ def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
         assert made.spills == 0
         assert made.mnemonics["WARPGROUP"] <= 14
         assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+
+
+SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("plain-full", 192, 192, TRANSPOSED),
+    ("plain-causal", 192, 192, TRANSPOSED),
+    ("alibi-causal", 192, 192, TRANSPOSED),
+    ("softcap-causal", 192, 192, TRANSPOSED),
+    ("grid", 192, 192, TRANSPOSED),
+    ("plain-causal", 192, 192, TRANSPOSED | {"deterministic": True}),
+    ("documents-by-offsets", 192, 192, TRANSPOSED | {"deterministic": True}),
+    ("plain-causal", 192, 128, TRANSPOSED),
+    ("relative-full", 192, 128, TRANSPOSED),
+    ("plain-causal", 256, 128, TRANSPOSED),
+    ("plain-causal", 192, 192, OF_THREE),
+    ("plain-full", 192, 192, TRANSPOSED | {"p_early": False}),
+]
+
+
+@pytest.mark.parametrize(("mods", "d", "dv", "changes"), SHARED)
+def test_transposed_sums_spill_nothing_and_overlap(
+    mods: str, d: int, dv: int, changes: dict[str, Any], folder: Path
+) -> None:
+    plan = plans(mods, d, dv=dv, **changes).main
+    made = compile_offline(plan, folder)
+    assert plan.step == "backward_transposed" and made.shared_memory <= HOPPER.shared_memory
+    if made.stack is not None:
+        assert made.stack == 0
+    if made.mnemonics:
+        t = plan.tiling
+        scores, blocks = (t.d + t.dv) // 16, (t.d + t.dv) // 64
+        assert made.mnemonics["HGMMA"] == t.warpgroups * (scores + t.tile_n // 16) + blocks * t.tile_m // 16
+        assert made.spills == 0
+        # of a warpgroup: an arrive a product, and at most four waits
+        assert made.mnemonics["WARPGROUP"] <= 9 * t.warpgroups
+        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+
+
+def test_what_each_warpgroup_has_of_transposed_sums() -> None:
+    def of(d: int, dv: int, **changes: Any) -> list[tuple[list[int], list[int], int, int]]:
+        tiling = plans("plain-full", d, dv=dv, **changes).main.tiling
+        return [(share.of(DV), share.of(DK), share.first, share.columns) for share in tiling.shares]
+
+    assert of(192, 192, **TRANSPOSED) == [([0, 1, 2], [], 0, 96), ([], [0, 1, 2], 96, 96)]
+    # who has less of dV and dK has more of dQ
+    assert of(192, 128, **TRANSPOSED) == [([0, 1], [], 0, 128), ([], [0, 1, 2], 128, 64)]
+    assert of(256, 128, **TRANSPOSED) == [([0, 1], [0], 0, 128), ([], [1, 2, 3], 128, 128)]
+    assert of(192, 192, **OF_THREE) == [([0, 1], [], 0, 64), ([2], [0], 64, 64), ([], [1, 2], 128, 64)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -24,10 +24,13 @@ from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.findings import SharedRace
 from composattn.emulator.launch import Stream
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from tests.support import outlier_normal
+from tests.compile.test_backward import OF_THREE, TRANSPOSED
+from tests.support import outlier_normal, sampled
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70
 
@@ -85,6 +88,8 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "all-cut-in-order": (("window", torch.float16, 2, 1, 200, 200, 128, 96, False, True), LEAVE, (2, 0, 3)),
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
     "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (3, 2, 2)),
+    "transposed-all-cut": (("causal", torch.bfloat16, 4, 1, 150, 200, 192, 192, True, False), TRANSPOSED, (3, 0, 2)),
+    "transposed-last-cut": (("plain", torch.bfloat16, 2, 2, 250, 170, 192, 128, False, False), TRANSPOSED, (4, 3, 3)),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
     "stay-d96": (("window", torch.float16, 3, 3, 150, 270, 96, 80, False, False), STAY, None),
     "stay-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), STAY, None),
@@ -101,12 +106,40 @@ def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generat
     check(facts, folder, generator, target, None if cut is None else Cut(*cut), **changes)
 
 
+# facts as above, changes of the tiling
+TRANSPOSED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "plain-ragged-d192": (("plain", torch.bfloat16, 1, 1, 100, 130, 192, 192, True, False), TRANSPOSED),
+    "causal-gqa2-d192": (("causal", torch.bfloat16, 4, 2, 200, 200, 192, 192, True, False), TRANSPOSED),
+    "window-d192-in-order": (("window", torch.float16, 1, 1, 250, 250, 192, 192, False, True), TRANSPOSED),
+    "softcap-gqa2-d192-dv128": (("softcap", torch.bfloat16, 2, 1, 150, 150, 192, 128, True, False), TRANSPOSED),
+    "hidden-d192-dv128": (("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 128, True, False), TRANSPOSED),
+    "alibi-d256-dv128": (("alibi", torch.float16, 2, 2, 150, 150, 256, 128, False, False), TRANSPOSED),
+    "causal-d192-of-three": (("causal", torch.bfloat16, 1, 1, 200, 250, 192, 192, True, False), OF_THREE),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(TRANSPOSED_CASES))
+def test_sums_of_transposed_products_match_fp64(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    facts, changes = TRANSPOSED_CASES[case]
+    check(facts, folder, generator, mode=mode, **changes)
+
+
+def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:
+    """Who has no part of dV does not wait for those that read P."""
+    with pytest.raises(SharedRace, match="last read by wgmma"):
+        check(TRANSPOSED_CASES["plain-ragged-d192"][0], folder, generator, **TRANSPOSED, ds_stages=1)
+
+
 def check(
     case: Any,
     folder: Path,
     generator: torch.Generator,
     target: Target = HOPPER,
     cut: Cut | Literal["auto"] | None = "auto",
+    mode: Mode = EAGER,
     **changes: Any,
 ) -> None:
     mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse, in_order = (
@@ -132,7 +165,7 @@ def check(
 
     def kernel_of(plan: Plan) -> Any:
         kernel = Captured(*generated(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
-        return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
+        return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory), mode)
 
     given: dict[str, Any] = {"has_dlse": through_lse, "deterministic": in_order, "cut": cut}
     plans = plan_backward(Problem.of(q, k, v), program, target, **given)

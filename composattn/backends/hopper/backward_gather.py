@@ -97,9 +97,8 @@ class BackwardGather:
 
         def output():
             b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
-            place, number = ((None, rows), n) if transposed else ((None, 0), n * self.parts() + rows)
-            tiles = cute.local_tile(tensor[None, None, head, b], box, place)
-            yield is_first_warp(), tma, shared, tiles, number
+            tiles = cute.local_tile(tensor[None, None, head, b], box, (None, rows if transposed else 0))
+            yield is_first_warp(), tma, shared, tiles, n if transposed else n * self.parts() + rows
 
         send(output(), cute.arch.sync_threads)
         wait_read(is_first_warp())
