@@ -42,6 +42,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "blocks-and-causal", lambda s, b, h, q, kv: s + SHIFT[q - kv + 300], 290, 350, 2, 64, False,
     ),
     "kinds-of-48x32-gqa2-d64-in-order": ("kinds-of-48x32", None, 300, 300, 1, 64, True),
+    "grid-gqa2-d192": ("grid", None, 300, 300, 1, 192, False),
+    "blocks-d192-in-order": ("blocks-by-head", None, 200, 300, 2, 192, True),
     "blocks-d256-in-order": ("blocks-by-head", None, 200, 300, 2, 256, True),
 }  # fmt: skip
 
