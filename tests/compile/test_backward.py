@@ -51,7 +51,7 @@ READING = {
 
 
 # dKᵀ and dVᵀ shared by rows: changes of the tiling for D or Dv above 128
-TRANSPOSED: dict[str, Any] = {"kernel": "backward_transposed", "tile_n": 96, "p_early": True}
+TRANSPOSED: dict[str, Any] = {"kernel": "backward_transposed", "tile_n": 96, "p_early": "with_dv"}
 OF_THREE: dict[str, Any] = TRANSPOSED | {"warpgroups": 3, "consumer_registers": 160}
 
 
@@ -135,7 +135,8 @@ SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("relative-full", 192, 128, TRANSPOSED),
     ("plain-causal", 256, 128, TRANSPOSED),
     ("plain-causal", 192, 192, OF_THREE),
-    ("plain-full", 192, 192, TRANSPOSED | {"p_early": False}),
+    ("plain-causal", 192, 192, TRANSPOSED | {"p_early": True}),
+    ("plain-full", 192, 128, TRANSPOSED | {"p_early": False}),
 ]
 
 

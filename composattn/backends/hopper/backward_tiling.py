@@ -38,8 +38,9 @@ class HopperBackwardTiling(BackwardTiling):
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
     runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
-    derivative of a score looks at the score). `distances`: numbers in shared memory of their own through which sums of
-    gradients by distance pass.
+    derivative of a score looks at the score); "with_dv": transposed products for dV, of all keys' P, start before dS is
+    computed, for one more meeting of all warpgroups. `distances`: numbers in shared memory of their own through which
+    sums of gradients by distance pass.
     """
 
     q_stages: int
@@ -49,7 +50,7 @@ class HopperBackwardTiling(BackwardTiling):
     dq_split: Literal["columns", "rows", "transposed"]
     consumer_registers: int
     producer_registers: int
-    p_early: bool
+    p_early: bool | Literal["with_dv"]
     distances: int = 0
 
     @property

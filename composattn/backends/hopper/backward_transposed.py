@@ -36,7 +36,8 @@ class HopperBackwardTransposed(HopperBackward):
 
     What is added to memory for dQ, all of a tile once for every tile of keys, falls with the keys that a block has: of
     D 192, 96 keys where `HopperBackwardWide` has 64. P and dS go through shared memory, as each product but the scores
-    takes all keys. Edges as in `HopperBackward`. Timeline of two warpgroups for query tile i, the one with dVᵀ:
+    takes all keys. Edges as in `HopperBackward`. Timeline of two warpgroups for query tile i, P "with_dv" early; the
+    one with dVᵀ:
 
         S, dP issued | P written | all: P written | dVᵀ issued | dS written | all: dS written | dQ issued |
         dQ to memory
@@ -45,6 +46,8 @@ class HopperBackwardTransposed(HopperBackward):
 
         S, dP issued | P written |                               dS written | all: dS written | dQ, dKᵀ issued |
         dQ to memory
+
+    Else both are as the second one, and meet once.
     """
 
     def __repr__(self):
@@ -89,7 +92,7 @@ class Sharer(KeyWarpgroup):
         # by result, dK first
         self.right = [total.make_fragment_B(total.partition_B(permuted(t, 1, 0, 2))) for t in (block.sdS, block.sP)]
         self.sums = [Sum(*which, self.mma_sum, block) for which in share.blocks]
-        self.has_dv, self.has_dk = bool(share.of(DV)), bool(share.of(DK))
+        self.results = [result for result in (DK, DV) if share.of(result)]
         self.dq = DqColumns(share, block, tiling.tile_m, tiling.tile_n)
         self.store = store_matrix(self.mma_s, dtype, thread)
         self.tSsP, self.tSsdS = [
@@ -104,7 +107,7 @@ class Sharer(KeyWarpgroup):
     def first_dq(self, count: int):
         return self.dq.first
 
-    def statistics(self, shared: cute.Tensor, stage) -> list[Float32]:
+    def statistics(self, shared, stage):
         return [shared[self.row + offset, stage] for offset in self.shape.row_offsets]
 
     def begin(self, work: KeyTile) -> None:
@@ -125,14 +128,17 @@ class Sharer(KeyWarpgroup):
         block.do_edge.wait(do_slot)
         issue(self.mma_s, tSrdP, self.tSrdO[None, None, None, do_slot.index], self.tSrV, False)
         lse, delta = self.statistics(block.sLse, q_slot.index), self.statistics(block.sDelta, do_slot.index)
+        slots = q_slot, do_slot
         p_early = self.tiling.p_early and not self.mods.backward.one_pass
+        dv_early = self.tiling.p_early == "with_dv" and p_early
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
             self.write(tSrS, self.tSsP, stage)
-            self.meet_for_probabilities()
-            self.add_sums(DV, do_slot, stage)
-            warpgroup.wait_group(1 if self.has_dv else 0)
+            if const_expr(dv_early):
+                self.meet_for_probabilities()
+                self.add_sums([DV], slots, stage)
+            warpgroup.wait_group(1 if dv_early and DV in self.results else 0)
             self.mods.score_gradients(at, gradients, delta)
         else:
             warpgroup.wait_group(0)
@@ -143,18 +149,14 @@ class Sharer(KeyWarpgroup):
         cute.arch.fence_view_async_shared()
         # with two buffers, whoever passes here has read the buffers that will be written next
         self.sync_consumers()
-        if const_expr(not p_early):
-            self.add_sums(DV, do_slot, stage)
         tQrdQ = self.dq.issue(stage)
-        self.add_sums(DK, q_slot, stage)
-        warpgroup.wait_group(1 if self.has_dk else 0)
-        block.do_edge.release(do_slot, self.lane)
-        if const_expr(not self.has_dk):
-            block.q_edge.release(q_slot, self.lane)
+        running = [r for r in self.results if not (dv_early and r == DV)]
+        self.add_sums(running, slots, stage)
+        warpgroup.wait_group(len(running))
+        self.release([r for r in (DK, DV) if r not in running], slots)
         self.add_dq(call, m, tQrdQ, turn_slot)
-        if const_expr(self.has_dk):
-            warpgroup.wait_group(0)
-            block.q_edge.release(q_slot, self.lane)
+        warpgroup.wait_group(0)
+        self.release(running, slots)
 
     def write(self, values: cute.Tensor, places: cute.Tensor, stage) -> None:
         """Scores, rounded, to the operand of all."""
@@ -164,16 +166,23 @@ class Sharer(KeyWarpgroup):
     def meet_for_probabilities(self) -> None:
         """Who has blocks of dVᵀ waits for all others' P."""
         cute.arch.fence_view_async_shared()
-        if self.has_dv:
+        if DV in self.results:
             self.block.of_probabilities.meet()
         else:
             self.block.of_probabilities.arrive()
 
-    def add_sums(self, result: int, slot, stage) -> None:
-        """Starts the products of its blocks of a result, if it has any."""
-        products = [(s.registers, s.left[None, None, None, slot.index]) for s in self.sums if s.result == result]
-        if products:
-            issue_together(self.mma_sum, products, self.right[result][None, None, None, stage], True)
+    def add_sums(self, results: list[int], slots, stage) -> None:
+        """Starts the products of its blocks of each result, if it has any."""
+        for result in results:
+            at = (None, None, None, slots[result].index)
+            products = [(mine.registers, mine.left[at]) for mine in self.sums if mine.result == result]
+            if products:
+                issue_together(self.mma_sum, products, self.right[result][None, None, None, stage], True)
+
+    def release(self, results: list[int], slots) -> None:
+        """Tiles of Q and dO, which go into the sums of dK and dV."""
+        for result in results:
+            (self.block.q_edge, self.block.do_edge)[result].release(slots[result], self.lane)
 
     def scale_sums(self, call):
         for mine in self.sums:

@@ -114,9 +114,8 @@ def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
 
 
 def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
-    """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four (or two) at a time."""
-    matrices = 4 if mma.shape_mnk[1] % 16 == 0 else 2
-    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, matrices), dtype)
+    """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four at a time."""
+    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
     return cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
 
 
