@@ -77,13 +77,14 @@ class Variant:
     """This package with other numbers in one tiling."""
 
     text: str
+    packed: bool = False
 
     @property
     def name(self) -> str:
         return self.text
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
-        job = Composattn().prepare(case, pattern, inputs)
+        job = Composattn(packed=self.packed).prepare(case, pattern, inputs)
         with planning_with(case.direction, changes_of(self.text)):
             out = job.forward(*job.leaves)  # plans are kept, so later calls are cut so too
             if case.direction == "backward":
@@ -126,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", help="regular expression on the names of cases")
     parser.add_argument("variants", nargs="*", help='such as "tile_n=96 stages=3"')
+    parser.add_argument("--packed", action="store_true", help="documents as sequences of a packed call")
     parser.add_argument("--peer", nargs="+", default=[], help="implementations to time beside, by name")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one implementation of one case")
@@ -140,7 +142,8 @@ def main() -> None:
             resources(case, options.variants)
             continue
         peers = [i for i in available(device, None) if i.name in options.peer]
-        measured: list[Implementation] = [Composattn(), *(Variant(v) for v in options.variants), *peers]
+        variants = [Variant(v, options.packed) for v in options.variants]
+        measured: list[Implementation] = [Composattn(packed=options.packed), *variants, *peers]
         rows = run_case(case, measured, device, None, options)
         show(rows)
         result["rows"] += rows
