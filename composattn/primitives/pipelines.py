@@ -119,6 +119,10 @@ class BoundEdge(Fixed):
         self.full = barriers
         self.empty = barriers + edge.stages
 
+    @property
+    def first(self) -> Slot:
+        return Slot.first(self.edge.stages)
+
     def init(self) -> None:
         """Called by one thread; see `start_edges`."""
         for stage in range(self.edge.stages):

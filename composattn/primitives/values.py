@@ -44,6 +44,13 @@ def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
         )
 
 
+def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
+    """fp32 registers, rounded to 16 bits."""
+    rounded = cute.make_rmem_tensor_like(sums, dtype)
+    narrow(rounded, sums)
+    return rounded
+
+
 def aligned(pointer: cute.Pointer) -> cute.Pointer:
     """`pointer` to device memory, known to lie at whole 16 bytes: what is found at run time counts as 4 otherwise."""
     return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)

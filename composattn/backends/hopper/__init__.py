@@ -15,7 +15,7 @@ from .tiling import forward_tiling
 
 def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
     from ..fused.kernels import combine, preprocess
-    from . import backward, backward_gather, backward_wide, forward, postprocess
+    from . import backward, backward_wide, forward, rounding
 
     return {
         "forward": forward.kernel,
@@ -23,8 +23,8 @@ def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
         "preprocess": preprocess.kernel,
         "backward": backward.kernel,
         "backward_wide": backward_wide.kernel,
-        "postprocess": postprocess.kernel,
-        "backward_gather": backward_gather.kernel,
+        "postprocess": rounding.postprocess,
+        "backward_gather": rounding.backward_gather,
     }
 
 
