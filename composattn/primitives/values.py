@@ -29,7 +29,7 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
 
 
 def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
-    """fp32 registers to 16-bit ones in the same order, two an instruction.
+    """fp32 registers to 16-bit ones in the same order, two per instruction.
 
     A vector conversion falls apart into single ones for lengths that are no power of two (91 more instructions
     and spills at 176 columns), so the paired instruction is written out.

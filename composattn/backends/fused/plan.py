@@ -133,7 +133,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "exp2": str(t.exponential) if t.exponential.polynomial else "",
-            "schedule": f"{'persistent' if t.persistent else 'one block a tile'}, {self.order}; {together} at a time",
+            "schedule": f"{'persistent' if t.persistent else 'one block per tile'}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "kv tiles": self._kv_tiles(),
             "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",

@@ -29,7 +29,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
     Only dQ needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ
-    (`dq_split`) and adds it to fp32 memory straight from its registers, 16 bytes a thread.
+    (`dq_split`) and adds it to fp32 memory straight from its registers, 16 bytes per thread.
 
     Edges: kv (1 stage, never refilled), q (Q and LSE), do (dO and D). Timeline of a warpgroup for query tile i:
 

@@ -61,7 +61,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     gathers = reads_pairs(program.score)
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
-    persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block a tile
+    persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block per tile
     rows = d + dv if persistent else widest
     by_registers, by_memory = _by_registers(warpgroups, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)

@@ -17,7 +17,7 @@ WIDE = 4  # columns of fp32 that a lane reads at once
 
 
 class Combine:
-    """A block a query row: warp w sums parts w, w + 4, ... (a lane `WIDE` neighbouring columns), then all warps' sums.
+    """A block per query row: warp w sums parts w, w + 4, ... (`WIDE` columns per lane), then all warps' sums.
 
     The order of the sums is fixed, so the result is the same in every run.
     """

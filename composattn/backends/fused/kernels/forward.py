@@ -24,7 +24,7 @@ from .forward_call import Call, Operands, launched
 class Forward(abc.ABC, Generic[AnyForwardTiling]):
     """A block owns a tile of queries, in groups of `rows` of them, and walks over keys.
 
-    One warp copies, Q once a work tile, K and V a tile of keys at a time. Edges of its block: q (1 stage), k and v.
+    One warp copies: Q once per work tile, K and V a tile of keys at a time. Edges of its block: q (1 stage), k and v.
     What the other warps do is the architecture's (`share_roles`); all walk over the same work tiles (`walk`) and ask
     alike for their keys (`kv_tiles`).
 

@@ -105,7 +105,7 @@ def _whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Bo
 
 
 class RowStatistic(Fixed):
-    """A number a query row, two rows an access of shared memory when first asked for: registers are scarce."""
+    """A number per query row, two rows per access of shared memory, when first asked for: registers are scarce."""
 
     def __init__(self, start: cute.Pointer):
         self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)

@@ -18,7 +18,7 @@ ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
 class Preprocess:
-    """A block a query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
+    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
 
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
