@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -160,8 +160,11 @@ class Evaluator:
         """Drops what was computed for the current element, so that registers are not kept alive by mistake."""
         self.element.clear()
 
-    def prepare(self, *roots: Expr | None) -> None:
-        """Computes, now, everything under `roots` that does not change along kv."""
+    def prepare(self, *roots: Expr | None, along: Literal[Rate.ROW, Rate.COLUMN] = Rate.ROW) -> None:
+        """Computes, now, everything under `roots` that rows alone decide, or columns alone: `along` which it changes."""
+        places = (
+            [(r, 0) for r in range(self.tile.rows)] if along is Rate.ROW else [(0, c) for c in range(self.tile.columns)]
+        )
         seen: set[Expr] = set()
         waiting = [root for root in roots[::-1] if root is not None]
         while waiting:
@@ -172,9 +175,9 @@ class Evaluator:
             often = self.rate(node)
             if often in (Rate.CONSTANT, Rate.HEAD):
                 self.value(node)
-            elif often is Rate.ROW and small_affine(node) is None:
-                for r in range(self.tile.rows):
-                    self.value(node, r)
+            elif often is along and small_affine(node) is None:
+                for r, c in places:
+                    self.value(node, r, c)
             else:
                 waiting += node.args[::-1]
 
