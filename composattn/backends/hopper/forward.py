@@ -306,7 +306,7 @@ class Consumer(Warpgroup):
         self.sync_consumers()
 
 
-class WarpgroupRows(QueryRows):
+class WarpgroupRows(QueryRows[HopperTiling]):
     """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
 
     def __init__(self, me: Consumer, mods, work, leaves):
