@@ -36,9 +36,11 @@ class Correction(Fixed):
     def rescale(self, place: Slot, factor: Slot, added: Slot):
         """O times the row's factor, left out by warps of which no row needs it; then more may be added to it."""
         number = self.take_factor(factor)
+        if cutlass.const_expr(self.tiling.score_places > 1):
+            # with one place, what was added came before the scores that the factor is of; not only where a warp
+            # rescales: a parity tells but two neighbouring phases apart
+            self.block.outputs.wait(added)
         if cute.arch.vote_any_sync(number != 1.0):
-            if cutlass.const_expr(self.tiling.score_places > 1):
-                self.block.outputs.wait(added)  # else what was added came before the scores that the factor is of
             after_wait()
             for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
                 self.scale_columns(first, number)

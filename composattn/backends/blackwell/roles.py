@@ -23,8 +23,13 @@ class Roles:
 
     def __post_init__(self) -> None:
         given = self.tiles * self.softmax_registers + self.correction_registers + self.other_registers
-        if given * WARPGROUP * 32 > REGISTERS:
-            raise ValueError(f"{given} registers of {WARPGROUP * 32} threads each are more than {REGISTERS}")
+        if given > self.launched * (self.tiles + 2):
+            raise ValueError(f"{given} registers for a thread of each warpgroup, launched with {self.launched} a thread")
+
+    @property
+    def launched(self) -> int:
+        """Registers of each thread before roles trade them: as many as fit, in eights."""
+        return REGISTERS // self.threads // 8 * 8
 
     @property
     def correction(self) -> int:
@@ -54,4 +59,4 @@ class Roles:
 
 
 TWO_TILES = Roles(tiles=2, softmax_registers=184, correction_registers=96, other_registers=48)
-ONE_TILE = Roles(tiles=1, softmax_registers=240, correction_registers=136, other_registers=136)
+ONE_TILE = Roles(tiles=1, softmax_registers=240, correction_registers=128, other_registers=136)
