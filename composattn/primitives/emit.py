@@ -161,7 +161,7 @@ class Evaluator:
         self.element.clear()
 
     def prepare(self, *roots: Expr | None, along: Literal[Rate.ROW, Rate.COLUMN] = Rate.ROW) -> None:
-        """Computes, now, everything under `roots` that rows alone decide, or columns alone: `along` which it changes."""
+        """Computes, now, everything under `roots` that rows alone decide, or (`along`) columns alone."""
         places = (
             [(r, 0) for r in range(self.tile.rows)] if along is Rate.ROW else [(0, c) for c in range(self.tile.columns)]
         )

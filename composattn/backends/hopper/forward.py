@@ -8,13 +8,13 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.bulk_stores import send
+from ...primitives.kv_source import partition
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.pipelines import Copies, Edge
+from ...primitives.pipelines import Copies, Edge, start_edges
 from ...primitives.values import Fixed, narrow, narrowed, permuted
 from ..fused.arguments import ForwardArguments
 from ..fused.fake import fake_arguments
-from ..fused.kernels.forward import Forward
-from ..fused.kernels.forward_call import Operands
+from ..fused.kernels.forward import Forward, KeyCopies, Role, prefetch
 from ..fused.kernels.query_rows import QueryRows, of_part
 from ..fused.plan import ForwardPlan
 from .ping_pong import PingPong
@@ -53,24 +53,16 @@ class HopperForward(Forward[HopperTiling]):
     def tile_layout(self, rows, columns):
         return tile_layout(self.dtype, rows, columns)
 
-    def layouts(self):
-        tiling, dtype = self.tiling, self.dtype
-        return Operands(
-            tile_layout(dtype, ROWS, tiling.d),
-            tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages),
-            tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages),
-            tile_layout(dtype, ROWS, tiling.dv),
-        )
-
-    def block(self, layouts):
-        return Block(self.tiling, layouts, self.dtype)
-
     @cute.jit
-    def share_roles(self, call, block, warp):
+    def roles(self, call):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch(call, warp == 0)
+        block = Block(self.tiling, self.dtype)
+        start_edges(block.edges, warp)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
             if warp == 0:
-                self.produce(call, block)
+                Load(self, call, block).run()
         else:
             cute.arch.setmaxregister_increase(self.tiling.consumer_registers)
             self.consume(call, block)
@@ -81,15 +73,51 @@ class HopperForward(Forward[HopperTiling]):
         scale_log2 = self.mods.softmax_scale_log2(call.scale)
         me = Consumer(self.plan, self.heads, self.fragment, block, thread, scale_log2)
         me.turns.start(me.number)
-        edges = block.q_edge, block.k_edge, block.v_edge
-        self.walk(call, lambda *work: self.consume_tile(me, *work), tuple(edge.first for edge in edges))
+        Consume(self, call, me).run()
         me.drain_stores()
 
+
+class Load(Role):
+    """The copying warp: Q once per work tile, after the first K."""
+
+    def first_slots(self):
+        return tuple(edge.first for edge in self.block.edges)
+
     @cute.jit
-    def consume_tile(self, me, call, work, slots):
+    def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
-        tiles = self.kv_tiles(call, work)
-        rows = WarpgroupRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
+        tiling, block, call = self.tiling, self.block, self.call
+        tiles = self.kernel.kv_tiles(call, work)
+        gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
+        copies = KeyCopies(self, work, block.k_edge, block.v_edge)
+        if tiles.count > 0:
+            first = copies.source.locate(tiles.first)
+            copies.start_keys(first, k_slot)
+            bar = block.q_edge.acquire(q_slot)
+            for w in cutlass.range_constexpr(tiling.warpgroups):
+                tQsQ, tQgQ = partition(call.tmas.q, block.sQ[None, None, w], gQ)
+                cute.copy(call.tmas.q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
+            q_slot = q_slot.next()
+            k_slot, v_slot = copies.follow(tiles, first, k_slot.next(), v_slot)
+        return q_slot, k_slot, v_slot
+
+
+class Consume(Role):
+    """A warpgroup's rows of each work tile: `me`."""
+
+    def __init__(self, kernel, call, me):
+        super().__init__(kernel, call, me.block)
+        self.me = me
+
+    def first_slots(self):
+        return tuple(edge.first for edge in self.block.edges)
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        rows = WarpgroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             rows.first_scores(tiles.first, k_slot)
@@ -114,8 +142,11 @@ class HopperForward(Forward[HopperTiling]):
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
-    def __init__(self, tiling, layouts, dtype):
+    def __init__(self, tiling, dtype):
         self.tiling, self.dtype = tiling, dtype
+        q_layout, o_layout = tile_layout(dtype, ROWS, tiling.d), tile_layout(dtype, ROWS, tiling.dv)
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
+        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         edges = (
@@ -133,13 +164,13 @@ class Block(Fixed):
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
         start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sQ = self._regions(start, layouts.q, region)  # (64, D, warpgroup)
+        self.sQ = self._regions(start, q_layout, region)  # (64, D, warpgroup)
         if tiling.separate_o:
             region = ROWS * tiling.dv
             start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sO = self._regions(start, layouts.out, region)  # (64, Dv, warpgroup)
-        self.sK = smem.allocate_tensor(dtype, layouts.k.outer, 1024, swizzle=layouts.k.inner)
-        self.sV = smem.allocate_tensor(dtype, layouts.v.outer, 1024, swizzle=layouts.v.inner)
+        self.sO = self._regions(start, o_layout, region)  # (64, Dv, warpgroup)
+        self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
+        self.sV = smem.allocate_tensor(dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
 
     def _regions(self, start, layout, region: int) -> cute.Tensor:
         outer = cute.append(layout.outer, cute.make_layout(self.tiling.warpgroups, stride=region))
@@ -198,10 +229,8 @@ class Consumer(Warpgroup):
         self.sync_consumers()
 
 
-class WarpgroupRows(QueryRows):
+class WarpgroupRows(QueryRows[HopperTiling]):
     """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
-
-    tiling: HopperTiling
 
     def __init__(self, me: Consumer, mods, work, leaves):
         products = me.products

@@ -53,6 +53,7 @@ def launched(
     `layout` gives the shared memory of so many rows and columns.
     """
     tiling, dtype = plan.tiling, given.q.element_type
+    queries: Any  # never in pages
     queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     # a tile is the first two modes
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)

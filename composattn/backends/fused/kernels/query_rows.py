@@ -1,6 +1,6 @@
 """A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
 
-from typing import Any
+from typing import Any, Generic
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -10,16 +10,33 @@ from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
-from ..tiling import ForwardTiling
+from ..plan import AnyForwardTiling
 from .forward_call import Work
 
 
-class QueryRows(Fixed):
-    """The rows of one thread: its first one is packed row `row` of the head, its first column `column` of a tile."""
+class Places(Fixed, Generic[AnyForwardTiling]):
+    """Where the rows of one thread are, of which the first is packed row `row` of the head."""
+
+    def __init__(self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: Work, row: Any) -> None:
+        self.tiling, self.shape, self.work = tiling, shape, work
+        self.first_q, self.slot = heads.place(row)
+        self.head = work.h * tiling.heads + self.slot
+
+    def row_place(self, r: int):
+        """Query and head of the thread's row `r`, and whether there are such."""
+        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
+        inside = q < self.work.queries.length
+        if self.tiling.heads < self.tiling.slots:
+            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.heads)
+        return q, h, inside
+
+
+class QueryRows(Places[AnyForwardTiling]):
+    """Those rows with the mods at them; the thread's first column of a kv tile is `column`."""
 
     def __init__(
         self,
-        tiling: ForwardTiling,
+        tiling: AnyForwardTiling,
         shape: FragmentShape,
         heads: HeadRows,
         mods: Mods,
@@ -28,9 +45,8 @@ class QueryRows(Fixed):
         row: Any,
         column: Any,
     ) -> None:
-        self.tiling, self.shape, self.work, self.column = tiling, shape, work, column
-        self.first_q, self.slot = heads.place(row)
-        self.head = work.h * tiling.heads + self.slot
+        super().__init__(tiling, shape, heads, work, row)
+        self.column = column
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
 
     def tile(self, scores, n) -> ScoreTile:
@@ -47,22 +63,15 @@ class QueryRows(Fixed):
         by_limits = choose(holds, segment.count, 0)
         return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
 
-    def row_place(self, r: int):
-        """Query and head of the thread's row `r`, and whether there are such."""
-        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
-        inside = q < self.work.queries.length
-        if self.tiling.heads < self.tiling.slots:
-            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.heads)
-        return q, h, inside
-
-    def store_statistic(self, target, of_rows, lane):
+    def store_statistic(self, target, of_rows, lane) -> None:
         """A number a row, with what does not change along a row and was left out of the scores."""
+        queries: Any = self.work.queries
         for r in range(self.shape.rows):
             shift = self.mods.row_shift[r]
             value = of_rows[r] if shift is None else of_rows[r] + shift
             q, h, inside = self.row_place(r)
             mine = inside & self.shape.first_in_row(lane)
-            _store_at(self.work.queries.head(of_part(target, self.work.part), h), q, value, mine)
+            _store_at(queries.head(of_part(target, self.work.part), h), q, value, mine)
 
 
 def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
