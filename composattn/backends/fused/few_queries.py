@@ -45,7 +45,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     """
     if problem.schedule.split_kv != "auto":
         return problem.schedule.split_kv
-    work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.heads) * problem.batch
+    work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
     tiles = -(-keys(problem) // tiling.tile_n)
     part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
 

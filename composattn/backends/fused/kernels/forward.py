@@ -36,7 +36,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
         """`fragment`: how scores lie in a thread's registers."""
         self.plan, self.tiling = plan, plan.tiling
-        self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
+        self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment)
         self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
