@@ -9,8 +9,6 @@ from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
 from ...primitives.values import choose
-from ..fused.arguments import ForwardArguments
-from ..fused.fake import fake_arguments
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call, Work
 from ..fused.plan import ForwardPlan
@@ -96,8 +94,3 @@ class BlackwellForward(Forward[BlackwellTiling]):
         m = work.m * self.tiling.query_tiles + t
         leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.tile_queries)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
-
-
-def kernel(plan: ForwardPlan[BlackwellTiling]) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return BlackwellForward(plan), fake_arguments(ForwardArguments.of(plan))

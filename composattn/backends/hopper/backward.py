@@ -9,8 +9,6 @@ from ...primitives.diagonals import Diagonals
 from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import store_part
 from ...primitives.values import narrow, narrowed, permuted
-from ..fused.arguments import MainArguments
-from ..fused.fake import fake_arguments
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyTile
@@ -208,8 +206,3 @@ class Consumer(KeyWarpgroup):
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
             tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (rows, columns))
             yield is_first(), call.tmas.results[i], shared[i], tiles, number
-
-
-def kernel(plan: BackwardPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperBackward(plan), fake_arguments(MainArguments.of(plan))

@@ -10,10 +10,7 @@ from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
 from ...primitives.register_chunks import store_part
 from ...primitives.values import narrow, narrowed, permuted
-from ..fused.arguments import MainArguments
-from ..fused.fake import fake_arguments
 from ..fused.kernels.key_tile import KeyTile
-from ..fused.plan_backward import BackwardPlan
 from .backward import HopperBackward
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
@@ -193,8 +190,3 @@ class GradientSide(Side):
     def scale_sums(self, call):
         for i in range(cute.size(self.total)):
             self.total[i] = self.total[i] * call.scale
-
-
-def kernel(plan: BackwardPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperBackwardWide(plan), fake_arguments(MainArguments.of(plan))

@@ -12,8 +12,6 @@ from ...primitives.kv_source import partition
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Copies, Edge, start_edges
 from ...primitives.values import Fixed, narrow, narrowed, permuted
-from ..fused.arguments import ForwardArguments
-from ..fused.fake import fake_arguments
 from ..fused.kernels.forward import Forward, KeyCopies, Role, prefetch
 from ..fused.kernels.query_rows import QueryRows, of_part
 from ..fused.plan import ForwardPlan
@@ -358,8 +356,3 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
                 narrow(rounded, two)
                 two = rounded
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
-
-
-def kernel(plan: ForwardPlan[HopperTiling]) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperForward(plan), fake_arguments(ForwardArguments.of(plan))

@@ -2,11 +2,9 @@
 
 import cutlass.cute as cute
 
-from ..fused.arguments import GatherArguments, PostprocessArguments
-from ..fused.fake import fake_arguments
 from ..fused.kernels.backward_gather import BackwardGather
 from ..fused.kernels.postprocess import Postprocess
-from ..fused.plan_backward import GatherPlan, PostprocessPlan
+from ..fused.plan_backward import PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
 from .wgmma import MN, ROWS, WarpgroupSums, product, tile_layout
@@ -41,13 +39,3 @@ class HopperGather(BackwardGather[HopperBackwardTiling]):
 
     def sums(self, columns: int) -> WarpgroupSums:
         return WarpgroupSums(product(self.dtype, columns, right=MN), (ROWS, columns))
-
-
-def postprocess(plan: PostprocessPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperPostprocess(plan), fake_arguments(PostprocessArguments.of(plan))
-
-
-def backward_gather(plan: GatherPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperGather(plan), fake_arguments(GatherArguments.of(plan))

@@ -42,6 +42,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
     dV leave.
     """
 
+    arguments = MainArguments
     threads: int  # of a block
     stored_rows: int  # of dK and dV that leave in one copy
 
@@ -67,7 +68,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given, tiling = MainArguments(*arguments), self.tiling
+        given, tiling = self.arguments(*arguments), self.tiling
         self.dtype = given.q.element_type
         queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
         mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]

@@ -22,6 +22,7 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
     Pieces are added in their order, so that a sum has the same bits in every run.
     """
 
+    arguments = GatherArguments
     rows: int
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
@@ -40,7 +41,7 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given, tiling = GatherArguments(*arguments), self.tiling
+        given, tiling = self.arguments(*arguments), self.tiling
         self.dtype = given.dk.element_type
         outputs = []
         for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):

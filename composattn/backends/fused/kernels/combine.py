@@ -8,7 +8,6 @@ from cutlass.memory import SmemAllocator
 from ....primitives.split import Weights
 from ....primitives.values import choose, narrow
 from ..arguments import CombineArguments
-from ..fake import fake_arguments
 from ..plan import CombinePlan
 
 WARPS = 4
@@ -22,6 +21,8 @@ class Combine:
     The order of the sums is fixed, so the result is the same in every run.
     """
 
+    arguments = CombineArguments
+
     def __init__(self, plan: CombinePlan):
         self.plan = plan
         self.chunks = -(-plan.head_dim_v // (LANES * WIDE))
@@ -31,7 +32,7 @@ class Combine:
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given = CombineArguments(*arguments)
+        given = self.arguments(*arguments)
         batch, heads, q_len, _ = given.out.shape
         self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
             grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
@@ -97,8 +98,3 @@ class Combine:
 def _store_if(condition, target, at: Int32, value: Float32):
     if condition:
         target[at] = value
-
-
-def kernel(plan: CombinePlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return Combine(plan), fake_arguments(CombineArguments.of(plan))

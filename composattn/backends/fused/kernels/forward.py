@@ -29,6 +29,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     one of them.
     """
 
+    arguments = ForwardArguments
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
     dtype: Any  # of q, k and v
@@ -54,7 +55,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given = ForwardArguments(*arguments)
+        given = self.arguments(*arguments)
         self.dtype = given.q.element_type
         found = launched(self.plan, given, self.heads, self.rows, self.tile_layout)
         self.kernel(

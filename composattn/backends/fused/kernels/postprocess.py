@@ -18,6 +18,7 @@ from .rounding import Exit, Sums, is_first_warp
 class Postprocess(abc.ABC, Generic[AnyTiling]):
     """A block per query tile, `groups` of threads with a part of it each."""
 
+    arguments = PostprocessArguments
     groups: int
 
     def __init__(self, plan: PostprocessPlan[AnyTiling]):
@@ -40,7 +41,7 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given, tiling = PostprocessArguments(*arguments), self.tiling
+        given, tiling = self.arguments(*arguments), self.tiling
         self.dtype = given.dq.element_type
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
