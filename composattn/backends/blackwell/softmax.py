@@ -1,6 +1,5 @@
 """The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -34,13 +33,7 @@ class Softmax(MemoryRole):
         row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             row.step(tiles.first, row.mods.apply_either, place, factor, first=True)
-            place = place.next()
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in row.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            row.step(segment.tile(i), test, place, factor)
-                            place, factor = place.next(), factor.next()
+            place, factor = row.steps(tiles, (place.next(), factor))
         row.finish(self.call, factor)
         return place, factor.next()
 

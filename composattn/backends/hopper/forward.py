@@ -78,9 +78,6 @@ class HopperForward(Forward[HopperTiling]):
 class Load(Role):
     """The copying warp: Q once per work tile, after the first K."""
 
-    def first_slots(self):
-        return tuple(edge.first for edge in self.block.edges)
-
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
@@ -107,9 +104,6 @@ class Consume(Role):
         super().__init__(kernel, call, me.block)
         self.me = me
 
-    def first_slots(self):
-        return tuple(edge.first for edge in self.block.edges)
-
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
@@ -122,13 +116,7 @@ class Consume(Role):
             if const_expr(self.plan.layout.kv == "paged"):
                 me.clear_values(tiles.first, work.keys.length, v_slot)
             k_slot = k_slot.next()
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in rows.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            rows.step(segment.tile(i), test, k_slot, v_slot)
-                            k_slot = k_slot.next()
-                            v_slot = v_slot.next()
+            k_slot, v_slot = rows.steps(tiles, (k_slot, v_slot))
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)

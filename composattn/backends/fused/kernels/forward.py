@@ -107,9 +107,9 @@ class Role(Fixed, abc.ABC):
         self.kernel, self.call, self.block = kernel, call, block
         self.plan, self.tiling = kernel.plan, kernel.tiling
 
-    @abc.abstractmethod
     def first_slots(self) -> tuple[Any, ...]:
         """Where rings and counts are before the first work tile."""
+        return tuple(edge.first for edge in self.block.edges)
 
     @abc.abstractmethod
     def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:

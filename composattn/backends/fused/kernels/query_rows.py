@@ -1,7 +1,9 @@
 """A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
 
+from collections.abc import Callable
 from typing import Any, Generic
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
@@ -34,6 +36,8 @@ class Places(Fixed, Generic[AnyForwardTiling]):
 class QueryRows(Places[AnyForwardTiling]):
     """Those rows with the mods at them; the thread's first column of a kv tile is `column`."""
 
+    step: Callable[..., None]  # (kv tile, what hides the invisible or None, *slots)
+
     def __init__(
         self,
         tiling: AnyForwardTiling,
@@ -62,6 +66,17 @@ class QueryRows(Places[AnyForwardTiling]):
             return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
         by_limits = choose(holds, segment.count, 0)
         return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+
+    @cute.jit
+    def steps(self, tiles, slots):
+        """A `step` per kv tile after the first one; each takes the slots one further."""
+        for run in tiles.runs:
+            for segment in run.segments():
+                for test, count in self.tests(segment):
+                    for i in cutlass.range(count, unroll=1):
+                        self.step(segment.tile(i), test, *slots)
+                        slots = tuple(slot.next() for slot in slots)
+        return slots
 
     def store_statistic(self, target, of_rows, lane) -> None:
         """A number a row, with what does not change along a row and was left out of the scores."""
