@@ -46,7 +46,7 @@ class HopperForward(Forward[HopperTiling]):
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
-        self.threads = (plan.tiling.warpgroups + 1) * WARPGROUP
+        self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
     def tile_layout(self, rows, columns):
         return tile_layout(self.dtype, rows, columns)

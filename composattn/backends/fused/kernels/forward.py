@@ -32,6 +32,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     arguments = ForwardArguments
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
+    blocks = 1  # on a multiprocessor at once
     dtype: Any  # of q, k and v
 
     def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
@@ -74,7 +75,9 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
             grid=(found.blocks(self.plan), 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.blocks,
+            # said where there are several, else the kernel language asks the driver, which compiling must not need
+            preferred_smem_carveout=None if self.blocks == 1 else 100,
         )
 
     @cute.kernel
