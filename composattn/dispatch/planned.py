@@ -7,7 +7,7 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
 from ..call.block_sparse import Table
 from ..call.checks import check_blocks, check_contents, check_flag, check_reads
-from ..call.inputs import Asked, Inputs
+from ..call.inputs import Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from . import transforms
@@ -44,6 +44,17 @@ class Options:
             raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
         self.scale, self.backend, self.deterministic = scale, backend, deterministic
         self.schedule = AUTO if schedule is None else schedule
+
+
+class CallOptions(InputOptions, total=False):
+    """The keywords of `ca.attention` but those that say what it returns."""
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    scale: float | None
+    backend: str | None
+    deterministic: bool | None
+    schedule: Schedule | None
 
 
 class Planned:

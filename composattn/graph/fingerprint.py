@@ -1,6 +1,6 @@
 """What a mod reads besides its arguments, found without running it: whether a function traced before says the same now.
 
-A mod's Python runs once for a form, not once a call. A function says the same as before if its code is the same and all
+A mod's Python runs once per form, not once per call. A function says the same as before if its code is the same and all
 that the code reaches from outside is: closure cells, globals, defaults, attributes of the object it is bound to, and
 the same of every function that it calls. Those are chains of attributes from a root, listed once per code object.
 Each must end in something that can't change under us: a number, a string, a tensor (a leaf of the form; its contents

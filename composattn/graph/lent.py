@@ -187,7 +187,8 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
 def _taken_over(form: Hashable) -> Lent | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None  # each replay would write to tables that other calls count on
-    for capture, of in list(_idle.items()):  # a storage may end meanwhile, in this very thread
+    # the one that ended last: most likely the last call's, whose plan then serves
+    for capture, of in reversed(list(_idle.items())):  # a storage may end meanwhile, in this very thread
         if of == form and _idle.pop(capture, None) is not None:
             capture.epoch += 1  # nothing that was derived from the memory before holds
             capture._last = None

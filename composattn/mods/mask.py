@@ -132,7 +132,7 @@ class Mask(Mod):
         return tiles(self.expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
 
     def bands(self) -> str:
-        """Which kv a query tile visits, derived from the mask, in words: one interval a line, and what is tested."""
+        """Which kv a query tile visits, derived from the mask, in words: one interval per line, and what is tested."""
         from ..analysis.wording import describe
 
         return describe(self.expr)

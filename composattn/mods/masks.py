@@ -58,7 +58,7 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
     """Keys near the query: `q - left <= kv <= q + right`, both ends included.
 
     `window` is `left` alone, which limits the past only (join it with `causal()`), or `(left, right)`; None is
-    no limit. Each is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (H,) with one width a head.
+    no limit. Each is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (H,) with one width per head.
     `left` counts the keys before the query, as FlashAttention does: a window of W tokens that counts the query
     itself (Mistral, transformers) is `sliding_window(W - 1)`. `align` is that of `causal`.
 
@@ -88,7 +88,7 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
 def prefix_lm(prefix: Number) -> Mask:
     """A prefix that all attend to, causal after it: `(kv < prefix) | (kv <= q)`.
 
-    `prefix` is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (B,) with one prefix a batch entry.
+    `prefix` is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (B,) with one prefix per batch entry.
 
     Source: Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", section 3.2.1 and figure 3.
@@ -278,10 +278,10 @@ def neighborhood(
     """The nearest neighbours on a grid: along each axis the `kernel` positions around the query.
 
     With `shape` = (rows, columns) (one, two or three axes; positions are row-major) and, on an axis of length n,
-    query coordinate i, kernel k and dilation d: only coordinates of the query's residue `i % d` count. Among those,
-    `i // d` is the query's place and m how many there are; places
-    `start <= place < start + k` are visible, `start = clamp(i // d - k // 2, 0, m - k)`: at an edge the
-    window moves inwards and keeps its k positions. On a causal axis `i // d - k < place <= i // d` instead.
+    query coordinate i, kernel k and dilation d: only coordinates of the query's residue `i % d` count. There are m of
+    them, and the query's place among them is `i // d`. Visible are the places `start <= place < start + k` with
+    `start = clamp(i // d - k // 2, 0, m - k)`: at an edge the window moves inwards and keeps its k positions. On a
+    causal axis visible are `i // d - k < place <= i // d`.
 
     Source: Hassani et al. 2023, "Neighborhood Attention Transformer", section 3.1; dilation: Hassani and Shi 2022,
     "Dilated Neighborhood Attention Transformer", section 3.1; causal axes and even kernels: NATTEN.

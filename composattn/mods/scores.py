@@ -43,7 +43,7 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:
 
 
 def _paper_slope(h: Any, heads: int) -> Any:
-    """The slope as an expression of the head, which a kernel computes once a head; no table to move to a device."""
+    """The slope as an expression of the head, which a kernel computes once per head; no table to move to a device."""
     below = 2 ** (heads.bit_length() - 1)
     first = torch.exp2((h + 1) * (-8.0 / below))
     if below == heads:

@@ -94,7 +94,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
     )
@@ -130,7 +130,7 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
         rescale_early=narrow,
         blocks=3 if narrow else 2,
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
     )
 
@@ -155,7 +155,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         consumer_registers=240 if blocks == 1 else 216,
         producer_registers=40,  # page numbers beside what all copies need
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
         blocks=blocks,
