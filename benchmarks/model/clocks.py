@@ -1,9 +1,9 @@
 """What each unit of a multiprocessor does in a clock, by target, with sources; the only place of such numbers.
 
-guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions" (results per clock and SM)
+guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", of compute capability 9.0, in
+         results per clock and SM; taken to hold for 10.0 and 10.3
 paper    FlashAttention-4 (2026), sections 2.2 and 3.1.3
-atomics  one 32-byte sector a clock from each of 96 slices of L2, for 132 SMs; benchmarks/LOG.md, Backward 28, has
-         25.6 bytes where nothing else was the limit
+log      benchmarks/LOG.md, Backward 28: 48 KiB of dQ in 1920 clocks, 25.6 bytes, where nothing else was the limit
 assumed  no public figure known: paired fp32 instructions leave the rate of results as it is
 """
 
@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from composattn.backends.fused.inspect import Instruction
+from composattn.backends.fused.target import TARGETS as GPUS
 
 # A matrix product, shared memory's port, exponentials, multiply-adds, other arithmetic, instructions at all, additions
 # into global memory. All but the first two and the last are of one of the four partitions of a multiprocessor.
@@ -35,13 +36,13 @@ class Clocks:
 
     arch: str
     sms: int
-    matrix: int  # paper
+    matrix: int
     shared: int = 128  # paper
     exp: int = 16  # guide, paper
-    other_special: int = 16  # guide: reciprocals, conversions between integers and floats
+    other_special: int = 16  # guide: reciprocals, tanh, conversions between integers and floats
     fma: int = 128  # guide
     half_rate: int = 64  # guide: compare, select, minimum, shift, logic, integer sums and products, pack to 16 bits
-    reduce: int = 24  # atomics
+    reduce: int = 24  # log
 
     def of(self, kind: str) -> float:
         """Clocks in which a partition takes an instruction of this kind from a warp."""
@@ -52,11 +53,12 @@ class Clocks:
         return LANES * PARTITIONS / results[kind] if kind in results else 0.0
 
 
+MATRIX = {"sm_90a": 4096, "sm_100a": 8192, "sm_103a": 8192}  # paper
+# Of sm_103a the exponential is doubled (paper); reciprocals and tanh are not known to be.
 TARGETS: Mapping[str, Clocks] = {
-    "sm_90a": Clocks("sm_90a", sms=132, matrix=4096),
-    "sm_100a": Clocks("sm_100a", sms=148, matrix=8192),
-    # paper: the exponential unit is doubled; the reciprocal and others are not known to be
-    "sm_103a": Clocks("sm_103a", sms=148, matrix=8192, exp=32),
+    gpu.arch: Clocks(gpu.arch, gpu.sms, MATRIX[gpu.arch], exp=gpu.exp2_per_clock)
+    for gpu in GPUS.values()
+    if gpu.arch in MATRIX
 }
 
 # The unit of each kind of instruction.
@@ -82,8 +84,8 @@ OPCODES: Mapping[str, str] = {
         "other": (
             "BRA BRX JMP CALL RET EXIT BSSY BSYNC BREAK WARPSYNC NOP YIELD BAR B2R R2B DEPBAR LDGDEPBAR SYNCS MEMBAR "
             "FENCE ELECT ERRBAR CCTL CCTLL NANOSLEEP BPT WARPGROUP WARPGROUPSET USETMAXREG S2UR R2UR UR2R REDG RED "
-            "ATOM ATOMG LDG STG LD ST LDC LDCU RPCMOV STAS LDL STL LDGSTS LDTM STTM LDT STT UTCBAR ACQBULK ARRIVES PREEXIT CREDUX "
-            "VOTEU ACQSHMINIT GETLMEMBASE CGAERRBAR KILL ENDCOLLECTIVE COLLECTIVE"
+            "ATOM ATOMG LDG STG LD ST LDC LDCU RPCMOV STAS LDL STL LDGSTS LDTM STTM LDT STT UTCBAR ACQBULK ARRIVES "
+            "PREEXIT CREDUX VOTEU ACQSHMINIT GETLMEMBASE CGAERRBAR KILL ENDCOLLECTIVE COLLECTIVE"
         ),
     }.items()
     for name in names.split()
@@ -98,7 +100,7 @@ def kind_of(instruction: Instruction) -> str:
     kind = OPCODES.get(name) or ("other" if name.startswith("U") else None)
     if kind is None:
         raise UnknownOpcode(f"{name} has no unit: give it one in benchmarks/model/clocks.py ({instruction.text})")
-    if kind == "exp" and not re.match(r"MUFU\.(EX2|TANH)", instruction.text):
+    if kind == "exp" and not instruction.text.startswith("MUFU.EX2"):
         return "special"
     return kind
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import tile_model
 from benchmarks.cases import CASES, Case, select
-from benchmarks.model import held, roofline
+from benchmarks.model import held, peer, roofline
 from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, busy, kind_of, product, shared_bytes
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
@@ -247,3 +248,20 @@ def test_what_was_kept_is_joined_with_what_is_measured_now(tmp_path: Path) -> No
 
 def test_the_record_has_most_of_the_measured_rows() -> None:
     assert len(held.rows(held.kept())) >= 75
+
+
+def test_a_missing_peer_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peer, "_found", lambda module: module not in ("einops", "quack"))
+    assert tile_model.main(["--target", "sm_100a", "--peer", "flash-attn-4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("not installed: quack-kernels, einops; pip install") and "flash-attn-4==" in told
+
+
+def test_ratios_say_how_reliable_they_are() -> None:
+    assert "first run --target sm_90a" in tile_model.reliability([], "bound")
+    assert tile_model.reliability([row("forward a", 1.10, 1.50)], "bound").startswith(
+        "right on an H200 in 1 of 1 (100%"
+    )
+    assert tile_model.reliability([row("forward a", 1.10, 0.50)], "bound").startswith("NOT RELIABLE, ")
