@@ -67,10 +67,15 @@ class Loop:
         return voted and _may_fall_through(self.code[n])
 
     @property
+    def multiplies(self) -> bool:
+        """Whether it has products of matrices."""
+        return any(self.counts[name] for name in MATRIX)
+
+    @property
     def job(self) -> str:
         """What the warps in it are there for; empty where that is nothing of a tile's."""
         count = self.counts
-        if any(count[name] for name in MATRIX):
+        if self.multiplies:
             return "matrix and softmax" if count["MUFU"] >= SHORTEST else "matrix"
         if count["MUFU"] >= SHORTEST:
             return "softmax"
@@ -105,25 +110,24 @@ class Role:
 
 
 def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
-    """Loops that hold no other, in program order.
+    """Loops that have a job and hold no other such loop, in program order.
 
     Code behind the last EXIT waits out of line and jumps back into the kernel: that is no loop.
     """
     last = max((n for n, i in enumerate(code) if i.name == "EXIT"), default=len(code))
     back = ((i.target, n) for n, i in enumerate(code[:last]) if i.target is not None and i.target <= n)
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted((s for s in back if s[1] - s[0] >= SHORTEST - 1), key=lambda s: s[1] - s[0]):
-        if all(stop < a or start > b for a, b in found):
-            found.append((start, stop))
-    return [Loop(tuple(code), start, stop) for start, stop in sorted(found)]
+    loops = (Loop(tuple(code), start, stop) for start, stop in back if stop - start >= SHORTEST - 1)
+    found: list[Loop] = []
+    for loop in sorted((x for x in loops if x.job), key=lambda x: x.stop - x.start):
+        if all(loop.stop < other.start or loop.start > other.stop for other in found):
+            found.append(loop)
+    return sorted(found, key=lambda x: x.start)
 
 
 def roles(code: Sequence[Instruction]) -> list[Role]:
     """The loops over tiles by who runs them: loops of one job where the end of one leads to the other."""
     found: list[list[Loop]] = []
     for loop in inner_loops(code):
-        if not loop.job:
-            continue
         same = [r for r in found if r[0].job == loop.job and _leads(code, r[-1].stop, loop.start)]
         if same:
             same[0].append(loop)

@@ -76,24 +76,6 @@ class Artifact:
         """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
         return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
 
-    def inner_loops(self, count: int) -> list[Counter[str]]:
-        """Mnemonics of the `count` shortest loops that multiply matrices, in program order.
-
-        A loop ends before the last product of all, which stands after it; code that waits out of line, at the very
-        end, jumps back too.
-        """
-        found: list[tuple[int, int]] = []
-        multiply = [n for n, i in enumerate(self.instructions) if i.name in ("HGMMA", "UTCHMMA")]
-        last = multiply[-1] if multiply else 0
-        spans = [
-            (i.target, n) for n, i in enumerate(self.instructions) if i.target is not None and i.target <= n < last
-        ]
-        for start, stop in sorted(spans, key=lambda span: span[1] - span[0]):
-            apart = all(stop < a or start > b for a, b in found)
-            if len(found) < count and apart and any(start <= n <= stop for n in multiply):
-                found.append((start, stop))
-        return [Counter(i.name for i in self.instructions[a : b + 1]) for a, b in sorted(found)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
