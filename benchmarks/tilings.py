@@ -24,6 +24,7 @@ import torch
 import composattn as ca
 from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, available
+from benchmarks.model.loops import inner_loops
 from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
 from composattn.analysis.program import Program
@@ -103,11 +104,11 @@ def resources(case: Case, variants: list[str]) -> None:
         with planning_with(case.direction, changes_of(text) if text else {}):
             plan = _plan(case, program, target)
         made = compile_offline(plan)
-        loop = made.inner_loops(1)
+        loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
+        length, exponentials = min(loops, default=(0, 0))
         print(
             f"    {text or 'as planned':44} {made.registers} registers, {made.spills} spills, stack {made.stack}, "
-            f"{made.shared_memory} bytes shared; loop {sum(loop[0].values()) if loop else 0} instructions, "
-            f"{loop[0]['MUFU'] if loop else 0} MUFU",
+            f"{made.shared_memory} bytes shared; loop {length} instructions, {exponentials} MUFU",
             flush=True,
         )
 
