@@ -168,8 +168,7 @@ class Call:
                 "lengths for all, or call once for each"
             )
         inputs = Inputs.unflatten(q.to(precision), k.to(precision), v.to(precision), lengths, self.hints)
-        with without_autocast(q):
-            return formula.attention(call, *inputs[:3], inputs.sequences)
+        return without_autocast(q, formula.attention, call, *inputs[:3], inputs.sequences)
 
     def precision(self, q: torch.Tensor) -> torch.dtype:
         """What the backend computes in, where it takes derivatives of any kind. Raises `GradientUnsupported`."""
@@ -252,8 +251,7 @@ class _Attend(torch.autograd.Function):
     def forward(call: Call, *tensors: Any) -> Any:
         begun, _ = call.begin(tensors)
         q, k, v, *_ = tensors
-        with without_autocast(q):
-            out, lse, top = begun.forward(q, k, v, begun.captures)
+        out, lse, top = without_autocast(q, begun.forward, q, k, v, begun.captures)
         return out, lse, top if call.max_scores else lse.new_empty(0)
 
     @staticmethod
@@ -297,8 +295,8 @@ class _Gradient(torch.autograd.Function):
         asked = {id(t) for t, w in zip(captured, wanted[3 + LENGTHS :], strict=True) if w}
         q, k, v, *_ = tensors
         of_call = (*wanted[:3], *(id(t) in asked for t in begun.captures))
-        with without_autocast(q):
-            found = begun.backward(BackwardInputs(q, k, v, out, lse, dout, dlse, begun.captures, of_call))
+        known = BackwardInputs(q, k, v, out, lse, dout, dlse, begun.captures, of_call)
+        found = without_autocast(q, begun.backward, known)
         by_tensor = dict(zip(map(id, begun.captures), found[3:], strict=True))
         grads = (*found[:3], *[None] * LENGTHS, *(by_tensor.get(id(t)) for t in captured))
         return tuple(

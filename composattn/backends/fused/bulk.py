@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...errors import UnsupportedLayout
@@ -10,15 +12,16 @@ from ...errors import UnsupportedLayout
 def tidy(t: torch.Tensor) -> torch.Tensor | None:
     """`t`, with harmless strides where sizes are 1, whose own may be anything; None where copies can't read it."""
     unit = 16 // t.element_size()
-    *strides, last = t.stride()
+    strides = t.stride()
     if t.data_ptr() % 16:
         return None
-    if last == 1 and all([s and not s % unit for s in strides]):  # noqa: C419  a generator takes twice the time
+    if strides[-1] == 1 and 0 not in strides and not math.gcd(*strides[:-1]) % unit:
         return t
-    strides = [unit if size == 1 else s for size, s in zip(t.shape, strides, strict=False)]
-    if (last != 1 and t.shape[-1] != 1) or any(s % unit for s in strides):
+    *others, last = strides
+    others = [unit if size == 1 else s for size, s in zip(t.shape, others, strict=False)]
+    if (last != 1 and t.shape[-1] != 1) or any(s % unit for s in others):
         return None
-    return t.as_strided(t.shape, (*strides, 1))
+    return t.as_strided(t.shape, (*others, 1))
 
 
 def readable(t: torch.Tensor, name: str) -> torch.Tensor:
