@@ -17,6 +17,9 @@ class Asked(NamedTuple):
     max_scores: bool
 
 
+OUT_ALONE = Asked(False, False)
+
+
 class Inputs(NamedTuple):
     """The tensors of a call, dense, packed (`varlen`) or with keys in pages (`paged`); see `Problem` for shapes."""
 

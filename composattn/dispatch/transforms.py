@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _are_functorch_transforms_active
 from torch._C import _functorch as functorch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -47,7 +48,7 @@ _NONE: Mapping[Capture, Expr] = MappingProxyType({})
 
 def active() -> bool:
     """Whether a call may have to be seen by a transform."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def break_graph() -> None:

@@ -12,7 +12,7 @@ from ..graph.expr import Expr, score
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_score
 from .mask import Mask
-from .mod import Mod, asked_by_dynamo, formed, name_of
+from .mod import Mod, asked_by_dynamo, formed
 
 _LEAVES = ("score", "b", "h", "q", "kv")
 
@@ -48,7 +48,7 @@ class Score(Mod):
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
-        return Score.formed(*formed(fn, trace_score, _LEAVES), name or name_of(fn))
+        return Score.formed(*formed(fn, name, trace_score, _LEAVES))
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
@@ -99,6 +99,8 @@ class Score(Mod):
 
 
 def _operand(side: Any, sign: str) -> Score:
+    if isinstance(side, Score):
+        return side
     if isinstance(side, torch.Tensor):
         return Score.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
     if isinstance(side, (int, float)) or not callable(side):
@@ -106,7 +108,7 @@ def _operand(side: Any, sign: str) -> Score:
             f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "
             "a factor is mods.scores.temperature"
         )
-    if not isinstance(side, (Score, Mask)) and arity(side) == 4:
+    if not isinstance(side, Mask) and arity(side) == 4:
         raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")
     return Score.of(side)
 

@@ -41,6 +41,8 @@ class FusedCall:
     ) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of = kernel_of
+        self._is_dense = problem.layout.is_dense
+        self._reads = program.captures, program.scalars
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
@@ -48,7 +50,7 @@ class FusedCall:
     @property
     def captures(self) -> list[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return [c.tensor for c in self.program.captures]
+        return [c.tensor for c in self._reads[0]]
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
@@ -62,7 +64,9 @@ class FusedCall:
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, *_ = inputs
-        captured, scalars, sequences = self.captures, self.scalars(), inputs.sequences
+        captures, numbers = self._reads
+        captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
+        sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
         return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
@@ -75,7 +79,7 @@ class FusedCall:
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
-        return [s.value for s in self.program.scalars]
+        return [s.value for s in self._reads[1]]
 
     @property
     def plan(self) -> str:
