@@ -52,20 +52,32 @@ def flex_attention(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
     if _is_dense(query) and _is_dense(key) and query.ndim == key.ndim == 4:
-        if query.shape[1] != key.shape[1] and not enable_gqa:
+        (batch, heads, *_), (kv_batch, kv_heads, *_) = query.shape, key.shape
+        if heads != kv_heads and not enable_gqa:
             raise errors.GroupMismatch(
-                f"{query.shape[1]} query heads and {key.shape[1]} key/value heads; pass enable_gqa=True to share heads"
+                f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
             )
-        if key.shape[0] == 1 and query.shape[0] > 1:
-            key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+        if kv_batch == 1 and batch > 1:
+            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
-    mods: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask, "scale": scale, "backend": backend}
     if return_aux is None:
-        return attention(query, key, value, return_lse=return_lse, **mods)
+        return attention(
+            query, key, value, score_mod=score_mod, mask_mod=mask, scale=scale, return_lse=return_lse, backend=backend
+        )
     from torch.nn.attention.flex_attention import AuxOutput
 
     asked = [name for name in ("lse", "max_scores") if getattr(return_aux, name)]
-    found = attention(query, key, value, return_lse=return_aux.lse, return_max_scores=return_aux.max_scores, **mods)
+    found = attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        mask_mod=mask,
+        scale=scale,
+        return_lse=return_aux.lse,
+        return_max_scores=return_aux.max_scores,
+        backend=backend,
+    )
     out, *more = found if asked else (found,)
     return out, AuxOutput(**dict(zip(asked, more, strict=True)))
 

@@ -74,12 +74,13 @@ class Attention(torch.nn.Module):
         paged: Paged | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out, and what else is asked for; shapes, gradients and errors as of `ca.attention`."""
+        compiling = torch.compiler.is_compiling()
         return attention(
             q,
             k,
             v,
-            score_mod=self._mod("score_mod"),
-            mask_mod=self._mod("mask_mod"),
+            score_mod=None if not compiling and _lacks(self, "score_mod") else self._mod("score_mod"),
+            mask_mod=None if not compiling and _lacks(self, "mask_mod") else self._mod("mask_mod"),
             scale=self.scale,
             backend=self.backend,
             deterministic=self.deterministic,
@@ -91,8 +92,6 @@ class Attention(torch.nn.Module):
         )
 
     def _mod(self, name: str) -> Any:
-        if not torch.compiler.is_compiling() and _lacks(self, name):
-            return None
         found = getattr(self, name, None)
         return found.now(self) if isinstance(found, _Held) else found
 

@@ -179,7 +179,7 @@ def formed(
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
     if torch.compiler.is_compiling():
         return *record(fn, names), name or "mod"  # which matters to nobody there
-    name = name or str(getattr(fn, "__name__", type(fn).__name__))
+    name = name or str(getattr(fn, "__name__", None) or type(fn).__name__)
     mark = fingerprint(fn)
     if mark is None:
         return *form_of(trace(fn)), name
