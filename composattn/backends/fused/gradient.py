@@ -85,7 +85,7 @@ class FusedGradient:
     def deterministic(self) -> bool:
         """Whether dQ has to be bitwise repeatable: as the problem says, or as torch is set now."""
         asked = self.problem.deterministic
-        return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+        return torch._C._get_deterministic_algorithms() if asked is None else asked
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""

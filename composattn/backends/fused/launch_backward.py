@@ -125,9 +125,10 @@ class BackwardLauncher:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.preprocess.work, self.plans.main
         total = k.shape[0] if main.layout.kv == "packed" else None
+        mirrored = sequences if self.is_dense else sequences.mirrored
         return (
             None if rows is None else rows(sequences, None, q.shape[0]),
-            None if main.work is None else main.work(sequences.mirrored, self.reads.counts(reads), total),
+            None if main.work is None else main.work(mirrored, self.reads.counts(reads), total),
         )
 
     def _pieces(self, q: torch.Tensor) -> PiecesArguments:
