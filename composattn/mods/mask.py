@@ -93,7 +93,8 @@ class Mask(Mod):
 
     @staticmethod
     def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
-        a, b = _operand(left, sign), _operand(right, sign)
+        a = left if isinstance(left, Mask) else _operand(left, sign)
+        b = right if isinstance(right, Mask) else _operand(right, sign)
         return Mask.joined(op, f"({a.name} {sign} {b.name})", a, b)
 
     def dense(
@@ -174,8 +175,6 @@ class Mask(Mod):
 
 
 def _operand(side: Any, sign: str) -> Mask:
-    if isinstance(side, Mask):
-        return side
     if isinstance(side, torch.Tensor):
         return Mask.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
     if isinstance(side, bool) or not callable(side):

@@ -33,7 +33,7 @@ def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
             return make(*args, **named)
         leaves: list[Any] = []
         parts: list[Any] = [make, *named]
-        if not (_told(args, parts, leaves) and (not named or _told(named.values(), parts, leaves))):
+        if not _told((*args, *named.values()) if named else args, parts, leaves):
             return make(*args, **named)
         key = tuple(parts)
         found = _known.get(key)

@@ -99,8 +99,6 @@ class Score(Mod):
 
 
 def _operand(side: Any, sign: str) -> Score:
-    if isinstance(side, Score):
-        return side
     if isinstance(side, torch.Tensor):
         return Score.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
     if isinstance(side, (int, float)) or not callable(side):
@@ -114,12 +112,14 @@ def _operand(side: Any, sign: str) -> Score:
 
 
 def _then(left: Any, right: Any) -> Score:
-    a, b = _operand(left, ">>"), _operand(right, ">>")
+    a = left if isinstance(left, Score) else _operand(left, ">>")
+    b = right if isinstance(right, Score) else _operand(right, ">>")
     return Score.joined("then", f"({a.name} >> {b.name})", a, b)
 
 
 def _both(left: Any, right: Any) -> Score:
-    a, b = _operand(left, "+"), _operand(right, "+")
+    a = left if isinstance(left, Score) else _operand(left, "+")
+    b = right if isinstance(right, Score) else _operand(right, "+")
     return Score.joined("plus", f"({a.name} + {b.name})", a, b)
 
 

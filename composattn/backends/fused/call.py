@@ -41,10 +41,9 @@ class FusedCall:
     ) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of = kernel_of
-        self._is_dense = problem.layout.is_dense
-        self._reads = program.captures, program.scalars
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
 
     @property
