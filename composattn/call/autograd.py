@@ -118,18 +118,15 @@ _recorded = super(torch.autograd.Function, _Attend).apply
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Grads:
-    """Gradients of q, k, v and captured tensors of an `_Attend`, None where they are not wanted."""
+    """Gradients of q, k, v and captured tensors of an `_Attend`; torch leaves those that nobody wants."""
     call, wanted = ctx.call, ctx.needs_input_grad[1:]
     q, k, v, out, lse, *captured = ctx.saved_tensors
     del captured[ctx.count :]
     dout = torch.zeros_like(out) if dout is None else dout
     if torch.is_grad_enabled() and not call.differentiable_twice:
-        grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
-    else:
-        grads = _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
-    if False not in wanted:
-        return grads  # type: ignore[no-any-return]
-    return tuple([g if w else None for g, w in zip(grads, wanted, strict=True)])
+        found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
+        return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
+    return _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
 
 
 def _backward(call: Differentiable, known: BackwardInputs) -> Grads:
