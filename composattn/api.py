@@ -109,7 +109,8 @@ class Attention(Held):
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
         """
-        refuse_keywords(unknown)
+        if unknown:
+            refuse_keywords(unknown)
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
@@ -182,7 +183,8 @@ def attention(
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
-    refuse_keywords(unknown)
+    if unknown:
+        refuse_keywords(unknown)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
     options = (scale, backend, deterministic, schedule)
@@ -190,7 +192,7 @@ def attention(
     inputs = Inputs(q, k, v, varlen, paged)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         return operators.call(inputs, spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
-    planned, lending = planned_for(score, mask, *options)
+    planned, lending = planned_for(score, mask, options)
     if lending is None:
         return planned(inputs, asked)  # type: ignore[no-any-return]
     with lending:

@@ -17,6 +17,9 @@ class Asked(NamedTuple):
     max_scores: bool
 
 
+OUT_ALONE = Asked(False, False)
+
+
 class InputOptions(TypedDict, total=False):
     """The keywords of a call that say where its sequences lie."""
 

@@ -122,4 +122,6 @@ def shown(value: Any) -> str:
         return ""
     if isinstance(value, torch.Tensor):
         return f"tensor{list(value.shape)}"
+    if isinstance(value, Scalar):
+        return "ca.scalar"  # not what it says now
     return ", ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

@@ -466,3 +466,18 @@ def test_dtensors_are_refused_by_name(generator: torch.Generator, tmp_path: Any)
             ca.attention(*inputs, score_mod=alibi(spread[3]))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_tensor_that_a_finished_transform_wrapped_is_taken_for_what_it_holds(generator: torch.Generator) -> None:
+    left: list[torch.Tensor] = []
+
+    def leaves_its_argument(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)
+        return x.sum()
+
+    q, k = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    torch.func.grad(leaves_its_argument)(q)
+    k.requires_grad_()
+    (found,) = torch.autograd.grad(ca.attention(left[0], k, k).sum(), k)
+    (wanted,) = torch.autograd.grad(ca.attention(q, k, k).sum(), k)
+    torch.testing.assert_close(found, wanted)

@@ -10,7 +10,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
-from ..fused.traits import has_opaque_test, padded, queries, reads_any, reads_pairs
+from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -119,7 +119,8 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
     tile_n = min(_by_registers(registers - both, dv, program), 96 if max(d, dv) <= 64 else 64)
     return HopperTiling(
         tile_m=ROWS,
-        tile_n=min(tile_n, 64) if reads_pairs(program.score) else tile_n,  # 37 spills with 96 columns
+        # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
+        tile_n=min(tile_n, 64) if reads_pairs(program.score) or keys(problem) <= 128 else tile_n,
         d=d,
         dv=dv,
         stages=2,
