@@ -29,15 +29,24 @@ class Load(MemoryRole):
             for slot in q_slots:
                 block.q.wait_empty(slot)  # also where there is nothing to load: O will lie there
         if tiles.count > 0:
-            first = copies.source.locate(tiles.first)
+            before = copies.source.locate(tiles.first)
             for t in cutlass.range_constexpr(tiling.query_tiles):
                 block.q.fill(q_slots[t])
                 tQsQ, tQgQ = partition(tmas.q, block.q_rows[t], gQ)
                 number = work.m * tiling.query_tiles + t
                 cute.copy(tmas.q, tQgQ[None, number], tQsQ, tma_bar_ptr=block.q.full + t)
                 if const_expr(t == 0):
-                    copies.start_keys(first, k_slot)
-            k_slot, v_slot = copies.follow(tiles, first, k_slot.next(), v_slot)
+                    copies.start_keys(before, k_slot)
+            k_slot = k_slot.next()
+            for i in cutlass.range(1, tiles.count, unroll=1):
+                at = copies.source.locate(tiles.tile(i))
+                copies.start_keys(at, k_slot)
+                k_slot = k_slot.next()
+                copies.start_values(before, v_slot)
+                v_slot = v_slot.next()
+                before = at
+            copies.start_values(before, v_slot)
+            v_slot = v_slot.next()
         elif const_expr(tiling.persistent):
             for t in cutlass.range_constexpr(tiling.query_tiles):
                 with cute.arch.elect_one():

@@ -86,14 +86,24 @@ class Load(Role):
         gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
         copies = KeyCopies(self, work, block.k_edge, block.v_edge)
         if tiles.count > 0:
-            first = copies.source.locate(tiles.first)
-            copies.start_keys(first, k_slot)
+            before = copies.source.locate(tiles.first)
+            copies.start_keys(before, k_slot)
             bar = block.q_edge.acquire(q_slot)
             for w in cutlass.range_constexpr(tiling.warpgroups):
                 tQsQ, tQgQ = partition(call.tmas.q, block.sQ[None, None, w], gQ)
                 cute.copy(call.tmas.q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
             q_slot = q_slot.next()
-            k_slot, v_slot = copies.follow(tiles, first, k_slot.next(), v_slot)
+            k_slot = k_slot.next()
+            for run in tiles.runs:
+                for i in cutlass.range(run.count, unroll=1):
+                    at = copies.source.locate(run.tile(i))
+                    copies.start_keys(at, k_slot)
+                    k_slot = k_slot.next()
+                    copies.start_values(before, v_slot)
+                    v_slot = v_slot.next()
+                    before = at
+            copies.start_values(before, v_slot)
+            v_slot = v_slot.next()
         return q_slot, k_slot, v_slot
 
 
@@ -116,7 +126,13 @@ class Consume(Role):
             if const_expr(self.plan.layout.kv == "paged"):
                 me.clear_values(tiles.first, work.keys.length, v_slot)
             k_slot = k_slot.next()
-            k_slot, v_slot = rows.steps(tiles, (k_slot, v_slot))
+            for run in tiles.runs:
+                for segment in run.segments():
+                    for test, count in rows.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            rows.step(segment.tile(i), test, k_slot, v_slot)
+                            k_slot = k_slot.next()
+                            v_slot = v_slot.next()
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)

@@ -132,7 +132,7 @@ class Role(Fixed, abc.ABC):
 
 
 class KeyCopies(Fixed):
-    """K and V of a work tile on their way into rings of shared memory, V one tile behind K, as products want them."""
+    """K and V of a work tile on their way into rings of shared memory; products want V one tile behind K."""
 
     def __init__(self, role: Role, work: Work, k_edge: BoundEdge, v_edge: BoundEdge):
         tmas, tensors, tiling = role.call.tmas, role.call.tensors, role.tiling
@@ -148,17 +148,3 @@ class KeyCopies(Fixed):
     def start_values(self, at, v_slot) -> None:
         bar = self.v_edge.acquire(v_slot)
         self.values.start(at, v_slot.index, bar)
-
-    @cute.jit
-    def follow(self, tiles, before, k_slot, v_slot):
-        """What comes after K of the first tile, which is at `before`; gives the slots behind it."""
-        for run in tiles.runs:
-            for i in cutlass.range(run.count, unroll=1):
-                at = self.source.locate(run.tile(i))
-                self.start_keys(at, k_slot)
-                k_slot = k_slot.next()
-                self.start_values(before, v_slot)
-                v_slot = v_slot.next()
-                before = at
-        self.start_values(before, v_slot)
-        return k_slot, v_slot.next()

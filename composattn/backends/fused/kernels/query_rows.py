@@ -1,15 +1,15 @@
 """A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....primitives.emit import Leaves, Mods
 from ....primitives.gqa_packing import HeadRows
-from ....primitives.kv_tiles import WHOLE
+from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
 from ..plan import AnyForwardTiling
@@ -35,8 +35,6 @@ class Places(Fixed, Generic[AnyForwardTiling]):
 
 class QueryRows(Places[AnyForwardTiling]):
     """Those rows with the mods at them; the thread's first column of a kv tile is `column`."""
-
-    step: Callable[..., None]  # (kv tile, what hides the invisible or None, *slots)
 
     def __init__(
         self,
@@ -67,16 +65,14 @@ class QueryRows(Places[AnyForwardTiling]):
         by_limits = choose(holds, segment.count, 0)
         return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
 
-    @cute.jit
-    def steps(self, tiles, slots):
-        """A `step` per kv tile after the first one; each takes the slots one further."""
-        for run in tiles.runs:
-            for segment in run.segments():
-                for test, count in self.tests(segment):
-                    for i in cutlass.range(count, unroll=1):
-                        self.step(segment.tile(i), test, *slots)
-                        slots = tuple(slot.next() for slot in slots)
-        return slots
+    def tests_of(self, tiles: TileSequence) -> list["Test"]:
+        """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
+        holds, apply = self.mods.limits_hold, self.mods
+        if isinstance(holds, bool):
+            tests = [Test(tiles, True, True, apply.apply_limits if holds else apply.apply_mask)]
+        else:
+            tests = [Test(tiles, True, holds, apply.apply_limits), Test(tiles, True, ~holds, apply.apply_mask)]
+        return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(tiles, False, True, None)]
 
     def store_statistic(self, target, of_rows, lane) -> None:
         """A number a row, with what does not change along a row and was left out of the scores."""
@@ -87,6 +83,24 @@ class QueryRows(Places[AnyForwardTiling]):
             q, h, inside = self.row_place(r)
             mine = inside & self.shape.first_in_row(lane)
             _store_at(queries.head(of_part(target, self.work.part), h), q, value, mine)
+
+
+@dataclasses.dataclass
+class Test(Fixed):
+    """What hides elements of tiles that are `tested`, or are not, where it `holds` for the rows; None hides nothing."""
+
+    tiles: TileSequence
+    tested: bool
+    holds: Any
+    apply: Callable[[ScoreTile], None] | None
+
+    def goes_on(self, i: Any) -> Any:
+        """Whether there is an i-th tile, and it takes this test."""
+        tested = self.tiles.tested(i, self.tiles.tile(i))
+        more = i < self.tiles.count
+        if tested is not True:
+            more = more & (tested if self.tested else ~tested)
+        return more if self.holds is True else more & self.holds
 
 
 def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
