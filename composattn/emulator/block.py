@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse
 from composattn.emulator.gang import Gang
 from composattn.emulator.memory import SharedMemory
+from composattn.emulator.tensor_memory import TensorMemory, TensorUnits
 
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster
@@ -61,7 +63,7 @@ class Block:
         threads = int(np.prod(self.launch.block))
         self.warps = (threads + 31) // 32
         self.first_agent = rank * cluster.warps_per_block
-        self.shared = SharedMemory(self.program.shared_size(self.launch.dynamic_shared), cluster.agents)
+        self.shared = SharedMemory(self.program.shared_size(self.launch.dynamic_shared))
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         warps = cluster.warps_per_block * len(cluster.ranks)
@@ -69,6 +71,8 @@ class Block:
         self.units = [MatrixUnit(warps + rank * groups + i) for i in range(groups)]
         base = warps + len(cluster.ranks) * groups
         self.bulk = [BulkStores(base + self.first_agent + w) for w in range(self.warps)]
+        first = cluster.tensor_agent + 3 * self.first_agent
+        self.tensor_units = [TensorUnits(first + 3 * w) for w in range(self.warps)]
         self.rendezvous: dict[int, dict[int, tuple[Gang, Instr]]] = {}
         self.cluster_tickets: dict[int, int] = {}
         given = self.program.launch_registers(self.warps)
@@ -76,6 +80,10 @@ class Block:
         self.registers, self.asked, self.pool = [given] * self.warps, [False] * self.warps, 32 * given * self.warps
         self.file = self.program.take_file(self, self.warps * 32)
         self.views = self.file.views
+
+    @cached_property
+    def tensor(self) -> TensorMemory:
+        return TensorMemory()
 
     def units_of(self, low: int, high: int) -> list[MatrixUnit]:
         return self.units[low // 4 : (high + 3) // 4]

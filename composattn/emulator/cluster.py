@@ -13,7 +13,7 @@ from composattn.emulator.barriers import Knowledge, NamedBarrier
 from composattn.emulator.block import Block
 from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding
 from composattn.emulator.gang import EXIT, NOWHERE, Gang, Path
-from composattn.emulator.memory import _Unordered
+from composattn.emulator.ledger import Unordered
 
 if TYPE_CHECKING:
     from composattn.emulator.launch import Launch
@@ -69,9 +69,10 @@ class Cluster:
         warps = self.warps_per_block * len(self.ranks)
         groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
         self.grid_agent = 2 * warps + groups  # known by who waited for the kernels before, at clock 1
-        self._next_agent = self.grid_agent + 1
+        self.tensor_agent = self.grid_agent + 1  # three a warp: its multiplies, its loads, its stores
+        self._next_agent = self.tensor_agent + 3 * warps
         self.agents = self._next_agent + MAX_BARRIERS
-        clocks = np.zeros((warps, 3, self.agents), np.int32)
+        clocks = np.zeros((warps, Knowledge.ROWS, self.agents), np.int32)
         self.knowledge = [Knowledge(mine) for mine in clocks]
         self.known, self.fenced = clocks[:, 0], clocks[:, 1]
         self.known[np.arange(warps), np.arange(warps)] = 1
@@ -261,13 +262,9 @@ class Cluster:
                 elif self._branch(g, node, path):
                     return 0
             return whole
-        except _Unordered as e:
-            raise type(e).__mro__[1](
-                f"{e.count} words from shared address {e.address:#x}, last {e.what} by "
-                f"{self.agent_name(e.agent)}, that "
-                f"nothing orders before this access",
-                f"{g}, {self.program.place(n, g)}",
-            ) from None
+        except Unordered as e:
+            race = e.ledger.race(e, self.agent_name(e.agent))
+            raise type(race)(str(race), f"{g}, {self.program.place(n, g)}") from None
         except Finding as e:
             if e.place:
                 raise

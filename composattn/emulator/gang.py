@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from composattn.emulator.findings import CollectiveMismatch, RegisterInFlight
+from composattn.emulator.findings import CollectiveMismatch, MissingTensorWait, RegisterInFlight
 from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
 from composattn.emulator.registers import VIEWS
@@ -76,14 +76,23 @@ class Gang:
         """Which agent each lane's plain accesses are stamped with."""
         return self.block.first_agent + self.lane_warp[lanes]
 
-    # --- registers of unfinished matrix multiplies ---------------------------------------------------------
+    # --- registers of what is not finished -----------------------------------------------------------------
 
     def touch(self, reads: int, writes: int, instr: Instr) -> None:
+        where = f"{self}, at or after {instr.where()}"
+        for units in self.block.tensor_units[self.low : self.high]:
+            if units.busy & (reads | writes):
+                raise MissingTensorWait("a register of a tcgen05.ld that no tcgen05.wait::ld covers is used", where)
         for group in self.block.units_of(self.low, self.high):
             if group.busy_results & (reads | writes) or group.busy_inputs & writes:
-                raise RegisterInFlight(
-                    "a register of a wgmma that was not waited for is used", f"{self}, at or after {instr.where()}"
-                )
+                raise RegisterInFlight("a register of a wgmma that was not waited for is used", where)
+
+    def look_in_flight(self) -> None:
+        """Something has finished: whether registers are still in use is asked again."""
+        block = self.block
+        self.in_flight = any(u.open or u.groups for u in block.units_of(self.low, self.high)) or any(
+            u.busy for u in block.tensor_units[self.low : self.high]
+        )
 
     # --- splitting -----------------------------------------------------------------------------------------
 

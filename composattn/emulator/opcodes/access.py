@@ -75,7 +75,7 @@ def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Arra
         mine = words[agents == agent]
         if size >= 4:  # warps may share a word by halves
             memory.order_write(mine, known[agent])
-        memory.stamp_write(mine, agent, known[agent, agent], True)
+        memory.write(mine, agent, known[agent, agent], True)
     if size >= 4 and (memory.writer[words] != agents[:, None]).any():
         raise SharedRace("two warps write the same shared memory in the same step")
     memory.views[size][(addresses // size)[:, None] + np.arange(count)] = values

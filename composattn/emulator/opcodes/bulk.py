@@ -99,7 +99,7 @@ def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, coun
         _check_fenced(g, block.shared, words, knowledge)
         bar.issued += 1
         stamp = bar.issued
-        block.shared.stamp_write(words, bar.agent, stamp, False)
+        block.shared.write(words, bar.agent, stamp, False)
 
         def complete(block: Any = block, bar: Any = bar, stamp: int = stamp) -> None:
             chunks = swizzled_chunks(dst, count // 16, span)
