@@ -85,6 +85,11 @@ class Block:
     def tensor(self) -> TensorMemory:
         return TensorMemory()
 
+    @property
+    def tensor_in_use(self) -> dict[int, int]:
+        """Columns of tensor memory that are allocated: first -> how many."""
+        return self.tensor.allocated if "tensor" in self.__dict__ else {}
+
     def units_of(self, low: int, high: int) -> list[MatrixUnit]:
         return self.units[low // 4 : (high + 3) // 4]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from composattn.emulator.barriers import Knowledge, NamedBarrier
 from composattn.emulator.block import Block
-from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding
+from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding, TensorAllocation
 from composattn.emulator.gang import EXIT, NOWHERE, Gang, Path
 from composattn.emulator.ledger import Unordered
 
@@ -110,6 +110,9 @@ class Cluster:
             for i, unit in enumerate(block.units):
                 if unit.agent == agent:
                     return f"wgmma of warps {4 * i}-{4 * i + 3} of block {block.index}"
+            for w, units in enumerate(block.tensor_units):
+                if units.agent <= agent < units.agent + 3:
+                    return f"tcgen05.{('mma', 'ld', 'st')[agent - units.agent]} of warp {w} of block {block.index}"
             for w, bulk in enumerate(block.bulk):
                 if bulk.agent == agent:
                     return f"a bulk store of warp {w} of block {block.index}"
@@ -210,7 +213,21 @@ class Cluster:
             for i, unit in enumerate(block.units):
                 if unit.open or unit.groups:
                     raise AsyncAtExit(f"block {block.index} warps {4 * i}-{4 * i + 3} exit with a wgmma not waited for")
+            self._tensor_at_exit(block)
             self.program.free(block.file)
+
+    def _tensor_at_exit(self, block: Block) -> None:
+        for w, units in enumerate(block.tensor_units):
+            if units.open:
+                raise AsyncAtExit(
+                    f"block {block.index} warp {w} exits with {len(units.open)} tcgen05.mma not committed"
+                )
+            if units.issued > int(self.known[:, units.agent].max()):
+                raise AsyncAtExit(
+                    f"block {block.index} warp {w} exits with a tcgen05.mma whose commit nobody waited for"
+                )
+        if block.tensor_in_use:
+            raise TensorAllocation(f"block {block.index} exits with tensor memory allocated: {block.tensor_in_use}")
 
     # --- one gang ------------------------------------------------------------------------------------------
 
