@@ -12,7 +12,7 @@ import numpy as np
 from composattn.emulator.barriers import Knowledge, NamedBarrier
 from composattn.emulator.block import Block
 from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding, TensorAllocation
-from composattn.emulator.gang import EXIT, NOWHERE, Gang, Path
+from composattn.emulator.gang import EXIT, NOWHERE, Gang, Meeting, Path, Wait
 from composattn.emulator.ledger import Unordered
 
 if TYPE_CHECKING:
@@ -251,6 +251,9 @@ class Cluster:
                 if n == path.meet:
                     g.stack.pop()
                     continue
+                if g.meeting is not None and n == g.meeting.node and path.mask is True:
+                    self._meet(g, g.meeting)
+                    return 0
                 if n == EXIT:
                     g.remove(path.mask)
                     continue
@@ -310,7 +313,15 @@ class Cluster:
             per = take.reshape(-1, 32)
             some, every = per.any(1), per.all(1)
             if (some == every).all():
-                self._split(g, _runs(every, g.low), target, node.fall, every)
+                parts = _runs(every, g.low)
+                self._split(
+                    g,
+                    parts,
+                    target,
+                    node.fall,
+                    every,
+                    Meeting(node.meet, len(parts), g.meeting) if node.short else None,
+                )
                 return True
         stay = ~take if mask is True else mask & ~take
         taken = take.copy()
@@ -321,10 +332,12 @@ class Cluster:
         g.stack.append(Path(target, taken, node.meet if node.meet != EXIT else NOWHERE))
         return False
 
-    def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None) -> None:
+    def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None,
+               meeting: Meeting | None = None) -> None:  # fmt: skip
         new = []
         for low, high in parts:
             gang = g.part(low, high)
+            gang.meeting = meeting or gang.meeting
             if takes is not None:
                 gang.stack[-1].node = target if takes[low - g.low] else fall
             new.append(gang)
@@ -332,6 +345,13 @@ class Cluster:
         self.gangs[at : at + 1] = new
         g.done = True
         self.finished.append(g)  # keeps the count of what its warps did together
+
+    def _meet(self, g: Gang, meeting: Meeting) -> None:
+        """A part has come to the meeting: the last to come makes them one gang again."""
+        meeting.come.append(g)
+        g.wait = Wait(lambda: False, lambda: "the warps that it parted from at a branch")
+        if len(meeting.come) == meeting.parts:
+            self.merge(meeting.come).meeting = meeting.outer
 
     def merge(self, gangs: list[Gang]) -> Gang:
         """Neighbouring gangs that stand at the same node with all lanes go on as one."""

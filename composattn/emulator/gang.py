@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,16 @@ class Path:
     meet: int
 
 
+@dataclass
+class Meeting:
+    """Where the parts of a gang that a short branch has split come together again. `outer` is the whole gang's own."""
+
+    node: int
+    parts: int
+    outer: Meeting | None
+    come: list[Gang] = field(default_factory=list)
+
+
 class Gang:
     """Warps [low, high) of a block. Lanes of all of them are one numpy row, so one step serves them all."""
 
@@ -50,6 +60,7 @@ class Gang:
         self.gave_up = False
         self.ticket: Any = None
         self.done = False
+        self.meeting: Meeting | None = None
         self.visits = [0] * len(block.program.nodes)
         self.at: Instr | None = None  # the last instruction with an effect
         self.lane_warp = np.repeat(np.arange(low, high), 32)
@@ -114,7 +125,7 @@ class Gang:
         if stack and stack[-1].mask is True:
             stack = [Path(stack[-1].node, True, NOWHERE)]
         out = Gang(self.block, low, high, stack)
-        out.in_flight, out.unfenced = self.in_flight, self.unfenced
+        out.in_flight, out.unfenced, out.meeting = self.in_flight, self.unfenced, self.meeting
         return out
 
     def remove(self, mask: Any) -> None:
@@ -167,4 +178,4 @@ def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
     return out
 
 
-__all__ = ["EXIT", "NOWHERE", "Gang", "Path", "Wait", "row_views", "together"]
+__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path", "Wait", "row_views", "together"]

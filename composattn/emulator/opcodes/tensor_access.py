@@ -6,7 +6,6 @@ Facts: PTX ISA, "TensorCore 5th Generation Family Instructions" (data movement s
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,10 +102,7 @@ def allocate(instr: Instr, program: Any) -> Handler:
                 raise TensorAllocation("an allocation after tcgen05.relinquish_alloc_permit")
             first = tensor.room(columns)
             if first is None:
-                return Wait(
-                    lambda n=columns: tensor.room(n) is not None,
-                    lambda n=columns: f"{n} columns of tensor memory; allocated are {tensor.allocated}",
-                )
+                return _wait_for_room(tensor, columns)
             tensor.allocate(first, columns)
             lane = np.array([32 * (warp - g.low)])
             shared_store(g, lane, np.array([where]), 4, np.array([[first]], np.uint32))
@@ -114,6 +110,13 @@ def allocate(instr: Instr, program: Any) -> Handler:
         return None
 
     return run
+
+
+def _wait_for_room(tensor: TensorMemory, columns: int) -> Wait:
+    return Wait(
+        lambda: tensor.room(columns) is not None,
+        lambda: f"{columns} columns of tensor memory; allocated are {tensor.allocated}",
+    )
 
 
 @effect("tcgen05.dealloc.cta_group::1.sync.aligned")
@@ -146,9 +149,9 @@ def relinquish(instr: Instr, program: Any) -> Handler:
 
 @dataclass(frozen=True)
 class Form:
-    """A data movement shape: which lane and column register `r` of lane `t` of a warp holds, `rows[r, t]`, `columns[r, t]`.
+    """A data movement shape: register r of a warp's lane t holds lane rows[r, t], column columns[r, t] of the box.
 
-    With `packed` a register holds the low halves of columns 2c and 2c + 1.
+    With `packed` it holds the low halves of columns 2c and 2c + 1.
     """
 
     lanes: int
@@ -186,15 +189,18 @@ def _form(shape: str, repeat: int, packed: bool, split: int) -> Form:
 _SHAPES = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}
 
 
+_REPEATS = {f"x{1 << n}": 1 << n for n in range(8)}
+_PACKED = {"pack::16b", "unpack::16b"}
+_MOVES = {"tcgen05", "ld", "st", "red", "sync", "aligned", "b32", "f32", "max", "min", "NaN", "abs"}
+
+
 def _shape_of(instr: Instr, program: Any, items: tuple[Any, ...], split: int) -> Form:
-    parts = instr.parts
-    words_of(program, instr.op, {"tcgen05", "ld", "st", "red", "sync", "aligned", *_SHAPES, "pack::16b", "unpack::16b",
-                                 *(f"x{1 << n}" for n in range(8)), "b32", "f32", "max", "min", "NaN", "abs"}, instr)  # fmt: skip
-    shape = next(p for p in parts if p in _SHAPES)
-    repeat = next(int(p[1:]) for p in parts if re.fullmatch(r"x\d+", p))
-    if len(items) != repeat * _SHAPES[shape] or len(items) > 128:
+    parts = set(instr.parts)
+    words_of(program, instr.op, {*_MOVES, *_SHAPES, *_REPEATS, *_PACKED}, instr)
+    (shape,), (repeat,) = parts & _SHAPES.keys(), parts & _REPEATS.keys()
+    if len(items) != _REPEATS[repeat] * _SHAPES[shape] or len(items) > 128:
         raise UnknownInstruction(f"{len(items)} registers for {instr.op}; {instr.where()}")
-    return _form(shape, repeat, "pack::16b" in parts or "unpack::16b" in parts, split)
+    return _form(shape, _REPEATS[repeat], bool(parts & _PACKED), split)
 
 
 def _operands(instr: Instr, mem: Any, vec: Any) -> tuple[Mem, tuple[Any, ...], int]:
@@ -232,10 +238,8 @@ def load(instr: Instr, program: Any) -> Handler:
     kept = [i for i, r in enumerate(items) if not isinstance(r, Sink)]
     rows = _stretch([items[i].index for i in kept])
     fold = _fold(instr) if "red" in instr.parts else None
-    best = instr.args[1] if fold is not None else None
-    if best is not None and not isinstance(best, Reg):
-        raise UnknownInstruction(f"the result of {instr.where()}")
-    used = sum(1 << items[i].index for i in kept) | (1 << best.index if best is not None else 0)
+    best = program.rows.of(instr.args[1], "32")[1] if fold is not None else 0
+    used = sum(1 << items[i].index for i in kept) | (1 << best if fold is not None else 0)
 
     def run(g: Any, m: Any) -> None:
         block, tensor, bank = g.block, g.block.tensor, g.block.file.banks["32"]
@@ -251,7 +255,7 @@ def load(instr: Instr, program: Any) -> Handler:
                 values = _read(tensor.data, lane, column, form)
                 bank[rows, lanes] = values if len(kept) == len(items) else values[kept]
                 if fold is not None:
-                    bank[best.index, lanes] = fold(values)
+                    bank[best, lanes] = fold(values)
 
             _start(g, warp, "ld", deliver)
         g.in_flight = True

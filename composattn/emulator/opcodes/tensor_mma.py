@@ -33,7 +33,7 @@ from composattn.emulator.tensor_memory import LANES
 
 Array = np.ndarray[Any, Any]
 _KINDS = {"kind::f16": {0: "f16", 1: "bf16"}, "kind::f8f6f4": {0: "e4m3", 1: "e5m2"}}
-DEPTH = {"kind::f16": 16, "kind::f8f6f4": 32}  # of one multiply, along K
+_KEPT = {f"collector::a::{how}" for how in ("discard", "lastuse", "fill", "use")}  # says what A's buffer keeps
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,20 @@ def _one_thread(g: Any, m: Any, instr: Instr) -> tuple[int, int]:
 
 @effect("tcgen05.mma.cta_group::1.kind::f16", "tcgen05.mma.cta_group::1.kind::f8f6f4")
 def multiply(instr: Instr, program: Any) -> Handler:
-    words_of(program, instr.op, {"tcgen05", "mma", "cta_group::1", *_KINDS, "collector::a::discard",
-                                 "collector::a::lastuse", "collector::a::fill", "collector::a::use"}, instr)  # fmt: skip
+    words_of(program, instr.op, {"tcgen05", "mma", "cta_group::1", *_KINDS, *_KEPT}, instr)
     kind = instr.parts[3]
     into, left, right, descriptor, *rest = instr.args
-    masks = [source(program, i, "u32") for i in rest.pop(0).items] if isinstance(rest[0], Vec) else []
+    masks = []
+    if isinstance(rest[0], Vec):
+        masks = [source(program, i, "u32") for i in rest[0].items]
+        rest = rest[1:]
     if len(rest) > 1:
         raise UnknownInstruction(f"a scaled input of {instr.where()}")
     keep = source(program, rest[0], "p") if not isinstance(rest[0], Imm) else None
     always = isinstance(rest[0], Imm) and literal(rest[0], instr) != 0
     to, desc_b, shape_of = address(program, into), source(program, right, "u64"), source(program, descriptor, "u32")
-    held = address(program, left) if isinstance(left, Mem) else None
-    desc_a = source(program, left, "u64") if held is None else None
+    in_tensor = isinstance(left, Mem)
+    side_a: Any = address(program, left) if in_tensor else source(program, left, "u64")
 
     def run(g: Any, m: Any) -> None:
         warp, thread = _one_thread(g, m, instr)
@@ -160,11 +162,11 @@ def multiply(instr: Instr, program: Any) -> Handler:
         accumulate = bool(pick(keep(g), m)[0]) if keep is not None else always
         b = Operand(Descriptor.of_tcgen05(int(pick(desc_b(g), m)[0])), shape.n, shape.right, shape.right_k_major)
         a: Operand | Held
-        if held is not None:
-            at = int(held(g, m)[0])
+        if in_tensor:
+            at = int(side_a(g, m)[0])
             a = Held(at >> 16, at & 0xFFFF, 8, shape.left)
         else:
-            bits = int(pick(desc_a(g), m)[0])
+            bits = int(pick(side_a(g), m)[0])
             a = Operand(Descriptor.of_tcgen05(bits), shape.m, shape.left, shape.left_k_major)
         at = int(to(g, m)[0])
         into = (at >> 16, at & 0xFFFF, shape.m, shape.n)
