@@ -90,15 +90,18 @@ class Warps:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A ring of stages that `producer` fills and `consumers` drain."""
+    """A ring of stages that `producer` fills and `consumers` drain.
+
+    Consumers None: another edge, which they fill, says when a stage is free again.
+    """
 
     stages: int
     producer: Role
-    consumers: Role
+    consumers: Role | None
 
     @property
     def barriers(self) -> int:
-        return 2 * self.stages
+        return self.stages if self.consumers is None else 2 * self.stages
 
     @staticmethod
     def allocate(smem: SmemAllocator, edges: Sequence[Edge]) -> list[BoundEdge]:
@@ -123,13 +126,18 @@ class BoundEdge(Fixed):
         """Called by one thread; see `start_edges`."""
         for stage in range(self.edge.stages):
             cute.arch.mbarrier_init(self.full + stage, self.edge.producer.arrivals)
-            cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
+            if self.edge.consumers is not None:
+                cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
 
     def acquire(self, slot: Slot, lane: Any = None) -> cute.Pointer:
         """Producer warp: wait until the stage is free, and arrive; gives the mbarrier that copies complete on."""
         self.wait_empty(slot)
-        self.edge.producer.arrive(self.full, slot.index, lane)
+        self.fill(slot, lane)
         return self.full + slot.index
+
+    def fill(self, slot: Slot, lane: Any = None) -> None:
+        """Producer: arrives at a stage that it knows to be free."""
+        self.edge.producer.arrive(self.full, slot.index, lane)
 
     def wait_empty(self, slot: Slot) -> None:
         """Producer: wait until what the stage held before has been read."""
@@ -141,6 +149,7 @@ class BoundEdge(Fixed):
 
     def release(self, slot: Slot, lane: Any) -> None:
         """Consumer: the stage has been read."""
+        assert self.edge.consumers is not None, "another edge says that this one's stages are free"
         self.edge.consumers.arrive(self.empty, slot.index, lane)
 
 

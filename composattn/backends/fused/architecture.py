@@ -10,7 +10,7 @@ import torch
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ...errors import GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -29,8 +29,8 @@ class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
-    `backward_tiling` is also told whether dQ is summed in a fixed order. `kernels`, by the step that a plan names,
-    imports the kernel language.
+    `backward_tiling` is also told whether dQ is summed in a fixed order; None: there is no backward. `kernels`, by the
+    step that a plan names, imports the kernel language.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Architecture:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
-    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
+    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling] | None
     kernels: Callable[[], Mapping[str, Callable[[Any], Kernel]]]
 
     def check(self, problem: Problem, program: Program) -> None:
@@ -71,6 +71,17 @@ ARCHITECTURES: dict[str, Architecture] = {}
 def architecture_of(target: Target) -> Architecture:
     """Whose kernels run on `target`."""
     return ARCHITECTURES[target.backend]
+
+
+def backward_of(target: Target) -> Callable[[Problem, Program, Target, bool], BackwardTiling]:
+    """What chooses the tilings of its backward kernels. Raises: `GradientUnsupported` where there are none."""
+    architecture = architecture_of(target)
+    if architecture.backward_tiling is None:
+        raise GradientUnsupported(
+            f'backend="{architecture.name}" has no backward yet; use backend="streaming" for gradients, or call it '
+            "under torch.no_grad()"
+        )
+    return architecture.backward_tiling
 
 
 def planned_for(backend: str | None) -> Target:

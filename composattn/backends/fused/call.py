@@ -15,6 +15,7 @@ from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
+from .architecture import architecture_of, backward_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
@@ -26,7 +27,8 @@ from .target import Target
 class FusedCall:
     """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout` when called.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout`, `GradientUnsupported`
+    when called.
     """
 
     launches: ClassVar[type[ForwardLauncher]] = ForwardLauncher
@@ -63,6 +65,7 @@ class FusedCall:
         q, k, v, *_ = inputs
         captures, scalars, sequences = self.captures, self.scalars(), inputs.sequences
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captures)):
+            backward_of(self.target)
             return attend(self.begin(scalars, sequences, asked.max_scores), q, k, v)
         return self.launcher(*asked)(q, k, v, self.scale, captures, scalars, sequences)
 
@@ -77,18 +80,23 @@ class FusedCall:
         return [s.value for s in self.program.scalars]
 
     @property
+    def has_backward(self) -> bool:
+        """Whether there is one: not where keys lie in pages, nor on GPUs for which none is generated."""
+        return self.problem.layout.kv != "paged" and architecture_of(self.target).backward_tiling is not None
+
+    @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
         plans = [str(self._forward)]
-        if self.problem.layout.kv != "paged":
+        if self.has_backward:
             in_order = self.gradient.deterministic()
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
         return "\n".join(plans)
 
     @property
     def captured_sums(self) -> str:
-        """Who sums the gradients of captured tensors, for people to read; nobody where keys lie in pages."""
-        return "" if self.problem.layout.kv == "paged" else self.gradient.describe()
+        """Who sums the gradients of captured tensors, for people to read; nobody where there is no backward."""
+        return self.gradient.describe() if self.has_backward else ""
 
     @cached_property
     def gradient(self) -> FusedGradient:

@@ -1,28 +1,26 @@
 """The forward kernel for Hopper: warp-specialised, fed by bulk tensor copies, products on the warpgroup unit."""
 
-import dataclasses
-from typing import Any, NamedTuple
+import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
-from ...primitives.emit import Leaves, Mods
+from ...primitives.emit import Mods
 from ...primitives.emit_tiles import kv_tiles_of
 from ...primitives.gqa_packing import HeadRows
-from ...primitives.kv_source import copied_rows, kv_source, partition
-from ...primitives.kv_tiles import WHOLE, TileSequence
+from ...primitives.kv_source import kv_source, partition
+from ...primitives.kv_tiles import TileSequence
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Copies, Edge, Slot, start_edges
-from ...primitives.score_tile import ScoreTile
-from ...primitives.seqlen import Rows, Sequence, most_rows, rows_of
-from ...primitives.tile_scheduler import TileScheduler, WorkTile
-from ...primitives.values import Fixed, choose, narrow, permuted
+from ...primitives.values import Fixed, narrow, permuted
 from ..fused.arguments import ForwardArguments
 from ..fused.fake import fake_arguments
+from ..fused.kernels.forward_call import Call, launched
+from ..fused.kernels.query_rows import QueryRows, of_part
 from ..fused.plan import ForwardPlan
 from .ping_pong import PingPong
 from .tiling import HopperTiling
@@ -71,53 +69,26 @@ class HopperForward:
     def __call__(self, stream, *arguments):
         given, tiling = ForwardArguments(*arguments), self.tiling
         dtype = self.dtype = given.q.element_type
-        queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
-        # a tile is the first two modes
-        mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
-        mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
-        q_rows, mQ = mQ.shape[0], self.heads.view(mQ)
         q_layout = tile_layout(dtype, ROWS, tiling.d)
         k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
         v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
         o_layout = tile_layout(dtype, ROWS, tiling.dv)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        box = self.heads.box(ROWS)
-        tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, q_layout, (box, tiling.d))
-        rows = copied_rows(keys, tiling.tile_n)
-        tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(dtype, rows, tiling.d), (rows, tiling.d))
-        tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(dtype, rows, tiling.dv), (rows, tiling.dv))
-        tma_o, splits = None, None
-        if const_expr(self.plan.is_split):
-            tO, splits = given.out, Int32(given.out.shape[0])
-        elif const_expr(self.plan.direct_store):
-            tO = permuted(given.out, 1, 0, 2)
-        else:
-            mO = self.heads.view(queries.for_copies(given.out))
-            tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, o_layout, (box, tiling.dv))
-        kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
-        section = (tiling.l2, tiling.heads_together)
-        if const_expr(given.work is None):
-            order = TileScheduler.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
-        else:
-            order = TileScheduler.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
-        blocks = order.tiles if splits is None else order.tiles * splits
-        if const_expr(tiling.persistent):
-            blocks = cutlass.min(blocks, self.plan.target.sms)
+        found = launched(self.plan, given, self.heads, ROWS, functools.partial(tile_layout, dtype))
         self.kernel(
-            Operands(tma_q, tma_k, tma_v, tma_o),
-            Operands(tQ, tK, tV, tO),
+            found.tmas,
+            found.tensors,
             given.lse,
             given.max_scores,
             (q_layout, k_layout, v_layout, o_layout),
-            order,
+            found.order,
             given.scale,
             given.captured,
             given.scalars,
-            queries,
-            keys,
-            splits,
+            found.queries,
+            found.keys,
+            found.splits,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(found.blocks(self.plan), 1, 1),
             block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -224,7 +195,7 @@ class HopperForward:
     @cute.jit
     def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
         tiles = self.kv_tiles(call, work)
-        rows = QueryRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
+        rows = WarpgroupRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             rows.first_scores(tiles.first, k_slot)
@@ -244,69 +215,6 @@ class HopperForward:
             v_slot = v_slot.next()
         rows.finish(call)
         return q_slot, k_slot, v_slot
-
-
-class Operands(NamedTuple):
-    """Of each tensor that lies in tiles: its bulk copy (None: there is none), or the tensor as that sees it."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-
-
-@dataclasses.dataclass
-class Call(Fixed):
-    """What the kernel was called with."""
-
-    tmas: Operands
-    tensors: Operands
-    lse: cute.Tensor | None
-    max_scores: cute.Tensor | None
-    order: TileScheduler
-    scale: Float32
-    captured: tuple
-    scalars: tuple
-    queries: Rows
-    keys: Rows
-    splits: Int32 | None  # number of parts
-
-    @property
-    def tiles(self) -> Int32:
-        """Work tiles, each part of kv one of its own."""
-        return self.order.tiles if self.splits is None else self.order.tiles * self.splits
-
-    def tile(self, number: Int32) -> WorkTile:
-        return self.order.tile(number if self.splits is None else number % self.order.tiles)
-
-    def work(self, number: Int32) -> "Work":
-        """The work tile with this number, which exists."""
-        tile = self.tile(number)
-        part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
-        queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
-        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
-
-    def leaves(self, work, tile_queries: int) -> Leaves:
-        q_len, kv_len = work.queries.length, work.keys.length
-        first = work.m * tile_queries
-        last = cutlass.min(first + tile_queries, q_len) - 1
-        return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
-
-
-@dataclasses.dataclass
-class Work(Fixed):
-    """Query tile `m` of head `h` of sequence `b`, where the rows of the sequence lie, and which part of its keys.
-
-    Where a tile has rows of several heads, `h` counts in as many.
-    """
-
-    m: Int32
-    b: Int32
-    h: Int32
-    kv_head: Int32
-    queries: Sequence
-    keys: Sequence
-    part: tuple[Int32 | int, Int32 | int]  # the s-th of n
 
 
 class Block(Fixed):
@@ -398,15 +306,14 @@ class Consumer(Warpgroup):
         self.sync_consumers()
 
 
-class QueryRows(Fixed):
+class WarpgroupRows(QueryRows[HopperTiling]):
     """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
 
     def __init__(self, me: Consumer, mods, work, leaves):
         tiling, products = me.tiling, me.products
-        self.me, self.tiling, self.block, self.products, self.work = me, tiling, me.block, products, work
-        self.first_q, self.slot = me.heads.place(work.m * tiling.tile_m + me.warpgroup * ROWS + me.row)
-        self.head = work.h * tiling.heads + self.slot
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        self.me, self.block, self.products = me, me.block, products
+        first = work.m * tiling.tile_m + me.warpgroup * ROWS + me.row
+        super().__init__(tiling, me.shape, me.heads, mods, work, leaves, first, me.column)
         # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
         # product (its warning C7510)
         self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
@@ -417,20 +324,6 @@ class QueryRows(Fixed):
         self.softmax.reset()
         self.rescale.fill(1.0)
         self.tOrO.fill(0.0)
-
-    def tile(self, scores, n) -> ScoreTile:
-        first_kv = n * self.tiling.tile_n + self.me.column
-        return ScoreTile(self.me.shape, scores, self.work.b, self.head, self.first_q, first_kv)
-
-    def tests(self, segment) -> list:
-        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
-        if not segment.tested:
-            return [(None, segment.count)]
-        holds = self.mods.limits_hold
-        if isinstance(holds, bool):
-            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
-        by_limits = choose(holds, segment.count, 0)
-        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
 
     def probabilities(self, tSrS, n, ahead, test, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
@@ -497,26 +390,9 @@ class QueryRows(Fixed):
         else:
             self.store_output(call)
         if call.lse is not None:
-            self.store_statistic(call.lse, row_lse)
+            self.store_statistic(call.lse, row_lse, self.me.lane)
         if call.max_scores is not None:
-            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse))
-
-    def store_statistic(self, target, of_rows):
-        """A number a row, with what does not change along a row and was left out of the scores."""
-        for r in range(2):
-            shift = self.mods.row_shift[r]
-            value = of_rows[r] if shift is None else of_rows[r] + shift
-            q, h, inside = self.row_place(r)
-            mine = inside & self.me.shape.first_in_row(self.me.lane)
-            _store_at(self.work.queries.head(_of_part(target, self.work.part), h), q, value, mine)
-
-    def row_place(self, r: int):
-        """Query and head of the thread's row `r`, and whether there are such."""
-        q, h = self.first_q + self.me.shape.row_offsets[r], self.head + self.me.shape.head_offsets[r]
-        inside = q < self.work.queries.length
-        if self.tiling.heads < self.tiling.slots:
-            inside = inside & (self.slot + self.me.shape.head_offsets[r] < self.tiling.heads)
-        return q, h, inside
+            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse), self.me.lane)
 
     def store_output(self, call):
         """Through shared memory; the copy leaves out what is no query."""
@@ -534,7 +410,7 @@ class QueryRows(Fixed):
 
     def store_rows(self, call):
         """From registers: few rows, or few parts."""
-        part = _of_part(call.tensors.out, self.work.part)
+        part = of_part(call.tensors.out, self.work.part)
         for r in range(2):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
@@ -545,20 +421,6 @@ class QueryRows(Fixed):
         if self.tiling.persistent:
             self.me.drain_stores()
             self.me.sync_warpgroup()
-
-
-def _of_part(tensor: cute.Tensor, part) -> cute.Tensor:
-    """What belongs to a part of kv: all of it where there is but one."""
-    if part is WHOLE:
-        return tensor
-    place = (part[0], *(None,) * (cute.rank(tensor) - 1))
-    return tensor[place]
-
-
-@cute.jit
-def _store_at(target, q: Int32, value: Float32, mine: Boolean):
-    if mine:
-        target[q] = value
 
 
 @cute.jit

@@ -1,0 +1,93 @@
+"""The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...primitives.online_softmax import OnlineSoftmax
+from ...primitives.pipelines import Slot
+from ...primitives.values import narrow
+from ..fused.kernels.query_rows import QueryRows
+from .block import Tile
+from .tcgen05 import after_wait, load, store, wait_stores
+from .tiling import ROWS, BlackwellTiling
+
+
+class SoftmaxRow(QueryRows[BlackwellTiling]):
+    """A thread's row of a work tile.
+
+    Of each kv tile: scores | factor to the correction | first probabilities to tensor memory | the others | their sum
+    """
+
+    def __init__(self, kernel, me: Tile, work, leaves, scale_log2):
+        tiling = me.tiling
+        row = work.m * tiling.tile_m + me.number * ROWS + me.row
+        super().__init__(tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
+        self.me, self.block = me, me.block
+        self.softmax = OnlineSoftmax(self.shape, scale_log2, kernel.plan.return_max_scores, tiling.exponential)
+        self.softmax.reset()
+
+    @cute.jit
+    def visit(self, tiles, place: Slot, factor: Slot):
+        """All tiles of a sequence; then the normalizer follows the factors."""
+        if tiles.count > 0:
+            self.step(tiles.first, self.mods.apply_either, place, factor, first=True)
+            place = place.next()
+            for run in tiles.runs:
+                for segment in run.segments():
+                    for test, count in self.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            self.step(segment.tile(i), test, place, factor)
+                            place, factor = place.next(), factor.next()
+        return place, factor
+
+    def step(self, n, test, place: Slot, factor: Slot, first: bool = False) -> None:
+        me, block, early = self.me, self.block, self.tiling.early_keys
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        block.scores.wait(place)
+        after_wait()
+        scores = load(me.scores(place), self.tiling.tile_n)
+        values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
+        for c, score in enumerate(scores):
+            values[0, c] = score
+        tile = self.tile(values, n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        every = range(self.tiling.tile_n)
+        rise = self.softmax.raise_maximum(0, [values[0, c] for c in every], first, self.tiling.rescale_threshold)
+        if rise is not None:
+            self.publish(rise, factor)
+        self.softmax.exponentials(tile, 0, every[:early])
+        self.put(values, 0, early, place)
+        block.early.fill(place, me.lane)
+        self.softmax.exponentials(tile, 0, every[early:])
+        self.put(values, early, len(every) - early, place)
+        block.late.fill(place, me.lane)
+        self.softmax.add(tile, 0, rise)
+
+    def put(self, values, start: int, count: int, place: Slot) -> None:
+        """Probabilities of so many keys, from `start` on, two in a column."""
+        rounded = cute.make_rmem_tensor(count, self.block.dtype)
+        narrow(rounded, cute.make_tensor(values.iterator + start, cute.make_layout(count)))
+        store(self.me.scores(place) + start // 2, cute.recast_tensor(rounded, Int32))
+        wait_stores()
+        cute.arch.sync_warp()
+
+    def publish(self, number, factor: Slot) -> None:
+        """A number of the row to the correction."""
+        self.block.factors.wait_empty(factor)
+        self.me.factor()[0] = number
+        cute.arch.sync_warp()
+        self.block.factors.fill(factor, self.me.lane)
+
+    def finish(self, call, factor: Slot) -> None:
+        """The normalizer to the correction, what is asked for of LSE and the largest score to their tensors."""
+        normalizer = cute.make_rmem_tensor(1, Float32)
+        row_lse = cute.make_rmem_tensor(1, Float32)
+        self.softmax.finish(normalizer, row_lse)
+        self.publish(normalizer[0], factor)
+        if call.lse is not None:
+            self.store_statistic(call.lse, row_lse, self.me.lane)
+        if call.max_scores is not None:
+            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse), self.me.lane)
