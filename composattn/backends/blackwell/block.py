@@ -1,27 +1,31 @@
-"""What a block of the forward kernel has: shared memory, the edges between its roles, its columns of tensor memory."""
+"""What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
+
+from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.values import Fixed
+from ..fused.kernels.forward_call import Call
 from .roles import WARPGROUP
-from .tcgen05 import Commits, Operand, swizzle, swizzled, tile_layout
+from .tcgen05 import Commits, Operand, tile_layout
 from .tiling import ROWS, BlackwellTiling
 
 
 class Block(Fixed):
     """Edges, from whom to whom, and what a stage of each says; a place is where a query tile's scores are:
 
-        q, k, v   loads to products         operands are in shared memory
+        q         loads to products         Q of a query tile is there; the stores say that its room is free
+        k, v      loads to products         K, V of a kv tile
         scores    products to softmax       the place has scores
         early     softmax and correction    the place has its first probabilities, and O may be added to
                   to products
         late      softmax to products       the place has all of them
         factors   softmax to correction     what O has to be multiplied by, a number a row
-        outputs   products to correction    all that was multiplied so far is in O
-        staged    correction to stores      O is in shared memory
+        outputs   products to correction    what was multiplied is in O
+        staged    correction to stores      O is in shared memory, or in its tensor
 
     Scores go where probabilities were multiplied from: products run in the order in which they were issued.
     """
@@ -32,7 +36,7 @@ class Block(Fixed):
         group, wide = Warps(WARPGROUP), dtype.width // 8
         smem = SmemAllocator()
         edges = (
-            Edge(tiles, Copies(ROWS * tiling.d * wide), None),
+            Edge(tiles, Copies(ROWS * tiling.d * wide), Warps(1)),
             Edge(tiling.k_stages, Copies(tiling.tile_n * tiling.d * wide), Commits()),
             Edge(tiling.v_stages, Copies(tiling.tile_n * tiling.dv * wide), Commits()),
             Edge(places, Commits(), None),
@@ -75,18 +79,20 @@ class Block(Fixed):
         """Of a row of the block's query tiles, (1,)."""
         return cute.make_tensor(self.row_factors + row, cute.make_layout(1))
 
-    def put_output(self, start, row, first: int, words) -> None:
-        """Columns of O, from `first` on, two in a word, to row `row` of the tile that begins at `start`."""
-        line = row * (2 * swizzled(self.tiling.dv))
-        for i in range(cute.size(words) // 4):
-            at = swizzle(line, first + 8 * i, ROWS, self.tiling.dv)
-            place = cute.make_ptr(Int32, start + at, cute.AddressSpace.smem, assumed_align=16)
-            four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(four, cute.make_tensor(place, cute.make_layout(4)))
+
+def of_tile(tile) -> Slot:
+    """The one stage that a query tile has of an edge."""
+    return Slot(1, Int32(tile), Int32(0))
+
+
+def put_words(address: Int32, words) -> None:
+    """Four words to 16 bytes of shared memory."""
+    place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
 
 
 class Tile(Fixed):
-    """A thread of the warpgroups that have the rows of query tile `number`: its row, its lane of tensor memory."""
+    """A thread of a warpgroup that has the rows of query tile `number`: its row, its lane of tensor memory."""
 
     def __init__(self, block: Block, memory: Int32, number, thread):
         self.block, self.tiling, self.number = block, block.tiling, number
@@ -104,3 +110,31 @@ class Tile(Fixed):
 
     def factor(self) -> cute.Tensor:
         return self.block.factor(self.number * ROWS + self.row)
+
+
+class Role(Fixed):
+    """Some warps of a block, which do the same for each of its work tiles: `visit`, which carries slots along."""
+
+    def __init__(self, kernel, call: Call, block: Block, memory: Int32):
+        self.kernel, self.call, self.block, self.memory = kernel, call, block, memory
+        self.plan, self.tiling = kernel.plan, block.tiling
+
+    def first_slots(self) -> tuple[Any, ...]:
+        """Where rings and counts are before the first work tile."""
+        raise NotImplementedError
+
+    def visit(self, work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One work tile; gives where rings and counts are behind it."""
+        raise NotImplementedError
+
+    @cute.jit
+    def run(self):
+        slots = self.first_slots()
+        number = cute.arch.block_idx()[0]
+        if const_expr(self.tiling.persistent):
+            while number < self.call.tiles:
+                if self.call.tile(number).exists:
+                    slots = self.visit(self.call.work(number), slots)
+                number += cute.arch.grid_dim()[0]
+        else:
+            self.visit(self.call.work(number), slots)

@@ -2,28 +2,108 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from ...primitives.pipelines import Slot
-from ...primitives.values import Fixed, narrow
+from ...primitives.values import Bundle, Fixed, narrow
 from ..fused.kernels.query_rows import Places, of_part
-from .block import Tile
-from .tcgen05 import after_wait, before_arrival, load, store, wait_stores
+from .block import Role, Tile, of_tile, put_words
+from .roles import WARPGROUP
+from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
 from .tiling import ROWS
 
 AT_ONCE = 32  # columns of O in registers
 
 
-class Correction(Fixed):
+class Correction(Role):
+    """A warpgroup that has a row of every query tile in each thread."""
+
+    def __init__(self, kernel, call, block, memory):
+        super().__init__(kernel, call, block, memory)
+        thread = cute.arch.thread_idx()[0] - self.tiling.roles.correction * 32
+        self.tiles = [Tile(block, memory, t, thread) for t in range(self.tiling.query_tiles)]
+
+    def first_slots(self):
+        places = (OutputSlots(self.block.place(t), of_tile(t), of_tile(t)) for t in range(self.tiling.query_tiles))
+        return (*places, Slot.first(1), Slot.first(self.tiling.v_stages))
+
+    @cute.jit
+    def visit(self, work, slots):
+        at, q_slot, v_slot = slots[:-2], slots[-2], slots[-1]
+        rows = [OutputRow(self, me, work) for me in self.tiles]
+        shared = self.kernel.tiles_of_all(self.call, work)
+        if const_expr(self.plan.layout.kv == "paged"):
+            v_slot = self.clear_values(work, shared.all, v_slot)
+        at = self.begin(rows, shared, at)
+        for run in shared.all.runs:
+            for i in cutlass.range(run.count, unroll=1):
+                at = self.rescale(rows, shared, run.tile(i) if self.kernel.apart else None, at)
+        at = self.finish(rows, shared, q_slot, at)
+        return (*at, q_slot.next(), v_slot)
+
+    def begin(self, rows, shared, at):
+        return tuple(row.begin(shared.of(t).count > 0, at[t]) for t, row in enumerate(rows))
+
+    def rescale(self, rows, shared, tile, at):
+        if tile is None:
+            return tuple(row.rescale(at[t]) for t, row in enumerate(rows))
+        return tuple(row.rescale_if(shared.again(t, tile), at[t]) for t, row in enumerate(rows))
+
+    def finish(self, rows, shared, q_slot, at):
+        return tuple(row.finish(shared.of(t).count > 0, q_slot, at[t]) for t, row in enumerate(rows))
+
+    @cute.jit
+    def clear_values(self, work, tiles, v_slot):
+        """V of the first kv tile beyond the last key to zeros: a page holds anything there, and 0 * NaN is NaN.
+
+        Gives where V's ring is behind all tiles.
+        """
+        dv, rows = self.tiling.dv, self.tiling.tile_n
+        if tiles.count > 0:
+            self.block.v.wait(v_slot)
+            thread = self.tiles[0].row
+            start = self.block.v_operand.start + v_slot.index * (2 * dv * rows)
+            zeros = cute.make_rmem_tensor(4, Int32)
+            zeros.fill(0)
+            for row in cutlass.range(work.keys.length - tiles.first * rows + thread // 32, rows, WARPGROUP, unroll=1):
+                if thread % 32 < dv // 8:
+                    put_words(start + at_column(row, thread % 32 * 8, rows, dv), zeros)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            for _ in cutlass.range(tiles.count, unroll=1):
+                v_slot = v_slot.next()
+        return v_slot
+
+
+class OutputSlots(Bundle):
+    """Of one query tile: where its places, factors and outputs are."""
+
+    parts = ("place", "factor", "added")
+
+    def __init__(self, place: Slot, factor: Slot, added: Slot) -> None:
+        self.place, self.factor, self.added = place, factor, added
+
+
+class OutputRow(Fixed):
     """A thread's row of the query tile `me`."""
 
-    def __init__(self, kernel, me: Tile, work):
-        self.kernel, self.me, self.block, self.tiling, self.work = kernel, me, me.block, me.tiling, work
+    def __init__(self, role: Correction, me: Tile, work):
+        self.kernel, self.call, self.tiling = role.kernel, role.call, role.tiling
+        self.me, self.block, self.work = me, role.block, work
 
-    def begin(self, place: Slot) -> Slot:
+    @cute.jit
+    def begin(self, any_keys: Boolean, at: OutputSlots):
         """Nothing was added to O yet: it may be."""
-        self.block.early.fill(place, self.me.lane)
-        return place.next()
+        if any_keys:
+            self.block.early.fill(at.place, self.me.lane)
+            at = OutputSlots(at.place.next(), at.factor, at.added)
+        return at
+
+    @cute.jit
+    def rescale_if(self, needed: Boolean, at: OutputSlots):
+        if needed:
+            at = self.rescale(at)
+        return at
 
     def take_factor(self, factor: Slot):
         self.block.factors.wait(factor)
@@ -33,20 +113,22 @@ class Correction(Fixed):
         return number
 
     @cute.jit
-    def rescale(self, place: Slot, factor: Slot, added: Slot):
+    def rescale(self, at: OutputSlots):
         """O times the row's factor, left out by warps of which no row needs it; then more may be added to it."""
-        number = self.take_factor(factor)
-        if cutlass.const_expr(self.tiling.score_places > 1):
+        number, added = self.take_factor(at.factor), at.added
+        if const_expr(self.tiling.score_places > 1):
             # with one place, what was added came before the scores that the factor is of; not only where a warp
             # rescales: a parity tells but two neighbouring phases apart
             self.block.outputs.wait(added)
+            added = added.next()
         if cute.arch.vote_any_sync(number != 1.0):
             after_wait()
             for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
                 self.scale_columns(first, number)
             wait_stores()
         cute.arch.sync_warp()
-        self.block.early.fill(place, self.me.lane)
+        self.block.early.fill(at.place, self.me.lane)
+        return OutputSlots(at.place.next(), at.factor.next(), added)
 
     def scale_columns(self, first: int, number) -> None:
         address = self.me.output() + first
@@ -56,25 +138,27 @@ class Correction(Fixed):
         store(address, cute.recast_tensor(scaled, Int32))
 
     @cute.jit
-    def finish(self, call, any_keys: Boolean, factor: Slot, added: Slot):
+    def finish(self, any_keys: Boolean, q_slot: Slot, at: OutputSlots):
         """O, its rows normalised, to shared memory for a bulk store, or row by row to its tensor."""
-        normalizer = self.take_factor(factor)
+        normalizer, added = self.take_factor(at.factor), at.added
         if any_keys:
             self.block.outputs.wait(added)
             after_wait()
+            added = added.next()
         else:
+            if const_expr(self.tiling.persistent):
+                self.block.q.wait(Slot(1, Int32(self.me.number), q_slot.phase))
             self.clear()
         for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
             numbers = cute.make_rmem_tensor(AT_ONCE, Float32)
-            values = load(self.me.output() + first, AT_ONCE)
-            for i in cutlass.range_constexpr(AT_ONCE):
-                numbers[i] = values[i] * normalizer
-            self.put(call, first, numbers)
+            for i, value in enumerate(load(self.me.output() + first, AT_ONCE)):
+                numbers[i] = value * normalizer
+            self.put(first, numbers)
         before_arrival()
-        if cutlass.const_expr(not self.kernel.plan.direct_store):
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            self.block.staged.fill(Slot(1, Int32(self.me.number), Int32(0)), self.me.lane)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.block.staged.fill(of_tile(self.me.number), self.me.lane)
+        return OutputSlots(at.place, at.factor.next(), added)
 
     def clear(self) -> None:
         zeros = cute.make_rmem_tensor(AT_ONCE, Int32)
@@ -83,22 +167,24 @@ class Correction(Fixed):
             store(self.me.output() + first, zeros)
         wait_stores()
 
-    def put(self, call, first: int, numbers) -> None:
+    def put(self, first: int, numbers) -> None:
         """Columns of O from `first` on."""
         if self.kernel.plan.direct_store:
-            self.put_row(call, first, numbers)
+            self.store(first, numbers)
             return
         rounded = cute.make_rmem_tensor(AT_ONCE, self.block.dtype)
         narrow(rounded, numbers)
-        start = self.block.o_start[self.me.number]
-        self.block.put_output(start, self.me.row, first, cute.recast_tensor(rounded, Int32))
+        start, words = self.block.o_start[self.me.number], cute.recast_tensor(rounded, Int32)
+        for i in range(AT_ONCE // 8):
+            four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
+            put_words(start + at_column(self.me.row, first + 8 * i, ROWS, self.tiling.dv), four)
 
-    def put_row(self, call, first: int, numbers) -> None:
+    def store(self, first: int, numbers) -> None:
         """Straight to the row: few rows, or few parts."""
         row = self.work.m * self.tiling.tile_m + self.me.number * ROWS + self.me.row
         places = Places(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
         q, h, inside = places.row_place(0)
-        target = self.work.queries.head(of_part(call.tensors.out, self.work.part), h)
+        target = self.work.queries.head(of_part(self.call.tensors.out, self.work.part), h)
         columns = min(AT_ONCE, self.kernel.plan.head_dim_v - first)
         _store_row(target, q, first, numbers, columns, inside)
 
@@ -108,7 +194,7 @@ def _store_row(target, q: Int32, first: cutlass.Constexpr, numbers, columns: cut
     if inside:
         for c in cutlass.range_constexpr(0, columns, 8):
             eight = cute.make_tensor(numbers.iterator + c, cute.make_layout(8))
-            if cutlass.const_expr(target.element_type is not Float32):
+            if const_expr(target.element_type is not Float32):
                 rounded = cute.make_rmem_tensor(8, target.element_type)
                 narrow(rounded, eight)
                 eight = rounded

@@ -24,7 +24,7 @@ class Roles:
     def __post_init__(self) -> None:
         given = self.tiles * self.softmax_registers + self.correction_registers + self.other_registers
         if given > self.launched * (self.tiles + 2):
-            raise ValueError(f"{given} registers for a thread of each warpgroup, launched with {self.launched} a thread")
+            raise ValueError(f"{given} registers of a thread of each warpgroup, launched with {self.launched} each")
 
     @property
     def launched(self) -> int:

@@ -8,9 +8,41 @@ from ...primitives.online_softmax import OnlineSoftmax
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
 from ..fused.kernels.query_rows import QueryRows
-from .block import Tile
+from .block import Role, Tile, of_tile
 from .tcgen05 import after_wait, load, store, wait_stores
 from .tiling import ROWS, BlackwellTiling
+
+
+class Softmax(Role):
+    """A warpgroup for each query tile, all with the same code."""
+
+    def __init__(self, kernel, call, block, memory):
+        super().__init__(kernel, call, block, memory)
+        thread = cute.arch.thread_idx()[0]
+        tile = cute.arch.make_warp_uniform(thread // ROWS)
+        self.me = Tile(block, memory, tile, thread % ROWS)
+        self.scale_log2 = kernel.mods.softmax_scale_log2(call.scale)
+
+    def first_slots(self):
+        return self.block.place(self.me.number), of_tile(self.me.number)
+
+    @cute.jit
+    def visit(self, work, slots):
+        """All kv tiles; then the normalizer follows the factors."""
+        place, factor = slots
+        tiles = self.kernel.tiles_of(self.call, work, self.me.number)
+        row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
+        if tiles.count > 0:
+            row.step(tiles.first, row.mods.apply_either, place, factor, first=True)
+            place = place.next()
+            for run in tiles.runs:
+                for segment in run.segments():
+                    for test, count in row.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            row.step(segment.tile(i), test, place, factor)
+                            place, factor = place.next(), factor.next()
+        row.finish(self.call, factor)
+        return place, factor.next()
 
 
 class SoftmaxRow(QueryRows[BlackwellTiling]):
@@ -19,27 +51,14 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
     Of each kv tile: scores | factor to the correction | first probabilities to tensor memory | the others | their sum
     """
 
-    def __init__(self, kernel, me: Tile, work, leaves, scale_log2):
-        tiling = me.tiling
-        row = work.m * tiling.tile_m + me.number * ROWS + me.row
-        super().__init__(tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
-        self.me, self.block = me, me.block
-        self.softmax = OnlineSoftmax(self.shape, scale_log2, kernel.plan.return_max_scores, tiling.exponential)
+    def __init__(self, role: Softmax, work, leaves):
+        kernel, me = role.kernel, role.me
+        row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
+        super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
+        self.me, self.block = me, role.block
+        highest, units = kernel.plan.return_max_scores, role.tiling.exponential
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units)
         self.softmax.reset()
-
-    @cute.jit
-    def visit(self, tiles, place: Slot, factor: Slot):
-        """All tiles of a sequence; then the normalizer follows the factors."""
-        if tiles.count > 0:
-            self.step(tiles.first, self.mods.apply_either, place, factor, first=True)
-            place = place.next()
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in self.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            self.step(segment.tile(i), test, place, factor)
-                            place, factor = place.next(), factor.next()
-        return place, factor
 
     def step(self, n, test, place: Slot, factor: Slot, first: bool = False) -> None:
         me, block, early = self.me, self.block, self.tiling.early_keys

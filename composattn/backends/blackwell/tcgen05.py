@@ -42,10 +42,11 @@ def tile_layout(rows: int, columns: int, stages: int | None = None):
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
-def swizzle(line: Any, column: int, rows: int, columns: int) -> Any:
-    """Byte of `column`, a multiple of 8, of such a tile's row that begins at byte `line` of a block of columns."""
+def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:
+    """At which byte of such a tile `column` of `row` lies, a multiple of 8."""
     wide = swizzled(columns)
-    block, column = divmod(column, wide)
+    line = row * (2 * wide)
+    block, column = column // wide, column % wide
     return line + block * (rows * wide * 2) + (((line >> 7 & wide // 8 - 1) << 4) ^ column * 2)
 
 
