@@ -174,8 +174,8 @@ class Recorder:
                 raise UnknownLaunch(f"a kernel parameter is a dynamic {name}")
         elif name.startswith("!cute.tiled_mma"):
             # Its fields, off until a kernel sets them: to accumulate; of tcgen05 two signs and a mask of lanes as well.
-            flags, mask = (Leaf(1, None, 0),), (Leaf(16, None, 0),)
-            self._fields(*((flags * 3, mask) if "sm100.mma" in name else (flags,)))
+            flags, blocks = (Leaf(1, None, 0),), re.search(r"sm100\.mma<.*?num_cta = (\d)", name)
+            self._fields(*((flags * 3, (Leaf(16 * int(blocks[1]), None, 0),)) if blocks else (flags,)))
         elif name.startswith("!cute.fast_divmod_divisor"):
             self._divisor(value)
         else:

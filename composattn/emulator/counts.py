@@ -57,7 +57,7 @@ _SINGLE = {"matrix": "multiplies", "copy": "copies", "tensor": "tensor memory"}
 
 
 def count(result: Result) -> Counts:
-    """Counts of a run. A warpgroup that multiplies, or uses tensor memory, is a role; so are neighbours that are alike."""
+    """Counts of a run. A warpgroup that multiplies or uses tensor memory is a role; so are equal neighbours."""
     by_pipe = [Counter(pipe_of(i) for i in [*n.code, *([n.branch] if n.branch else [])]) for n in result.program.nodes]
     warps = [_warp(result.visits[w], by_pipe) for w in range(result.visits.shape[0])]
     roles: dict[str, Counter[str]] = {}

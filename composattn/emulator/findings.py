@@ -81,6 +81,10 @@ class TensorAllocation(Finding):
     """Columns that are not allocated or not freed, a count that can't be had, or no permit to allocate any more."""
 
 
+class PairMismatch(Finding):
+    """What two blocks of a pair must do together they do not: counts differ, or the wrong one of them starts it."""
+
+
 class BarrierOverArrival(Finding):
     """More arrivals in one phase than the barrier was initialised for."""
 

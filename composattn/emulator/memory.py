@@ -19,6 +19,7 @@ from composattn.emulator.ledger import NOBODY, Ledger, Unordered
 
 Array = np.ndarray[Any, Any]
 SHARED_START = 1024  # the hardware keeps the first KiB for itself; an address below is a bug
+RANK = 24  # bits of a shared address below its block's rank in the cluster
 HELD = NOBODY - 1  # in place of the last writer of a word: part of an mbarrier
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

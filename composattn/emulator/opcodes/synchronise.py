@@ -15,7 +15,7 @@ from composattn.emulator.findings import (
     UnknownInstruction,
 )
 from composattn.emulator.gang import Wait, together
-from composattn.emulator.opcodes.access import resolve_block
+from composattn.emulator.opcodes.access import own_offset, resolve_block
 from composattn.emulator.opcodes.registry import (
     Handler,
     address,
@@ -60,6 +60,7 @@ def init(instr: Instr, program: Any) -> Handler:
             warp = int(g.lane_warp[lane])
             if addr % 8:
                 raise Misaligned(f"mbarrier address {addr:#x}")
+            addr = own_offset(g, addr)
             block.shared.check(addr, addr + 8)
             old = block.mbarriers.get(addr)
             if old is not None and old.in_use:
@@ -87,8 +88,9 @@ def invalidate(instr: Instr, program: Any) -> Handler:
             block, bar = barrier_at(g, addr, int(g.lane_warp[lane]))
             if bar.in_use:
                 raise BarrierMisuse(f"{bar} is invalidated while in use")
-            del block.mbarriers[addr]
-            block.shared.forget(addr)
+            local = own_offset(g, addr)
+            del block.mbarriers[local]
+            block.shared.forget(local)
 
     return run
 

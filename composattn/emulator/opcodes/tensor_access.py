@@ -16,6 +16,7 @@ from composattn.emulator.findings import (
     CollectiveMismatch,
     MissingTensorFence,
     MissingTensorWait,
+    PairMismatch,
     TensorAllocation,
     TensorLanes,
     UnknownInstruction,
@@ -51,7 +52,7 @@ def by_warp(g: Any, m: Any, *operands: Array) -> Iterator[tuple[int, ...]]:
 def in_order(block: Any, check: Callable[[Any, Array], None], cells: Any, warp: int, own: int | None = None) -> None:
     """Holds a use of tensor memory by a warp's tcgen05 to what came before; names what is missing between them.
 
-    `check` is order_read or order_write; `own` the unit that works for the warp in order.
+    `block` is the warp's; `check` is order_read or order_write; `own` the unit that works for the warp in order.
     """
     knowledge = block.knowledge(warp)
     knows = knowledge.tensor
@@ -83,16 +84,46 @@ def _explain(block: Any, e: Unordered, synchronised: bool) -> None:
 # --- allocation --------------------------------------------------------------------------------------------
 
 
+_CTA_GROUPS = {"cta_group::1", "cta_group::2"}
+
+
 def _check_count(columns: int) -> None:
     if columns < 32 or columns > COLUMNS or columns & (columns - 1):
         raise TensorAllocation(f"{columns} columns: a power of two from 32 to {COLUMNS} is taken")
 
 
-@sync("tcgen05.alloc.cta_group::1.sync.aligned")
+def _wait_for_room(tensor: TensorMemory, columns: int) -> Wait:
+    return Wait(
+        lambda: tensor.room(columns) is not None,
+        lambda: f"{columns} columns of tensor memory; allocated are {tensor.allocated}",
+    )
+
+
+def _with_peer(g: Any, step: str) -> Wait | None:
+    """None when the block's peer has come to the same step; each block takes its own part of it."""
+    block = g.block
+    pair = block.pair
+    if len(pair) < 2:
+        raise PairMismatch(f"{step} of a pair in a cluster of one block")
+    if g.ticket is None:
+        block.pair_steps.append(step)
+        g.ticket = len(block.pair_steps) - 1
+        block.cluster.progress += 1
+    at, peer = g.ticket, pair[1 - block.rank % 2]
+    if len(peer.pair_steps) <= at:
+        return Wait(lambda: len(peer.pair_steps) > at, lambda: f"{step} by the other block of the pair")
+    if peer.pair_steps[at] != step:
+        raise PairMismatch(f"{step} where the other block of the pair has {peer.pair_steps[at]}")
+    g.ticket = None
+    return None
+
+
+@sync("tcgen05.alloc.cta_group::1.sync.aligned", "tcgen05.alloc.cta_group::2.sync.aligned")
 def allocate(instr: Instr, program: Any) -> Handler:
     """Waits until the columns are free, and writes the address of the first to shared memory."""
-    words_of(program, instr.op, {"tcgen05", "alloc", "cta_group::1", "sync", "aligned", "shared::cta", "b32"}, instr)
+    words_of(program, instr.op, {"tcgen05", "alloc", *_CTA_GROUPS, "sync", "aligned", "shared::cta", "b32"}, instr)
     at, count = address(program, instr.args[0]), source(program, instr.args[1], "u32")
+    paired = "cta_group::2" in instr.parts
 
     def run(g: Any, m: Any) -> Wait | None:
         tensor = g.block.tensor
@@ -103,6 +134,9 @@ def allocate(instr: Instr, program: Any) -> Handler:
             first = tensor.room(columns)
             if first is None:
                 return _wait_for_room(tensor, columns)
+            wait = _with_peer(g, f"an allocation of {columns} columns") if paired else None
+            if wait is not None:
+                return wait
             tensor.allocate(first, columns)
             lane = np.array([32 * (warp - g.low)])
             shared_store(g, lane, np.array([where]), 4, np.array([[first]], np.uint32))
@@ -112,31 +146,30 @@ def allocate(instr: Instr, program: Any) -> Handler:
     return run
 
 
-def _wait_for_room(tensor: TensorMemory, columns: int) -> Wait:
-    return Wait(
-        lambda: tensor.room(columns) is not None,
-        lambda: f"{columns} columns of tensor memory; allocated are {tensor.allocated}",
-    )
-
-
-@effect("tcgen05.dealloc.cta_group::1.sync.aligned")
+@sync("tcgen05.dealloc.cta_group::1.sync.aligned", "tcgen05.dealloc.cta_group::2.sync.aligned")
 def free(instr: Instr, program: Any) -> Handler:
-    words_of(program, instr.op, {"tcgen05", "dealloc", "cta_group::1", "sync", "aligned", "b32"}, instr)
+    words_of(program, instr.op, {"tcgen05", "dealloc", *_CTA_GROUPS, "sync", "aligned", "b32"}, instr)
     at, count = source(program, instr.args[0], "u32"), source(program, instr.args[1], "u32")
+    paired = "cta_group::2" in instr.parts
 
-    def run(g: Any, m: Any) -> None:
+    def run(g: Any, m: Any) -> Wait | None:
         for warp, first, columns in by_warp(g, m, pick(at(g), m), pick(count(g), m)):
+            wait = _with_peer(g, f"a release of {columns} columns") if paired else None
+            if wait is not None:
+                return wait
             try:
                 g.block.tensor.free(first, columns, g.block.knowledge(warp).all)
             except Unordered as e:
                 _explain(g.block, e, False)
                 raise
         g.block.cluster.progress += 1
+        return None
 
     return run
 
 
-@effect("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
+@effect("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned",
+        "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned")  # fmt: skip
 def relinquish(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> None:
         g.block.tensor.permit = False

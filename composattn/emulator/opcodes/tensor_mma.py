@@ -13,7 +13,7 @@ import numpy as np
 
 from composattn.emulator.barriers import Knowledge
 from composattn.emulator.cluster import Pending
-from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, UnknownInstruction
+from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, PairMismatch, UnknownInstruction
 from composattn.emulator.opcodes.access import resolve_block
 from composattn.emulator.opcodes.operands import (
     Descriptor,
@@ -36,6 +36,9 @@ _KINDS = {"kind::f16": {0: "f16", 1: "bf16"}, "kind::f8f6f4": {0: "e4m3", 1: "e5
 _KEPT = {f"collector::a::{how}" for how in ("discard", "lastuse", "fill", "use")}  # says what A's buffer keeps
 
 
+_ROWS = {1: (64, 128), 2: (256,)}  # of a product, by how many blocks make it
+
+
 @dataclass(frozen=True)
 class Shape:
     """What an instruction descriptor says."""
@@ -50,14 +53,14 @@ class Shape:
 
     @staticmethod
     @functools.cache
-    def of(bits: int, kind: str) -> Shape:
+    def of(bits: int, kind: str, blocks: int) -> Shape:
         formats = _KINDS[kind]
         m, n = (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3
         a, b = formats.get(bits >> 7 & 7), formats.get(bits >> 10 & 7)
         if a is None or b is None or bits & 0xF or bits >> 4 & 3 != 1 or bits >> 30:
             raise UnknownInstruction(f"instruction descriptor {bits:#x} of {kind}: dense products in fp32 are emulated")
-        if m not in (64, 128) or not 8 <= n <= 256 or n % (16 if m == 128 else 8):
-            raise BadDescriptor(f"instruction descriptor {bits:#x}: a product of {m} rows and {n} columns")
+        if m not in _ROWS[blocks] or not 8 <= n <= 256 or n % (8 if m == 64 else 16 * blocks):
+            raise BadDescriptor(f"instruction descriptor {bits:#x}: {m} rows and {n} columns by {blocks} blocks")
         negate = (bits >> 13 & 1) != (bits >> 14 & 1)
         return Shape(m, n, a, b, not bits >> 15 & 1, not bits >> 16 & 1, negate)
 
@@ -74,9 +77,13 @@ class Held:
 
 @dataclass
 class TensorMultiply(Multiply):
-    """One tcgen05.mma under way. `accumulator` is (first lane, first column, rows, columns)."""
+    """One tcgen05.mma under way. `accumulator` is (first lane, first column, rows, columns), the rows of one block.
+
+    Of a pair each block has half the rows of A and of the product, and half the columns' part of B.
+    """
 
     thread: int  # a commit covers those of its own thread
+    blocks: list[Any]
 
 
 def lanes_of(lane: int, rows: int) -> Any:
@@ -103,13 +110,15 @@ def run_until(block: Any, warp: int, group: list[TensorMultiply]) -> None:
     units = block.tensor_units[warp]
     while any(g is group for g in units.groups):
         for chain in chains(units.groups.pop(0)):
-            _chain(block, chain)
+            right = np.concatenate([gather(b.shared, [o.right for o in chain]) for b in chain[0].blocks])
+            for each in chain[0].blocks:
+                _chain(each, chain, right)
 
 
-def _chain(block: Any, ops: list[TensorMultiply]) -> None:
+def _chain(block: Any, ops: list[TensorMultiply], right: Array) -> None:
+    """A block's rows of a product."""
     tensor, first = block.tensor, ops[0]
     lane, column, rows, columns = first.accumulator
-    right = gather(block.shared, [o.right for o in ops])
     if isinstance(first.left, Operand):
         left = gather(block.shared, [o.left for o in ops])
     else:
@@ -137,10 +146,10 @@ def _one_thread(g: Any, m: Any, instr: Instr) -> tuple[int, int]:
     return int(g.lane_warp[lanes[0]]), int(lanes[0]) % 32
 
 
-@effect("tcgen05.mma.cta_group::1.kind::f16", "tcgen05.mma.cta_group::1.kind::f8f6f4")
+@effect(*(f"tcgen05.mma.cta_group::{n}.{kind}" for n in (1, 2) for kind in _KINDS))
 def multiply(instr: Instr, program: Any) -> Handler:
-    words_of(program, instr.op, {"tcgen05", "mma", "cta_group::1", *_KINDS, *_KEPT}, instr)
-    kind = instr.parts[3]
+    words_of(program, instr.op, {"tcgen05", "mma", "cta_group::1", "cta_group::2", *_KINDS, *_KEPT}, instr)
+    kind, count = instr.parts[3], int(instr.parts[2][-1])
     into, left, right, descriptor, *rest = instr.args
     masks = []
     if isinstance(rest[0], Vec):
@@ -158,50 +167,65 @@ def multiply(instr: Instr, program: Any) -> Handler:
         warp, thread = _one_thread(g, m, instr)
         if any(int(pick(row(g), m)[0]) for row in masks):
             raise UnknownInstruction(f"lanes that a multiply leaves out; {instr.where()}")
-        shape = Shape.of(int(pick(shape_of(g), m)[0]), kind)
+        blocks = g.block.pair if count == 2 else [g.block]
+        if len(blocks) != count or blocks[0] is not g.block:
+            raise PairMismatch("a multiply of a pair is started by its first block, in a cluster of two or more")
+        shape = Shape.of(int(pick(shape_of(g), m)[0]), kind, count)
         accumulate = bool(pick(keep(g), m)[0]) if keep is not None else always
-        b = Operand(Descriptor.of_tcgen05(int(pick(desc_b(g), m)[0])), shape.n, shape.right, shape.right_k_major)
+        b = Operand(
+            Descriptor.of_tcgen05(int(pick(desc_b(g), m)[0])), shape.n // count, shape.right, shape.right_k_major
+        )
         a: Operand | Held
         if in_tensor:
             at = int(side_a(g, m)[0])
             a = Held(at >> 16, at & 0xFFFF, 8, shape.left)
         else:
             bits = int(pick(side_a(g), m)[0])
-            a = Operand(Descriptor.of_tcgen05(bits), shape.m, shape.left, shape.left_k_major)
+            a = Operand(Descriptor.of_tcgen05(bits), shape.m // count, shape.left, shape.left_k_major)
         at = int(to(g, m)[0])
-        into = (at >> 16, at & 0xFFFF, shape.m, shape.n)
-        op = TensorMultiply(into, accumulate, a, b, shape.negate, thread)
+        into = (at >> 16, at & 0xFFFF, shape.m // count, shape.n)
+        op = TensorMultiply(into, accumulate, a, b, shape.negate, thread, blocks)
         _issue(g.block, warp, op)
 
     return run
 
 
 def _issue(block: Any, warp: int, op: TensorMultiply) -> None:
-    units, knowledge, tensor = block.tensor_units[warp], block.knowledge(warp), block.tensor
-    agent, clock = units.agent, units.issued + 1
+    units = block.tensor_units[warp]
+    for each in op.blocks:
+        _uses(block, warp, op, each, units.agent, units.issued + 1)
+    units.issued += 1
+    units.open.append(op)
+
+
+def _uses(block: Any, warp: int, op: TensorMultiply, each: Any, agent: int, clock: int) -> None:
+    """What a multiply that a warp of `block` starts reads and writes in one of its blocks, held to what came before."""
+    knowledge, tensor = block.knowledge(warp), each.tensor
     lane, column, rows, columns = op.accumulator
-    for cells in _groups(block, lane, column, rows, columns):
+    results = _groups(each, lane, column, rows, columns)
+    for cells in results:
         if op.accumulate:
             in_order(block, tensor.order_read, cells, warp, agent)
         in_order(block, tensor.order_write, cells, warp, agent)
     for side in (op.left, op.right):
         if isinstance(side, Operand):
-            read_operand(block, side, knowledge.all, knowledge.fenced, agent, clock)
+            read_operand(each, side, knowledge.all, knowledge.fenced, agent, clock)
             continue
-        for cells in _groups(block, side.lane, side.column, rows, side.columns):
+        for cells in _groups(each, side.lane, side.column, rows, side.columns):
             in_order(block, tensor.order_read, cells, warp, agent)
             tensor.stamp_read(cells, agent, clock)
-    for cells in _groups(block, lane, column, rows, columns):
+    for cells in results:
         tensor.stamp_write(cells, agent, clock)
-    units.issued = clock
-    units.open.append(op)
 
 
-@effect("tcgen05.commit.cta_group::1.mbarrier::arrive::one")
+_COMMIT = {"tcgen05", "commit", "cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "b64",
+           "multicast::cluster"}  # fmt: skip
+
+
+@effect("tcgen05.commit.cta_group::1.mbarrier::arrive::one", "tcgen05.commit.cta_group::2.mbarrier::arrive::one")
 def commit(instr: Instr, program: Any) -> Handler:
     """The mbarrier, or that of each block of the mask, is arrived at when the thread's multiplies so far are done."""
-    words_of(program, instr.op, {"tcgen05", "commit", "cta_group::1", "mbarrier::arrive::one", "shared::cluster",
-                                 "multicast::cluster", "b64"}, instr)  # fmt: skip
+    words_of(program, instr.op, _COMMIT, instr)
     at = address(program, instr.args[0])
     mask = source(program, instr.args[1], "u16") if "multicast::cluster" in instr.parts else None
 
