@@ -16,26 +16,32 @@ COLUMNS = 256
 
 
 class TensorGemm:
-    """C (M, N) = A (M, K) @ B (N, K)^T in fp32. `major_a` and `major_b` are "k" or "mn": what lies together."""
+    """C (M, N) = A (M, K) @ B (N, K)^T in fp32. `major_a` and `major_b` are "k" or "mn": what lies together.
+
+    A tile of 256 rows is that of a pair of blocks.
+    """
 
     def __init__(self, dtype: Any, m: int, n: int, k: int, major_a: str = "k", major_b: str = "k") -> None:
-        self.dtype, self.tile = dtype, (m, n, k)
+        self.dtype, self.tile, self.blocks = dtype, (m, n, k), 2 if m == 256 else 1
         self.majors = [getattr(tcgen05.OperandMajorMode, major.upper()) for major in (major_a, major_b)]
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream: cuda.CUstream):
         m, n, _ = self.tile
-        one, source = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM
-        op = tcgen05.MmaF16BF16Op(self.dtype, cutlass.Float32, (m, n, 16), one, source, *self.majors)
+        group, source = tcgen05.CtaGroup(self.blocks), tcgen05.OperandSource.SMEM
+        op = tcgen05.MmaF16BF16Op(self.dtype, cutlass.Float32, (m, n, 16), group, source, *self.majors)
         mma = cute.make_tiled_mma(op)
         lA = blackwell.make_smem_layout_a(mma, self.tile, self.dtype, 1)
         lB = blackwell.make_smem_layout_b(mma, self.tile, self.dtype, 1)
-        load = cpasync.CopyBulkTensorTileG2SOp(one)
+        load = cpasync.CopyBulkTensorTileG2SOp(group)
+        cluster = cute.tiled_divide(cute.make_layout((self.blocks, 1, 1)), (mma.thr_id.shape,)).shape
         flat = [cute.slice_(layout, (None, None, None, 0)) for layout in (lA, lB)]
-        tma_a, gA = make_tiled_tma_atom_A(load, a, flat[0], self.tile, mma)
-        tma_b, gB = make_tiled_tma_atom_B(load, b, flat[1], self.tile, mma)
-        grid = (cute.ceil_div(c.shape[0], m), cute.ceil_div(c.shape[1], n), 1)
-        self.kernel(mma, tma_a, gA, tma_b, gB, c, lA, lB).launch(grid=grid, block=[128, 1, 1], stream=stream)
+        tma_a, gA = make_tiled_tma_atom_A(load, a, flat[0], self.tile, mma, cluster)
+        tma_b, gB = make_tiled_tma_atom_B(load, b, flat[1], self.tile, mma, cluster)
+        grid = (cute.ceil_div(c.shape[0], m) * self.blocks, cute.ceil_div(c.shape[1], n), 1)
+        self.kernel(mma, tma_a, gA, tma_b, gB, c, lA, lB).launch(
+            grid=grid, block=[128, 1, 1], cluster=[self.blocks, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(
@@ -53,20 +59,23 @@ class TensorGemm:
         bm, bn, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         m, n, k = self.tile
+        rank, bm, pair = bm % self.blocks, bm // self.blocks, self.blocks == 2
         memory = utils.SmemAllocator()
         bars = memory.allocate_array(cutlass.Int64, 2)
         columns = memory.allocate_array(cutlass.Int32, 1)
         sA = memory.allocate_tensor(self.dtype, lA.outer, 1024, lA.inner)
         sB = memory.allocate_tensor(self.dtype, lB.outer, 1024, lB.inner)
         if warp == 0:
-            cute.arch.alloc_tmem(COLUMNS, columns)
+            cute.arch.alloc_tmem(COLUMNS, columns, is_two_cta=pair)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(bars + i, 1)
             cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
         cute.arch.sync_threads()
         pointer = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, columns)
-        slices = mma.get_slice(0)
+        slices = mma.get_slice(rank)
         tA = slices.partition_A(cute.local_tile(gA, (m, k), (bm, None)))
         tB = slices.partition_B(cute.local_tile(gB, (n, k), (bn, None)))
         rA, rB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
@@ -78,16 +87,21 @@ class TensorGemm:
         if warp == 0:
             mma.set(tcgen05.Field.ACCUMULATE, False)
             for kt in range(cute.size(tA, mode=[3])):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars, (m + n) * k * self.dtype.width // 8)
+                if rank == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars, (m + n) * k * self.dtype.width // 8)
                 cute.copy(tma_a, fromA[None, kt], toA[None, 0], tma_bar_ptr=bars)
                 cute.copy(tma_b, fromB[None, kt], toB[None, 0], tma_bar_ptr=bars)
-                cute.arch.mbarrier_wait(bars, kt % 2)
-                for step in cutlass.range_constexpr(k // 16):
-                    cute.gemm(mma, acc, rA[None, None, step, 0], rB[None, None, step, 0], acc)
-                    mma.set(tcgen05.Field.ACCUMULATE, True)
-                with cute.arch.elect_one():
-                    tcgen05.commit(bars + 1)
+                if rank == 0:
+                    cute.arch.mbarrier_wait(bars, kt % 2)
+                    for step in cutlass.range_constexpr(k // 16):
+                        cute.gemm(mma, acc, rA[None, None, step, 0], rB[None, None, step, 0], acc)
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    with cute.arch.elect_one():
+                        if cutlass.const_expr(pair):
+                            tcgen05.commit(bars + 1, 3, tcgen05.CtaGroup.TWO)
+                        else:
+                            tcgen05.commit(bars + 1)
                 cute.arch.mbarrier_wait(bars + 1, kt % 2)
         cute.arch.sync_threads()
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
@@ -104,5 +118,5 @@ class TensorGemm:
         cute.autovec_copy(out, target)
         cute.arch.sync_threads()
         if warp == 0:
-            cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(pointer, COLUMNS)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+            cute.arch.dealloc_tmem(pointer, COLUMNS, is_two_cta=pair)

@@ -181,6 +181,60 @@ def test_finding(name: str, mode: Mode) -> None:
         assert "PTX line" in str(found.value) or "exits with tensor memory allocated" in str(found.value)
 
 
+# --- pairs of blocks ---------------------------------------------------------------------------------------
+
+RANK = "mov.u32 %r60, %cluster_ctarank; setp.ne.u32 %p10, %r60, 0;"
+"""%p10: the second block of the pair; below, %p11: thread 0 of the first."""
+CLUSTER = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+TOGETHER = BEFORE + CLUSTER + AFTER
+STARTS = "@%p10 bra G; setp.eq.u32 %p11, %r0, 0; @%p11 bra H; G: setp.ne.u32 %p11, %r0, %r0; H:"
+PAIR_MMA = f"mov.u32 %r13, {1 << 4 | 4 << 17 | 16 << 24}; " + MMA.split("; ")[1].replace("@%p2", "@%p11").format(
+    onto="%p4"
+)
+BOTH = "@%p11 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r61], %h1;"
+PAIR_PRODUCT = (RANK, STARTS, FILL, PROXY, CLUSTER, PAIR_MMA, "and.b32 %r61, %r14, 16777215; mov.b16 %h1, 3;", BOTH)
+
+
+def pair(*parts: str) -> str:
+    """What both blocks of a pair execute."""
+    return kernel(*parts, CLUSTER, visible=VISIBLE + CLUSTER).replace("cta_group::1", "cta_group::2")
+
+
+PAIRS: dict[str, tuple[str, Any]] = {
+    "an allocation by both": (pair(*OWN), None),
+    "a product of both": (pair(*PAIR_PRODUCT, WAIT, *ENDED), None),
+    "a product that the second block loads without its barrier": (
+        pair(*PAIR_PRODUCT, AFTER, LOAD, WAIT_LD, WAIT), UNORDERED),
+    "stores of the second block over what the product may still read": (
+        pair(*PAIR_PRODUCT, "@%p10 bra J; bra K; J:", FILL, "K:", WAIT), findings.SharedRace),
+    "a product of a pair that the second block starts": (
+        pair(*PAIR_PRODUCT, WAIT, *ENDED).replace("@%p10 bra G;", "@!%p10 bra G;"), findings.PairMismatch),
+    "counts of columns that differ": (
+        pair(*OWN).replace("[smem+16392], 64;", "[smem+16392], %r62;").replace(
+            DESCRIPTORS, DESCRIPTORS + RANK + "shl.b32 %r62, %r60, 5; add.u32 %r62, %r62, 32;"),
+        (findings.PairMismatch, findings.TensorAllocation)),
+    "an allocation that one of them skips": (
+        pair(*OWN).replace("@!%p1 bra A;", RANK + "@%p10 bra E; @!%p1 bra A;") + "E:", findings.Deadlock),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_finding_of_a_pair(name: str, mode: Mode) -> None:
+    body, kind = PAIRS[name]
+    text = module(body, threads=128, shared=16384 + 64)
+    if kind is None:
+        execute(text, threads=128, mode=mode, grid=2, cluster=2)
+        return
+    with pytest.raises(kind):
+        execute(text, threads=128, mode=mode, grid=2, cluster=2)
+
+
+def test_a_pair_needs_a_cluster_of_two() -> None:
+    with pytest.raises(findings.PairMismatch, match="cluster of one block"):
+        execute(module(pair(*OWN), threads=128, shared=16384 + 64), threads=128)
+
+
 # --- what loads and stores move ----------------------------------------------------------------------------
 
 
