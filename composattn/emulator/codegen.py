@@ -201,7 +201,7 @@ def _rows(operand: Operand) -> set[int]:
 
 def is_arithmetic(instr: Instr) -> bool:
     """Whether `instr` is a pure function of registers (it has a row, or moves parts of registers)."""
-    return instr.op in OPCODES or instr.op.startswith("mov.")
+    return instr.op in OPCODES or (instr.op.startswith("mov.") and instr.op != "mov.b128")
 
 
 __all__ = ["Sym", "Writer", "is_arithmetic"]

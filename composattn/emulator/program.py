@@ -15,7 +15,7 @@ from composattn.emulator.gang import row_views
 from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.ptx import Imm
-from composattn.emulator.registers import Rows
+from composattn.emulator.registers import POISON_32, Rows
 
 if TYPE_CHECKING:
     from composattn.emulator.block import Block
@@ -141,6 +141,7 @@ class RegisterFile:
             "16": np.zeros((count["16"], lanes), np.uint16),
             "32": np.zeros((count["32"], lanes), np.uint32),
             "64": np.zeros((count["64"], lanes), np.uint64),
+            "128": np.zeros((count["128"], lanes, 2), np.uint64),
         }
         for (bank, value), row in rows.literals.items():
             self.banks[bank][row] = value
@@ -154,7 +155,7 @@ class RegisterFile:
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
 
     def reset(self, specials: dict[str, Any], shared_base: int) -> None:
-        for bank, poison in (("p", False), ("16", 0x7FFF), ("32", 0x7FBADBAD), ("64", 0x7FF8BADBADBADBAD)):
+        for bank, poison in (("p", False), ("16", 0x7FFF), ("32", POISON_32), ("64", 0x7FF8BADBADBADBAD)):
             self.banks[bank][: self.rows.kernel.banks[bank]] = poison
         for (bank, name), row in self.rows.specials.items():
             self.banks[bank][row] = specials[name]

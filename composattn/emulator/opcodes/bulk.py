@@ -87,7 +87,7 @@ def _check_fenced(g: Any, memory: SharedMemory, words: slice, knowledge: Knowled
 
 def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int], count: int, span: int,
                fetch: Callable[[], Array], what: str) -> None:  # fmt: skip
-    """Begins a copy of `count` bytes to each of `_targets`."""
+    """Begins a copy of `count` bytes to each of `targets_of`."""
     blocks, owners, dst, bar_at = targets
     cluster = g.block.cluster
     knowledge = g.block.knowledge(warp)
@@ -111,7 +111,7 @@ def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int]
         cluster.start(Pending(complete, what))
 
 
-def _targets(g: Any, dst: int, bar_at: int, mask: int, paired: bool = False) -> tuple[list[Any], list[Any], int, int]:
+def targets_of(g: Any, dst: int, bar_at: int, mask: int, paired: bool = False) -> tuple[list[Any], list[Any], int, int]:
     """(blocks, the blocks of their barriers, offset of the data, of the barrier); `mask` is -1 if it is no multicast.
 
     A `paired` copy may complete on the barrier of the block's peer: of a pair, the one that the address names.
@@ -147,7 +147,7 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
             tensor, corner = _map_of(g, warp, map_), tuple(corner_)
             if len(corner) != len(tensor.sizes):
                 raise BadDescriptor(f"{len(corner)} coordinates for a tensor map of {len(tensor.sizes)} dimensions")
-            targets = _targets(g, dst_at, bar_, multicast, paired)
+            targets = targets_of(g, dst_at, bar_, multicast, paired)
             if dst_at % 128:
                 raise Misaligned(f"shared address {dst_at:#x} of a tensor copy: 128 bytes are taken")
             memory = g.block.launch.memory
@@ -175,7 +175,7 @@ def plain_load(instr: Instr, program: Any) -> Handler:
             check_finished(g, warp, frm, frm + n)
             found = g.block.launch.memory.find(frm, n)
             fetch = functools.partial(_copy, found.data, frm - found.start, n)
-            start_load(g, warp, _targets(g, dst, bar, multicast), n, 0, fetch, f"bulk copy ({instr.where()})")
+            start_load(g, warp, targets_of(g, dst, bar, multicast), n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 
@@ -203,7 +203,7 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
             _check_plain(dst, frm, n)
             read_shared(g, warp, frm, n)
             fetch = functools.partial(_copy, g.block.shared.data, frm, n)
-            start_load(g, warp, _targets(g, dst, bar, -1), n, 0, fetch, f"bulk copy ({instr.where()})")
+            start_load(g, warp, targets_of(g, dst, bar, -1), n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from composattn.emulator.opcodes import (  # noqa: F401  (they fill the tables)
     access,
     bulk,
+    cancel,
     lanes,
     matrix,
     synchronise,
