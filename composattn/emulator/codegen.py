@@ -10,7 +10,7 @@ import numpy as np
 from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.opcodes.fp8 import OPCODES  # fp8 completes the table of alu
 from composattn.emulator.opcodes.rows import BANK, DTYPES, Alu
-from composattn.emulator.ptx import Instr, Operand, Pair, Reg, Sink, Sym, Vec
+from composattn.emulator.ptx import Instr, Mem, Operand, Pair, Reg, Sink, Sym, Vec
 from composattn.emulator.registers import ALIASES, VIEWS, Rows
 
 Mask = Any  # True for all lanes, else a bool array
@@ -196,6 +196,8 @@ def _rows(operand: Operand) -> set[int]:
         return {r for o in operand.items for r in _rows(o)}
     if isinstance(operand, Pair):
         return _rows(operand.first) | _rows(operand.second)
+    if isinstance(operand, Mem):
+        return _rows(operand.base) | {r for o in operand.coords for r in _rows(o)}
     return {operand.index} if isinstance(operand, Reg) and operand.bank == "32" else set()
 
 

@@ -73,6 +73,8 @@ CASES: dict[str, tuple[str, Any]] = {
         kernel(STORE, WAIT_ST, LOAD, USE, WAIT_LD), findings.MissingTensorWait),
     "a register of a load that is stored before the wait": (
         kernel(STORE, WAIT_ST, LOAD, "st.shared.b32 [%r4], %r20;", WAIT_LD), findings.MissingTensorWait),
+    "an address from a load that was not waited for": (
+        kernel(STORE, WAIT_ST, LOAD, "ld.shared.b32 %r51, [%r20];", WAIT_LD), findings.MissingTensorWait),
     "a store over what a load may still read": (
         kernel(STORE, WAIT_ST, LOAD, STORE, WAIT_LD, WAIT_ST), findings.MissingTensorWait),
     "a store over what a load has read": (kernel(STORE, WAIT_ST, LOAD, WAIT_LD, STORE, WAIT_ST), None),
