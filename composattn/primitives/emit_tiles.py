@@ -74,10 +74,6 @@ class Shared(Fixed):
         """Whether query tile `t` needs a tile of `all`; known when compiling where each needs all."""
         return True if self.own is None else self.own[t].has(tile)
 
-    def again(self, t: int, tile: Any) -> Any:
-        """Whether it needs a tile that is not its first one; only where `own` says which."""
-        return self.needs(t, tile) & (tile != self.of(t).first)
-
 
 def kv_tiles_of(
     mods: Mods, lists: KeyLists | None, shapes: tuple[IntervalShape, ...], tile_n: int

@@ -78,7 +78,7 @@ class ListedRun(Fixed):
 class TileSequence(Fixed):
     """`first` is the first tile visited, if `count` (all tiles) is above 0; the rest follows in `runs`.
 
-    `spans`: [start, stop) of the tiles of each interval; none where they are listed.
+    `spans`: [start, stop) of the tiles of each interval, `first` among them, in the order of `runs`; none of a list.
     """
 
     first: Any
@@ -87,8 +87,38 @@ class TileSequence(Fixed):
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def has(self, tile: Any) -> Any:
-        """Whether it is visited."""
+        """Whether it is visited; not where tiles are listed."""
         return functools.reduce(operator.or_, ((start <= tile) & (tile < stop) for start, stop in self.spans))
+
+    # one loop over all, for kernels whose loops lose nothing by a branch
+
+    def tile(self, i: Any) -> Any:
+        """The i-th tile of all, for i from 0 to `count` - 1."""
+        if not self.spans:
+            tests, free = self._lists()
+            listed = choose(i <= tests.count, tests.start + i - 1, free.start + (i - 1 - tests.count))
+            return choose(i == 0, self.first, tests.row[choose(i == 0, 0, listed)])
+        before: Any = 0
+        tops = []
+        for start, stop in self.spans:
+            tops.append((before, stop - 1 + before))
+            before = before + (stop - start)
+        (_, top), *more = tops
+        for begins, other in more:
+            top = choose(i < begins, top, other)
+        return top - i
+
+    def _lists(self) -> list[ListedRun]:
+        """The tested and the untested tiles behind the first one."""
+        return [run for run in self.runs if isinstance(run, ListedRun)]
+
+    def tested(self, i: Any, tile: Any) -> Any:
+        """Whether an element of `tile`, the i-th, may be invisible; True where that holds for all."""
+        if not self.spans:
+            return i <= self._lists()[0].count
+        runs = [run for run in self.runs if isinstance(run, Run) and run.shape.full]
+        outside = [(tile < run.full_start) | (tile >= run.full_stop) for run in runs]
+        return (i == 0) | functools.reduce(operator.and_, outside) if outside else True
 
 
 def visit(
@@ -133,6 +163,7 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
     come in one order, so that each query tile's own are visited in their order, with others between them.
     """
     found = []
+    highest: Any = 0
     for same in zip(*intervals, strict=True):
         begin, end, *_ = same[0]
         for low, high, *_ in same[1:]:
@@ -141,6 +172,10 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
                 choose(there, choose(other, smaller(begin, low), begin), low),
                 choose(there, choose(other, larger(end, high), end), high),
             )
+        # where one query tile has no such interval, another's lower one may end above it
+        there = end > begin
+        end = choose(there, larger(end, highest), end)
+        highest = choose(there, end, highest)
         found.append((begin, end, 0, 0))
     return found
 

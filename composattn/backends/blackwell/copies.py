@@ -39,14 +39,13 @@ class Load(Role):
                 if const_expr(t == 0):
                     keys.start(before, k_slot.index, block.k.acquire(k_slot))
             k_slot = k_slot.next()
-            for run in tiles.runs:
-                for i in cutlass.range(run.count, unroll=1):
-                    at = source.locate(run.tile(i))
-                    keys.start(at, k_slot.index, block.k.acquire(k_slot))
-                    k_slot = k_slot.next()
-                    values.start(before, v_slot.index, block.v.acquire(v_slot))
-                    v_slot = v_slot.next()
-                    before = at
+            for i in cutlass.range(1, tiles.count, unroll=1):
+                at = source.locate(tiles.tile(i))
+                keys.start(at, k_slot.index, block.k.acquire(k_slot))
+                k_slot = k_slot.next()
+                values.start(before, v_slot.index, block.v.acquire(v_slot))
+                v_slot = v_slot.next()
+                before = at
             values.start(before, v_slot.index, block.v.acquire(v_slot))
             v_slot = v_slot.next()
         elif const_expr(tiling.persistent):

@@ -12,7 +12,7 @@ from .roles import WARPGROUP
 from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
 from .tiling import ROWS
 
-AT_ONCE = 32  # columns of O in registers
+AT_ONCE = 16  # columns of O in registers
 
 
 class Correction(Role):
@@ -34,20 +34,18 @@ class Correction(Role):
         shared = self.kernel.tiles_of_all(self.call, work)
         if const_expr(self.plan.layout.kv == "paged"):
             v_slot = self.clear_values(work, shared.all, v_slot)
-        at = self.begin(rows, shared, at)
-        for run in shared.all.runs:
-            for i in cutlass.range(run.count, unroll=1):
-                at = self.rescale(rows, shared, run.tile(i) if self.kernel.apart else None, at)
+        for i in cutlass.range(shared.all.count, unroll=1):
+            at = self.rescale(rows, shared, i, at)
         at = self.finish(rows, shared, q_slot, at)
         return (*at, q_slot.next(), v_slot)
 
-    def begin(self, rows, shared, at):
-        return tuple(row.begin(shared.of(t).count > 0, at[t]) for t, row in enumerate(rows))
-
-    def rescale(self, rows, shared, tile, at):
-        if tile is None:
-            return tuple(row.rescale(at[t]) for t, row in enumerate(rows))
-        return tuple(row.rescale_if(shared.again(t, tile), at[t]) for t, row in enumerate(rows))
+    def rescale(self, rows, shared, i, at):
+        if not self.kernel.apart:
+            return tuple(row.rescale(i > 0, at[t]) for t, row in enumerate(rows))
+        tile = shared.all.tile(i)
+        return tuple(
+            row.rescale_if(shared.needs(t, tile), tile != shared.of(t).first, at[t]) for t, row in enumerate(rows)
+        )
 
     def finish(self, rows, shared, q_slot, at):
         return tuple(row.finish(shared.of(t).count > 0, q_slot, at[t]) for t, row in enumerate(rows))
@@ -92,17 +90,9 @@ class OutputRow(Fixed):
         self.me, self.block, self.work = me, role.block, work
 
     @cute.jit
-    def begin(self, any_keys: Boolean, at: OutputSlots):
-        """Nothing was added to O yet: it may be."""
-        if any_keys:
-            self.block.early.fill(at.place, self.me.lane)
-            at = OutputSlots(at.place.next(), at.factor, at.added)
-        return at
-
-    @cute.jit
-    def rescale_if(self, needed: Boolean, at: OutputSlots):
+    def rescale_if(self, needed: Boolean, again: Boolean, at: OutputSlots):
         if needed:
-            at = self.rescale(at)
+            at = self.rescale(again, at)
         return at
 
     def take_factor(self, factor: Slot):
@@ -113,15 +103,15 @@ class OutputRow(Fixed):
         return number
 
     @cute.jit
-    def rescale(self, at: OutputSlots):
-        """O times the row's factor, left out by warps of which no row needs it; then more may be added to it."""
+    def rescale(self, again: Boolean, at: OutputSlots):
+        """O times the row's factor, left out by warps of which no row needs it; then more may be added to it.
+
+        `again`: it has something already.
+        """
         number, added = self.take_factor(at.factor), at.added
         if const_expr(self.tiling.score_places > 1):
-            # with one place, what was added came before the scores that the factor is of; not only where a warp
-            # rescales: a parity tells but two neighbouring phases apart
-            self.block.outputs.wait(added)
-            added = added.next()
-        if cute.arch.vote_any_sync(number != 1.0):
+            added = self.wait_output(again, added)
+        if again & cute.arch.vote_any_sync(number != 1.0):
             after_wait()
             for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
                 self.scale_columns(first, number)
@@ -129,6 +119,17 @@ class OutputRow(Fixed):
         cute.arch.sync_warp()
         self.block.early.fill(at.place, self.me.lane)
         return OutputSlots(at.place.next(), at.factor.next(), added)
+
+    @cute.jit
+    def wait_output(self, again: Boolean, added: Slot):
+        """Until what was multiplied is in O, which with one place came before the scores that the factor is of.
+
+        Not only where a warp rescales: a parity tells but two neighbouring phases apart.
+        """
+        if again:
+            self.block.outputs.wait(added)
+            added = added.next()
+        return added
 
     def scale_columns(self, first: int, number) -> None:
         address = self.me.output() + first

@@ -58,17 +58,16 @@ class Multiply(Role):
             at = self.first_scores(shared, products, at, k_slot)
             block.k.release(k_slot, None)
             k_slot = k_slot.next()
-            for run in shared.all.runs:
-                for i in cutlass.range(run.count, unroll=1):
-                    tile = run.tile(i) if self.kernel.apart else None
-                    if const_expr(self.tiling.score_places == 1):
-                        block.v.wait(v_slot)
-                        at = self.turns(shared, tile, products, at, k_slot, v_slot)
-                        block.v.release(v_slot, None)
-                        block.k.release(k_slot, None)
-                    else:
-                        at = (self.turn_ahead(products[0], at[0], k_slot, v_slot),)
-                    k_slot, v_slot = k_slot.next(), v_slot.next()
+            for i in cutlass.range(1, shared.all.count, unroll=1):
+                tile = shared.all.tile(i) if self.kernel.apart else None
+                if const_expr(self.tiling.score_places == 1):
+                    block.v.wait(v_slot)
+                    at = self.turns(shared, tile, products, at, k_slot, v_slot)
+                    block.v.release(v_slot, None)
+                    block.k.release(k_slot, None)
+                else:
+                    at = (self.turn_ahead(products[0], at[0], k_slot, v_slot),)
+                k_slot, v_slot = k_slot.next(), v_slot.next()
             block.v.wait(v_slot)
             at = self.last_outputs(products, at, v_slot)
             block.v.release(v_slot, None)

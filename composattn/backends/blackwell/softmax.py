@@ -1,6 +1,5 @@
 """The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -32,15 +31,12 @@ class Softmax(Role):
         place, factor = slots
         tiles = self.kernel.tiles_of(self.call, work, self.me.number)
         row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
-        if tiles.count > 0:
-            row.step(tiles.first, row.mods.apply_either, place, factor, first=True)
-            place = place.next()
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in row.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            row.step(segment.tile(i), test, place, factor)
-                            place, factor = place.next(), factor.next()
+        i = Int32(0)
+        while i < tiles.count:
+            for test in row.tests_of(tiles):
+                while test.goes_on(i):
+                    row.step(tiles.tile(i), test.apply, place, factor)
+                    i, place, factor = i + 1, place.next(), factor.next()
         row.finish(self.call, factor)
         return place, factor.next()
 
@@ -60,23 +56,22 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units)
         self.softmax.reset()
 
-    def step(self, n, test, place: Slot, factor: Slot, first: bool = False) -> None:
+    def step(self, n, test, place: Slot, factor: Slot) -> None:
         me, block, early = self.me, self.block, self.tiling.early_keys
         ahead = self.mods.read_ahead(self.tile(None, n))
         block.scores.wait(place)
         after_wait()
-        scores = load(me.scores(place), self.tiling.tile_n)
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
-        for c, score in enumerate(scores):
+        for c, score in enumerate(load(me.scores(place), self.tiling.tile_n)):
             values[0, c] = score
         tile = self.tile(values, n)
         self.mods.apply_score(tile, ahead)
         if test is not None:
             test(tile)
         every = range(self.tiling.tile_n)
-        rise = self.softmax.raise_maximum(0, [values[0, c] for c in every], first, self.tiling.rescale_threshold)
-        if rise is not None:
-            self.publish(rise, factor)
+        scores = [values[0, c] for c in every]
+        rise = self.softmax.raise_maximum(0, scores, rescale_threshold=self.tiling.rescale_threshold)
+        self.publish(rise, factor)
         self.softmax.exponentials(tile, 0, every[:early])
         self.put(values, 0, early, place)
         block.early.fill(place, me.lane)

@@ -9,7 +9,7 @@ from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
-from ..fused.traits import padded, queries
+from ..fused.traits import has_costly_test, has_opaque_test, padded, queries, reads_pairs
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -75,7 +75,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     heads = packed_heads(problem, program, ROWS)
     tiles = 1 if queries(problem) * slots(heads) <= ROWS or dv > 128 else 2
-    tile_n, k_stages, v_stages = _stages(target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv)
+    tile_n, k_stages, v_stages = _stages(
+        _most_keys(program), target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv
+    )
+    if problem.layout.kv == "paged" and tile_n == 96:
+        tile_n = 64  # whole pages, or a part of one
     return BlackwellTiling(
         tile_m=ROWS * tiles,
         tile_n=tile_n,
@@ -93,11 +97,18 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     )
 
 
-def _stages(room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:
-    """(keys of a tile, stages of K, stages of V) that fit beside Q, most keys first; 16-bit numbers."""
+def _most_keys(program: Program) -> int:
+    """Scores of a row that leave registers for what the mods read and test: more spilled, up to 49 times."""
+    if reads_pairs(program.score) or has_costly_test(program.mask):
+        return 64
+    return 96 if has_opaque_test(program) else 128
+
+
+def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:
+    """(keys of a tile, stages of K, stages of V) that fit beside Q, `most` keys first; 16-bit numbers."""
     free = room // 2 - q_numbers
     for tile_n in (128, 96, 64):
         fitting = [(k, v) for k in (4, 3, 2) for v in (k, k - 1) if tile_n * (k * d + v * dv) <= free]
-        if fitting and 2 * tile_n + dv <= COLUMNS:
+        if fitting and tile_n <= most and 2 * tile_n + dv <= COLUMNS:
             return tile_n, *fitting[0]
     raise AssertionError("64 keys fit beside 128 rows of 256")

@@ -1,5 +1,7 @@
 """A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Generic
 
 import cutlass.cute as cute
@@ -7,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ....primitives.emit import Leaves, Mods
 from ....primitives.gqa_packing import HeadRows
-from ....primitives.kv_tiles import WHOLE
+from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
 from ..plan import AnyForwardTiling
@@ -63,6 +65,15 @@ class QueryRows(Places[AnyForwardTiling]):
         by_limits = choose(holds, segment.count, 0)
         return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
 
+    def tests_of(self, tiles: TileSequence) -> list["Test"]:
+        """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
+        holds, apply = self.mods.limits_hold, self.mods
+        if isinstance(holds, bool):
+            tests = [Test(tiles, True, True, apply.apply_limits if holds else apply.apply_mask)]
+        else:
+            tests = [Test(tiles, True, holds, apply.apply_limits), Test(tiles, True, ~holds, apply.apply_mask)]
+        return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(tiles, False, True, None)]
+
     def store_statistic(self, target, of_rows, lane) -> None:
         """A number a row, with what does not change along a row and was left out of the scores."""
         queries: Any = self.work.queries
@@ -72,6 +83,24 @@ class QueryRows(Places[AnyForwardTiling]):
             q, h, inside = self.row_place(r)
             mine = inside & self.shape.first_in_row(lane)
             _store_at(queries.head(of_part(target, self.work.part), h), q, value, mine)
+
+
+@dataclasses.dataclass
+class Test(Fixed):
+    """What hides elements of tiles that are `tested`, or are not, where it `holds` for the rows; None hides nothing."""
+
+    tiles: TileSequence
+    tested: bool
+    holds: Any
+    apply: Callable[[ScoreTile], None] | None
+
+    def goes_on(self, i: Any) -> Any:
+        """Whether there is an i-th tile, and it takes this test."""
+        tested = self.tiles.tested(i, self.tiles.tile(i))
+        more = i < self.tiles.count
+        if tested is not True:
+            more = more & (tested if self.tested else ~tested)
+        return more if self.holds is True else more & self.holds
 
 
 def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
