@@ -15,7 +15,7 @@ from .tensor_memory import COLUMNS, TensorMemory
 
 ROWS = 128  # of one product: the lanes of tensor memory
 STEP = 16  # keys that one product sums over
-SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
+SMALL = 2048  # bytes: barriers, factors of rows, and what aligns the tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
