@@ -24,6 +24,7 @@ import torch
 import composattn as ca
 from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, available
+from benchmarks.model.loops import inner_loops
 from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
 from composattn.analysis.program import Program
@@ -77,13 +78,14 @@ class Variant:
     """This package with other numbers in one tiling."""
 
     text: str
+    packed: bool = False
 
     @property
     def name(self) -> str:
         return self.text
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
-        job = Composattn().prepare(case, pattern, inputs)
+        job = Composattn(packed=self.packed).prepare(case, pattern, inputs)
         with planning_with(case.direction, changes_of(self.text)):
             out = job.forward(*job.leaves)  # plans are kept, so later calls are cut so too
             if case.direction == "backward":
@@ -102,11 +104,11 @@ def resources(case: Case, variants: list[str]) -> None:
         with planning_with(case.direction, changes_of(text) if text else {}):
             plan = _plan(case, program, target)
         made = compile_offline(plan)
-        loop = made.inner_loops(1)
+        loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
+        length, exponentials = min(loops, default=(0, 0))
         print(
             f"    {text or 'as planned':44} {made.registers} registers, {made.spills} spills, stack {made.stack}, "
-            f"{made.shared_memory} bytes shared; loop {sum(loop[0].values()) if loop else 0} instructions, "
-            f"{loop[0]['MUFU'] if loop else 0} MUFU",
+            f"{made.shared_memory} bytes shared; loop {length} instructions, {exponentials} MUFU",
             flush=True,
         )
 
@@ -126,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", help="regular expression on the names of cases")
     parser.add_argument("variants", nargs="*", help='such as "tile_n=96 stages=3"')
+    parser.add_argument("--packed", action="store_true", help="documents as sequences of a packed call")
     parser.add_argument("--peer", nargs="+", default=[], help="implementations to time beside, by name")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one implementation of one case")
@@ -140,7 +143,8 @@ def main() -> None:
             resources(case, options.variants)
             continue
         peers = [i for i in available(device, None) if i.name in options.peer]
-        measured: list[Implementation] = [Composattn(), *(Variant(v) for v in options.variants), *peers]
+        variants = [Variant(v, options.packed) for v in options.variants]
+        measured: list[Implementation] = [Composattn(packed=options.packed), *variants, *peers]
         rows = run_case(case, measured, device, None, options)
         show(rows)
         result["rows"] += rows

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import composattn as ca
+from composattn.backends.fused.target import TARGETS, Target
 
 if TYPE_CHECKING:
     from composattn.backends.fused.inspect import Artifact
@@ -87,16 +88,30 @@ def explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def target_from(options: argparse.Namespace) -> Target:
+    """The GPU that is compiled for. Raises: `InvalidCommandLine` where --backend has no kernels for --target."""
+    from composattn.backends.fused.architecture import planned_for
+
+    if options.target is None:
+        return planned_for(options.backend)
+    target = next(target for target in TARGETS.values() if target.arch == options.target)
+    if options.backend not in (None, target.backend, f"{target.backend}-emulated"):
+        raise ca.errors.InvalidCommandLine(
+            f'--target {target.arch} takes kernels of backend="{target.backend}", got --backend {options.backend}; '
+            "leave --backend out"
+        )
+    return target
+
+
 def compile_kernel(options: argparse.Namespace) -> int:
     """Compile the kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
-    from composattn.backends.fused.architecture import planned_for
     from composattn.backends.fused.compile import compile_offline
     from composattn.backends.fused.plan import plan_forward
     from composattn.call.problem import Problem
 
     options.device = options.device or "cpu"
     problem = Problem.of(*empty_inputs(options))
-    plan = plan_forward(problem, attention_from(options).program, planned_for(options.backend))
+    plan = plan_forward(problem, attention_from(options).program, target_from(options))
     start = time.perf_counter()
     made = compile_offline(plan, options.out)
     print(plan)
@@ -116,7 +131,8 @@ def machine_words(made: Artifact) -> str:
     """How many instructions there are, of which kinds, and how many of them spill registers."""
     if made.spills is None:
         return f"instructions and spills {NO_NVDISASM}"
-    units = [(name, made.mnemonics[name]) for name in ("HGMMA", "UTMALDG")]  # matrix products, bulk tensor copies
+    products, copies = ("HGMMA", "UTCHMMA"), "UTMALDG"  # of matrices, bulk copies of tensors
+    units = [(name, made.mnemonics[name]) for name in (*products, copies) if made.mnemonics[name] or name == copies]
     frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
     return f"{sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}"
 
@@ -182,6 +198,8 @@ def parser() -> argparse.ArgumentParser:
     call.add_argument("--backend", choices=ca.backends.BACKENDS, help="default: what ca.attention picks for the device")
     commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
     kernel = commands.add_parser("compile", parents=[call], help=compile_kernel.__doc__)
+    arches = [target.arch for target in TARGETS.values()]
+    kernel.add_argument("--target", choices=arches, help="machine code; default: that of the backend")
     kernel.add_argument("--out", type=Path, help="folder to keep PTX and machine code in; default: the cache")
     kernel.set_defaults(run=compile_kernel)
     commands.add_parser("doctor", help=doctor.__doc__).set_defaults(run=doctor)

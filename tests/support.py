@@ -87,7 +87,7 @@ def uncancelled_sizes(
 ) -> list[float]:
     """Norms of gradients as they are where the parts that queries contribute do not cancel.
 
-    The gradient of a number a head is a sum over all queries, which may come out far smaller than its parts; its
+    The gradient of one number per head is a sum over all queries, which may come out far smaller than its parts; its
     error does not. So: the root mean square of the norms over random signs of the queries' incoming gradients.
     `gradients` takes the signs, shaped like `rows` (..., Sq).
     """

@@ -16,7 +16,7 @@ from ..call.autograd import Differentiable
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
-from . import hopper, reference, streaming
+from . import blackwell, hopper, reference, streaming
 from .fused.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.call import FusedCall
 from .fused.target import TARGETS, Target
@@ -104,17 +104,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
     )
 
 
-def _not_yet(name: str, takes: str, what: str) -> Backend:
-    """A name that is kept for what will come."""
-    why = f"{what} are not part of this version"
-
-    def prepare(problem: Problem, program: Program, scale: float) -> Call:
-        raise errors.BackendUnavailable(why)
-
-    return Backend(name, takes, lambda device: why, prepare)
-
-
-ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE,)}
+ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE, blackwell.ARCHITECTURE)}
 
 BACKENDS = {
     backend.name: backend
@@ -122,8 +112,6 @@ BACKENDS = {
         Backend("reference", "any device, dense, computes in fp64", _anywhere, reference.prepare),
         Backend("streaming", "any device, O(S) memory", _anywhere, streaming.prepare),
         *(backend for architecture in ARCHITECTURES.values() for backend in _generated(architecture)),
-        _not_yet("blackwell", "Blackwell GPUs", "Blackwell kernels"),
-        _not_yet("blackwell-emulated", "CPU", "Blackwell kernels"),
     )
 }
 

@@ -10,10 +10,11 @@ import dataclasses
 from typing import Any
 
 from ..analysis.tile_lists import KeyLists, QueryLists
+from ..graph.expr import walk
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
-from .kv_tiles import WHOLE, TileSequence, listed, visit
+from .kv_tiles import WHOLE, TileSequence, around, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
 from .values import Fixed, smaller
 
@@ -30,6 +31,17 @@ class BandTiles(Fixed):
         """The kv tiles of query tile `m`, or a part of them; `leaves` are those of the work tile."""
         return visit(self.mods.intervals(leaves), self.shapes, leaves.kv_len, self.tile_n, split)
 
+    def alike(self) -> bool:
+        """Whether all query tiles of a sequence visit the same tiles."""
+        ends = (end for interval in self.mods.bounds for end in interval.ends)
+        return not any(n.op == "index" and n.attr in ("first", "last") for end in ends for n in walk(end))
+
+    def of_all(self, leaves: list[Leaves]) -> TileSequence:
+        """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
+        intervals = around([self.mods.intervals(each) for each in leaves])
+        shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
+        return visit(intervals, shapes, leaves[0].kv_len, self.tile_n)
+
 
 @dataclasses.dataclass
 class ListedTiles(Fixed):
@@ -43,6 +55,24 @@ class ListedTiles(Fixed):
         b, h = _entry(tiles, leaves)
         m = smaller(m, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
         return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], split)
+
+
+@dataclasses.dataclass
+class Shared(Fixed):
+    """The kv tiles that several query tiles go over together: `all`, and those that each one needs, in `own`.
+
+    None: each needs all of them.
+    """
+
+    all: TileSequence
+    own: list[TileSequence] | None = None
+
+    def of(self, t: int) -> TileSequence:
+        return self.all if self.own is None else self.own[t]
+
+    def needs(self, t: int, tile: Any) -> Any:
+        """Whether query tile `t` needs a tile of `all`; known when compiling where each needs all."""
+        return True if self.own is None else self.own[t].has(tile)
 
 
 def kv_tiles_of(

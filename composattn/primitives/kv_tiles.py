@@ -10,6 +10,8 @@ Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 from .interval_shape import IntervalShape
@@ -74,11 +76,49 @@ class ListedRun(Fixed):
 
 @dataclasses.dataclass
 class TileSequence(Fixed):
-    """`first` is the first tile visited, if `count` (all tiles) is above 0; the rest follows in `runs`."""
+    """`first` is the first tile visited, if `count` (all tiles) is above 0; the rest follows in `runs`.
+
+    `spans`: [start, stop) of the tiles of each interval, `first` among them, in the order of `runs`; none of a list.
+    """
 
     first: Any
     count: Any
     runs: list[Run] | list[ListedRun]
+    spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def has(self, tile: Any) -> Any:
+        """Whether it is visited; not where tiles are listed."""
+        return functools.reduce(operator.or_, ((start <= tile) & (tile < stop) for start, stop in self.spans))
+
+    # one loop over all, for kernels whose loops lose nothing by a branch
+
+    def tile(self, i: Any) -> Any:
+        """The i-th tile of all, for i from 0 to `count` - 1."""
+        if not self.spans:
+            tests, free = self._lists()
+            listed = choose(i <= tests.count, tests.start + i - 1, free.start + (i - 1 - tests.count))
+            return choose(i == 0, self.first, tests.row[choose(i == 0, 0, listed)])
+        before: Any = 0
+        tops = []
+        for start, stop in self.spans:
+            tops.append((before, stop - 1 + before))
+            before = before + (stop - start)
+        (_, top), *more = tops
+        for begins, other in more:
+            top = choose(i < begins, top, other)
+        return top - i
+
+    def _lists(self) -> list[ListedRun]:
+        """The tested and the untested tiles behind the first one."""
+        return [run for run in self.runs if isinstance(run, ListedRun)]
+
+    def tested(self, i: Any, tile: Any) -> Any:
+        """Whether an element of `tile`, the i-th, may be invisible; True where that holds for all."""
+        if not self.spans:
+            return i <= self._lists()[0].count
+        runs = [run for run in self.runs if isinstance(run, Run) and run.shape.full]
+        outside = [(tile < run.full_start) | (tile >= run.full_stop) for run in runs]
+        return (i == 0) | functools.reduce(operator.and_, outside) if outside else True
 
 
 def visit(
@@ -90,7 +130,7 @@ def visit(
 ) -> TileSequence:
     """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
     bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
-    first, total, runs = 0, 0, []
+    first, total, runs, spans = 0, 0, [], []
     for (begin, end, full_begin, full_end), shape in reversed(list(zip(intervals, shapes, strict=True))):
         begin, end = larger(begin, 0), smaller(end, kv_len)
         start = begin // tile_n
@@ -98,6 +138,7 @@ def visit(
         count = choose(end > begin, larger(stop - start, 0), 0)
         bound = choose(count > 0, start, bound)
         start, count = _part(start, count, split)
+        spans.append((start, start + count))
         # the first tile of all is taken out of the first interval that has any
         taken = choose((count > 0) & (total == 0), 1, 0)
         first = choose(taken == 1, start + count - 1, first)
@@ -112,7 +153,31 @@ def visit(
                 full_start = larger((larger(full_begin, 0) + (tile_n - 1)) // tile_n, start)
                 full_start = smaller(full_start, full_stop)
         runs.append(Run(stop - 1, count, full_start, full_stop, shape))
-    return TileSequence(first, total, runs)
+    return TileSequence(first, total, runs, spans)
+
+
+def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, Any, Any, Any]]:
+    """What `visit` takes to visit all tiles of several query tiles, whose intervals these are: all in one order.
+
+    A query tile's intervals are as many as another's; of each the smallest one is made that has those of all. Tiles
+    come in one order, so that each query tile's own are visited in their order, with others between them.
+    """
+    found = []
+    highest: Any = 0
+    for same in zip(*intervals, strict=True):
+        begin, end, *_ = same[0]
+        for low, high, *_ in same[1:]:
+            there, other = end > begin, high > low
+            begin, end = (
+                choose(there, choose(other, smaller(begin, low), begin), low),
+                choose(there, choose(other, larger(end, high), end), high),
+            )
+        # where one query tile has no such interval, another's lower one may end above it
+        there = end > begin
+        end = choose(there, larger(end, highest), end)
+        highest = choose(there, end, highest)
+        found.append((begin, end, 0, 0))
+    return found
 
 
 def listed(row: Any, partial: Any, full: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:

@@ -1,6 +1,6 @@
 """Rings of shared-memory stages between roles of a kernel: who fills a stage, who drains it.
 
-An edge has a "full" and an "empty" mbarrier a stage. How many arrivals each waits for follows from the roles at the
+An edge has a "full" and an "empty" mbarrier per stage. How many arrivals each waits for follows from the roles at the
 edge's ends, never from a number beside them. `cutlass.pipeline` has rings too; its counts are handed in.
 """
 
@@ -60,7 +60,7 @@ class Role(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """One warp whose bulk copies bring `bytes` a stage: the barrier counts these beside the warp's own arrival.
+    """One warp whose bulk copies bring `bytes` per stage: the barrier counts these beside the warp's own arrival.
 
     With no bytes a stage holds no data, only that it is its turn.
     """
@@ -90,15 +90,18 @@ class Warps:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A ring of stages that `producer` fills and `consumers` drain."""
+    """A ring of stages that `producer` fills and `consumers` drain.
+
+    Consumers None: another edge, which they fill, says when a stage is free again.
+    """
 
     stages: int
     producer: Role
-    consumers: Role
+    consumers: Role | None
 
     @property
     def barriers(self) -> int:
-        return 2 * self.stages
+        return self.stages if self.consumers is None else 2 * self.stages
 
     @staticmethod
     def allocate(smem: SmemAllocator, edges: Sequence[Edge]) -> list[BoundEdge]:
@@ -119,17 +122,26 @@ class BoundEdge(Fixed):
         self.full = barriers
         self.empty = barriers + edge.stages
 
+    @property
+    def first(self) -> Slot:
+        return Slot.first(self.edge.stages)
+
     def init(self) -> None:
         """Called by one thread; see `start_edges`."""
         for stage in range(self.edge.stages):
             cute.arch.mbarrier_init(self.full + stage, self.edge.producer.arrivals)
-            cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
+            if self.edge.consumers is not None:
+                cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
 
     def acquire(self, slot: Slot, lane: Any = None) -> cute.Pointer:
         """Producer warp: wait until the stage is free, and arrive; gives the mbarrier that copies complete on."""
         self.wait_empty(slot)
-        self.edge.producer.arrive(self.full, slot.index, lane)
+        self.fill(slot, lane)
         return self.full + slot.index
+
+    def fill(self, slot: Slot, lane: Any = None) -> None:
+        """Producer: arrives at a stage that it knows to be free."""
+        self.edge.producer.arrive(self.full, slot.index, lane)
 
     def wait_empty(self, slot: Slot) -> None:
         """Producer: wait until what the stage held before has been read."""
@@ -141,6 +153,7 @@ class BoundEdge(Fixed):
 
     def release(self, slot: Slot, lane: Any) -> None:
         """Consumer: the stage has been read."""
+        assert self.edge.consumers is not None, "another edge says that this one's stages are free"
         self.edge.consumers.arrive(self.empty, slot.index, lane)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
@@ -119,7 +121,7 @@ def test_compiles_lean(name: str, folder: Path) -> None:
     artifact = compile_offline(PLANS[name], folder)
     if artifact.registers is None or not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    inner = artifact.inner_loops(loops(artifact))
+    inner = loops_over_tiles(artifact)
     assert len(inner) == loops(artifact)
     assert [loop["LDL"] + loop["STL"] for loop in inner] == [0] * len(inner)
     # loads of a bias are started as early as registers allow; two values wait for the epilogue in local memory
@@ -136,6 +138,10 @@ def products_are_serialised(artifact: Artifact) -> bool:
     """Whether the compiler waits for every product by itself (its warning C7510), which costs half the speed."""
     # an arrival and a wait at each of two products in every loop, before the first one and after the last one
     return artifact.mnemonics["WARPGROUP"] > 4 * (loops(artifact) + 1)
+
+
+def loops_over_tiles(artifact: Artifact) -> list[Counter[str]]:
+    return [loop.counts for loop in inner_loops(artifact.instructions) if loop.multiplies]
 
 
 def loops(artifact: Artifact) -> int:
@@ -155,7 +161,7 @@ def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> N
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0
-    for loop in artifact.inner_loops(loops(artifact)):
+    for loop in loops_over_tiles(artifact):
         assert loop["LDG"] <= 9  # one for each 16 of 128 columns, and the number of the tile
         assert sum(loop.values()) < 800  # of masks with a value an element: 1000 to 1500
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import WHOLE, TileSequence, listed, visit
+from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, listed, visit
 from composattn.primitives.q_tiles import ListedQueryRun
 
 
@@ -22,6 +22,9 @@ def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
             assert segment.count >= 0
             tiles += [(segment.tile(i), segment.tested) for i in range(segment.count)]
         assert [run.tile(i) for i in range(run.count)] == [tile for tile, _ in tiles[len(tiles) - run.count :]]
+    assert [
+        (tile, sequence.tested(i, tile)) for i, tile in enumerate(map(sequence.tile, range(sequence.count)))
+    ] == tiles
     return tiles
 
 
@@ -69,6 +72,23 @@ def test_visits_what_is_visible_once_and_tests_what_is_partly_hidden() -> None:
                 untested += 1
                 assert full.issuperset(range(tile * tile_n, (tile + 1) * tile_n))
     assert untested > 1000
+
+
+def test_query_tiles_that_go_over_tiles_together_find_their_own_in_their_order() -> None:
+    rng = random.Random(3)
+    others = 0
+    for _ in range(5_000):
+        tile_n, kv_len, count = rng.choice((4, 8)), rng.randint(0, 60), rng.randint(1, 3)
+        drawn = [draw(rng, kv_len)[0] for _ in range(20)]
+        alike = [intervals for intervals in drawn if len(intervals) == count][:3] or drawn[:1]
+        shapes = tuple(IntervalShape() for _ in alike[0])
+        own = [visit(intervals, shapes, kv_len, tile_n) for intervals in alike]
+        all_tiles = visit(around(alike), shapes, kv_len, tile_n)
+        order = [all_tiles.tile(i) for i in range(all_tiles.count)]
+        for sequence in own:
+            assert [tile for tile in order if sequence.has(tile)] == [tile for tile, _ in visited(sequence)]
+        others += sum(not any(sequence.has(tile) for sequence in own) for tile in order)
+    assert others  # between query tiles' own there may be tiles that none needs
 
 
 def test_an_empty_interval_visits_no_tile() -> None:

@@ -75,11 +75,13 @@ def test_a_backend_plans_for_a_gpu_of_its_own_or_for_the_first_that_is_known(nam
     assert planned_for(name) is HOPPER
 
 
-@pytest.mark.parametrize("name", ["blackwell", "blackwell-emulated"])
-def test_what_is_not_there_yet_is_refused_by_name(name: str) -> None:
-    q = torch.zeros(1, 1, 8, 64)
-    with pytest.raises(errors.BackendUnavailable, match="Blackwell kernels are not part of this version"):
-        ca.attention(q, q, q, backend=name)
+def test_a_backward_that_is_not_generated_is_refused_by_name_before_the_forward_runs() -> None:
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(errors.GradientUnsupported, match='backend="blackwell" has no backward yet; use'):
+        ca.attention(q, q, q, backend="blackwell-emulated")
+    problem = Problem(1, 4, 2, 512, 512, 128, 128, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(errors.GradientUnsupported, match="has no backward yet"):
+        plan_backward(problem, Program(), TARGETS[10, 3])
 
 
 def test_kernels_of_one_call_have_keys_of_their_own() -> None:

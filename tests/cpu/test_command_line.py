@@ -70,6 +70,7 @@ SMALL = ["--shape", "1,4,2,512,512,64"]
         (["explain", "--device", "nonsense"], "no tensors of --shape"),
         (["explain", "--device", "meta"], "BackendUnavailable: q lies on meta"),
         (["compile", "--dtype", "fp32"], "UnsupportedDType"),
+        (["compile", "--target", "sm_103a", "--backend", "hopper"], 'takes kernels of backend="blackwell"'),
         (["compile", "--shape", "1,1,1,64,64,320"], "UnsupportedHeadDim"),
     ],
 )

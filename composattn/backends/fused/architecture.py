@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...errors import UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ...errors import GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -21,7 +21,16 @@ CAPTURE_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool,
 )  # fmt: skip
-Kernel = tuple[Any, tuple[Any, ...]]  # a host function of the kernel language, and arguments to compile it with
+
+
+class Kernel(Protocol):
+    """A generated kernel, made of its plan: called on the host, with a stream and the fields of its `arguments`."""
+
+    arguments: ClassVar[Any]  # a record, of `composattn.backends.fused.arguments`
+
+    def __init__(self, plan: Any) -> None: ...
+
+    def __call__(self, stream: Any, *arguments: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +38,8 @@ class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
-    `backward_tiling` is also told whether dQ is summed in a fixed order. `kernels`, by the step that a plan names,
-    imports the kernel language.
+    `backward_tiling` is also told whether dQ is summed in a fixed order; None: there is no backward. `kernels`, by the
+    step that a plan names, imports the kernel language.
     """
 
     name: str
@@ -39,8 +48,8 @@ class Architecture:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
-    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
-    kernels: Callable[[], Mapping[str, Callable[[Any], Kernel]]]
+    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling] | None
+    kernels: Callable[[], Mapping[str, type[Kernel]]]
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""
@@ -73,12 +82,26 @@ def architecture_of(target: Target) -> Architecture:
     return ARCHITECTURES[target.backend]
 
 
+def backward_of(target: Target) -> Callable[[Problem, Program, Target, bool], BackwardTiling]:
+    """What chooses the tilings of its backward kernels. Raises: `GradientUnsupported` where there are none."""
+    architecture = architecture_of(target)
+    if architecture.backward_tiling is None:
+        raise GradientUnsupported(
+            f'backend="{architecture.name}" has no backward yet; use backend="streaming" for gradients, or call it '
+            "under torch.no_grad()"
+        )
+    return architecture.backward_tiling
+
+
 def planned_for(backend: str | None) -> Target:
     """The GPU that is planned for where none is there: of `backend` if that generates kernels, else of the first."""
     name = (backend or "").removesuffix("-emulated")
     return ARCHITECTURES.get(name, next(iter(ARCHITECTURES.values()))).target
 
 
-def kernel_of(plan: Plan) -> Kernel:
-    """The generated kernel of a plan, to be compiled; imports the kernel language."""
-    return architecture_of(plan.target).kernels()[plan.step](plan)
+def kernel_of(plan: Plan) -> tuple[Kernel, tuple[Any, ...]]:
+    """The generated kernel of a plan, and arguments to compile it with; imports the kernel language."""
+    from .fake import fake_arguments
+
+    kernel = architecture_of(plan.target).kernels()[plan.step](plan)
+    return kernel, fake_arguments(kernel.arguments.of(plan))

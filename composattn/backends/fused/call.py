@@ -15,6 +15,7 @@ from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
+from .architecture import architecture_of, backward_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
@@ -26,7 +27,8 @@ from .target import Target
 class FusedCall:
     """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout` when called.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout`, `GradientUnsupported`
+    when called.
     """
 
     launches: ClassVar[type[ForwardLauncher]] = ForwardLauncher
@@ -43,69 +45,90 @@ class FusedCall:
         self.kernel_of = kernel_of
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
 
     @property
     def captures(self) -> list[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return [c.tensor for c in self.program.captures]
+        return [c.tensor for c in self._reads[0]]
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
         returned = (return_lse or return_max_scores, return_max_scores)
-        if returned not in self._launchers:
+        found = self._launchers.get(returned)
+        if found is None:
             lse, scores = returned
             plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
-            self._launchers[returned] = self.launches(plan, self.kernel_of)
-        return self._launchers[returned]
+            found = self._launchers[returned] = self.launches(plan, self.kernel_of)
+        return found
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, *_ = inputs
-        captures, scalars, sequences = self.captures, self.scalars(), inputs.sequences
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captures)):
-            return attend(self.begin(scalars, sequences, asked.max_scores), q, k, v)
-        return self.launcher(*asked)(q, k, v, self.scale, captures, scalars, sequences)
+        captures, numbers = self._reads
+        captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
+        sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
+        if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
+            backward_of(self.target)
+            return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
+        return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
     ) -> FusedAttend:
         """One differentiable call with these run-time numbers and sequences."""
-        return FusedAttend(self, scalars, sequences, return_max_scores)
+        return FusedAttend(self, self.captures, scalars, sequences, return_max_scores)
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
-        return [s.value for s in self.program.scalars]
+        return [s.value for s in self._reads[1]]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is one: not where keys lie in pages, nor on GPUs for which none is generated."""
+        return self.problem.layout.kv != "paged" and architecture_of(self.target).backward_tiling is not None
 
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
         plans = [str(self._forward)]
-        if self.problem.layout.kv != "paged":
+        if self.has_backward:
             in_order = self.gradient.deterministic()
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
         return "\n".join(plans)
 
     @property
     def captured_sums(self) -> str:
-        """Who sums the gradients of captured tensors, for people to read; nobody where keys lie in pages."""
-        return "" if self.problem.layout.kv == "paged" else self.gradient.describe()
+        """Who sums the gradients of captured tensors, for people to read; nobody where there is no backward."""
+        return self.gradient.describe() if self.has_backward else ""
 
     @cached_property
     def gradient(self) -> FusedGradient:
         return FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
 
 
+def _requires_grad(*tensors: torch.Tensor) -> bool:
+    return True in [t.requires_grad for t in tensors]  # any() of a generator takes twice the time
+
+
 class FusedAttend:
-    """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
+    """One differentiable call, with the tensors, run-time numbers and sequences of its moment: a `Differentiable`."""
+
+    __slots__ = ("call", "captures", "lending", "return_max_scores", "scalars", "sequences")
 
     differentiable_twice = False
-    lending: Lending | None = None
 
     def __init__(
-        self, call: FusedCall, scalars: Sequence[float | int], sequences: Sequences, return_max_scores: bool
+        self,
+        call: FusedCall,
+        captures: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        return_max_scores: bool,
     ) -> None:
-        self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
+        self.call, self.captures, self.scalars, self.sequences = call, captures, scalars, sequences
         self.return_max_scores = return_max_scores
+        self.lending: Lending | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         launcher = self.call.launcher(True, self.return_max_scores)

@@ -16,7 +16,7 @@ from ...analysis.tile_lists import QueryLists, made_lists
 from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
-from .architecture import architecture_of
+from .architecture import architecture_of, backward_of
 from .cut import MANY, Cut, best_cut
 from .order import exchanged, mirror, order_of_keys
 from .plan import TiledPlan, compiled_in, extent_of
@@ -60,7 +60,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return self._text(rows)
 
     def _blocks(self) -> str:
-        text = "blocks that stay take tiles of keys" if self.tiling.persistent else "one block a tile of keys"
+        text = "blocks that stay take tiles of keys" if self.tiling.persistent else "one block per tile of keys"
         cut = self.cut
         return text if cut is None else f"{text}, of {cut.tiles} the last {cut.cut} in {cut.pieces} pieces"
 
@@ -122,7 +122,7 @@ def plan_backward(
     """
     architecture = architecture_of(target)
     architecture.check(problem, program)
-    chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
+    chosen = tiling or backward_of(target)(problem, program, target, deterministic)
     visited, limits = program.of_keys
     lists = None
     if intervals is None:

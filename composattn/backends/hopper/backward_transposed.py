@@ -5,27 +5,24 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...primitives.values import Fixed, permuted
-from ..fused.arguments import MainArguments
-from ..fused.fake import fake_arguments
-from ..fused.plan_backward import BackwardPlan
+from ...primitives.bulk_stores import send
+from ...primitives.register_chunks import store_part
+from ...primitives.values import Fixed, narrowed, permuted
+from ..fused.kernels.key_tile import KeyTile
 from .backward import HopperBackward
 from .backward_tiling import DK, DV, HopperBackwardTiling
 from .dq import DqColumns
-from .key_tile import Block, KeyTile, KeyWarpgroup
+from .key_tile import Block, KeyWarpgroup
 from .wgmma import (
     MN,
     ROWS,
     WARPGROUP,
     issue,
     issue_together,
-    narrowed,
     product,
     put,
     row_column_view,
-    send,
     store_matrix,
-    store_part,
 )
 
 
@@ -59,7 +56,7 @@ class HopperBackwardTransposed(HopperBackward):
         number = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
         for n in cutlass.range_constexpr(self.tiling.warpgroups):
             if number == n:
-                self.walk(call, block, Sharer(self.tiling, block, thread % WARPGROUP, n))
+                self.consume_as(call, block, Sharer(self.tiling, block, thread % WARPGROUP, n))
 
 
 class Sum(Fixed):
@@ -104,8 +101,8 @@ class Sharer(KeyWarpgroup):
         """Warps have queries of their own."""
         return first + self.shape.lane_column(self.lane)
 
-    def first_dq(self, count: int):
-        return self.dq.first
+    def dq_place(self):
+        return self.dq.place
 
     def statistics(self, shared, stage):
         return [shared[self.row + offset, stage] for offset in self.shape.row_offsets]
@@ -115,7 +112,7 @@ class Sharer(KeyWarpgroup):
         for mine in self.sums:
             mine.registers.fill(0.0)
 
-    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+    def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         """One query tile: its part of dQ to memory, its parts of dVᵀ and dKᵀ to registers."""
         block, stage = self.block, ds_slot.index
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -194,7 +191,7 @@ class Sharer(KeyWarpgroup):
         work = self.work
         for mine in self.sums:
             store_part(call.pieces.sums[mine.result][work.piece.slot, None], mine.registers, mine.number, self.thread)
-        call.pieces.note(work, (self.warpgroup == 0) & (self.thread == 0))
+        call.pieces.note(work, (self.number == 0) & (self.thread == 0))
 
     def write_keys(self, call):
         """Through the shared memory of K and V, which all warpgroups have read."""
@@ -213,11 +210,6 @@ class Sharer(KeyWarpgroup):
             (DV, 0, block.sV, tiling.dv),
             (DK, tiling.warpgroups - 1, block.sK, tiling.d),
         ):
-            if self.warpgroup == sender:
+            if self.number == sender:
                 tiles = work.keys.tiles(call.tensors.results[result], work.kv_head, (tiling.tile_n, columns))
                 yield self.is_first_warp(), call.tmas.results[result], shared, tiles, work.n
-
-
-def kernel(plan: BackwardPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperBackwardTransposed(plan), fake_arguments(MainArguments.of(plan))

@@ -45,9 +45,9 @@ class DqColumns(Fixed):
 
     def __init__(self, share: Share, block, tile_m: int, tile_n: int):
         assert share.first % share.columns == 0, "a part that begins at no multiple of its columns"
-        self.first = tile_m * share.first  # number of the tile, see `add_part`
+        self.place = share.first // share.columns  # in memory, where parts are as large as this one
         self.mma = product(block.dtype, share.columns, left=K, right=MN)
-        dq, place = self.mma.get_slice(0), (share.first // share.columns, 0)
+        dq, place = self.mma.get_slice(0), (self.place, 0)
         b = cute.local_tile(permuted(block.sK, 1, 0), (share.columns, tile_n), place)
         self.tQra = dq.make_fragment_A(dq.partition_A(block.sdS))
         self.tQrb = dq.make_fragment_B(dq.partition_B(b))

@@ -10,7 +10,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
-from ..fused.traits import has_opaque_test, padded, queries, reads_any, reads_pairs
+from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -94,7 +94,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
     )
@@ -119,7 +119,8 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
     tile_n = min(_by_registers(registers - both, dv, program), 96 if max(d, dv) <= 64 else 64)
     return HopperTiling(
         tile_m=ROWS,
-        tile_n=min(tile_n, 64) if reads_pairs(program.score) else tile_n,  # 37 spills with 96 columns
+        # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
+        tile_n=min(tile_n, 64) if reads_pairs(program.score) or keys(problem) <= 128 else tile_n,
         d=d,
         dv=dv,
         stages=2,
@@ -129,7 +130,7 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
         rescale_early=narrow,
         blocks=3 if narrow else 2,
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
     )
 
@@ -154,7 +155,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         consumer_registers=240 if blocks == 1 else 216,
         producer_registers=40,  # page numbers beside what all copies need
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
         blocks=blocks,

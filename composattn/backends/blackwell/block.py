@@ -1,0 +1,119 @@
+"""What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from ...primitives.pipelines import Copies, Edge, Slot, Warps
+from ...primitives.values import Fixed
+from ..fused.kernels.forward import Role
+from ..fused.kernels.forward_call import Call
+from .roles import WARPGROUP
+from .tcgen05 import Commits, Operand, tile_layout
+from .tiling import ROWS, BlackwellTiling
+
+
+class Block(Fixed):
+    """Edges, from whom to whom, and what a stage of each says; a place is where a query tile's scores are:
+
+        q         loads to products         Q of a query tile is there; the stores say that its room is free
+        k, v      loads to products         K, V of a kv tile
+        scores    products to softmax       the place has scores
+        early     softmax and correction    the place has its first probabilities, and O may be added to
+                  to products
+        late      softmax to products       the place has all of them
+        factors   softmax to correction     what O has to be multiplied by, a number a row
+        outputs   products to correction    what was multiplied is in O
+        staged    correction to stores      O is in shared memory, or in its tensor
+
+    Scores go where probabilities were multiplied from: products run in the order in which they were issued.
+    """
+
+    def __init__(self, tiling: BlackwellTiling, dtype):
+        self.tiling, self.dtype = tiling, dtype
+        tiles, places = tiling.query_tiles, tiling.query_tiles * tiling.score_places
+        group, wide = Warps(WARPGROUP), dtype.width // 8
+        smem = SmemAllocator()
+        edges = (
+            Edge(tiles, Copies(ROWS * tiling.d * wide), Warps(1)),
+            Edge(tiling.k_stages, Copies(tiling.tile_n * tiling.d * wide), Commits()),
+            Edge(tiling.v_stages, Copies(tiling.tile_n * tiling.dv * wide), Commits()),
+            Edge(places, Commits(), None),
+            Edge(places, Warps(2 * WARPGROUP), None),
+            Edge(places, group, None),
+            Edge(tiles, group, group),
+            Edge(tiles, Commits(), None),
+            Edge(tiles, group, None),
+        )
+        self.edges = Edge.allocate(smem, edges)
+        self.q, self.k, self.v, self.scores, self.early, self.late, self.factors, self.outputs, self.staged = self.edges
+        self.columns = smem.allocate_array(Int32, 1)  # where tensor memory begins
+        self.row_factors = smem.allocate_array(Float32, tiling.tile_m)
+        # O's rows lie where Q's were: all products of them are done by then
+        region = ROWS * tiling.region
+        rows = smem.allocate_array(dtype, tiles * region, byte_alignment=1024)
+        self.q_rows = [self._tile(rows + t * region, tile_layout(ROWS, tiling.d)) for t in range(tiles)]
+        self.o_rows = [self._tile(rows + t * region, tile_layout(ROWS, tiling.dv)) for t in range(tiles)]
+        self.o_start = [(rows + t * region).toint() for t in range(tiles)]
+        k = smem.allocate_array(dtype, tiling.k_stages * tiling.tile_n * tiling.d, byte_alignment=1024)
+        v = smem.allocate_array(dtype, tiling.v_stages * tiling.tile_n * tiling.dv, byte_alignment=1024)
+        self.sK = self._tile(k, tile_layout(tiling.tile_n, tiling.d, tiling.k_stages))
+        self.sV = self._tile(v, tile_layout(tiling.tile_n, tiling.dv, tiling.v_stages))
+        self.q_operands = [Operand(start, ROWS, tiling.d) for start in self.o_start]
+        self.k_operand = Operand(k.toint(), tiling.tile_n, tiling.d)
+        self.v_operand = Operand(v.toint(), tiling.tile_n, tiling.dv, by_rows=True)
+
+    def _tile(self, start, layout) -> cute.Tensor:
+        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
+
+    def tensor_memory(self) -> Int32:
+        """The address of the first column, once all threads have met after it was asked for."""
+        return cute.make_tensor(self.columns, cute.make_layout(1))[0]
+
+    def place(self, tile) -> Slot:
+        """The first place of a query tile, of `scores`, `early` and `late`."""
+        return Slot(self.tiling.score_places, Int32(tile), Int32(0))
+
+    def factor(self, row) -> cute.Tensor:
+        """Of a row of the block's query tiles, (1,)."""
+        return cute.make_tensor(self.row_factors + row, cute.make_layout(1))
+
+
+def of_tile(tile) -> Slot:
+    """The one stage that a query tile has of an edge."""
+    return Slot(1, Int32(tile), Int32(0))
+
+
+def put_words(address: Int32, words) -> None:
+    """Four words to 16 bytes of shared memory."""
+    place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
+
+
+class Tile(Fixed):
+    """A thread of a warpgroup that has the rows of query tile `number`: its row, its lane of tensor memory."""
+
+    def __init__(self, block: Block, memory: Int32, number, thread):
+        self.block, self.tiling, self.number = block, block.tiling, number
+        self.lane, self.row = thread % 32, thread
+        # of its warp, whose lanes these are, and where the block's columns begin
+        self.memory = memory + (cute.arch.make_warp_uniform(thread // 32) << 21)
+
+    def scores(self, place: Slot) -> Int32:
+        """Where the scores of a place begin, and its probabilities."""
+        return self.memory + place.index * self.tiling.tile_n
+
+    def output(self) -> Int32:
+        first = self.tiling.tensor_memory.outputs[0].first
+        return self.memory + first + self.number * self.tiling.dv
+
+    def factor(self) -> cute.Tensor:
+        return self.block.factor(self.number * ROWS + self.row)
+
+
+class MemoryRole(Role):
+    """A role of a block whose tensor memory begins at `memory`."""
+
+    def __init__(self, kernel, call: Call, block: Block, memory: Int32):
+        super().__init__(kernel, call, block)
+        self.memory = memory

@@ -1,0 +1,203 @@
+"""The correction warpgroup of the forward: rescales outputs in tensor memory, and takes them out at the end."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from ...primitives.arithmetic import IN_PAIRS
+from ...primitives.pipelines import Slot
+from ...primitives.values import Bundle, Fixed, narrow
+from ..fused.kernels.query_rows import Places, of_part
+from .block import MemoryRole, Tile, of_tile, put_words
+from .roles import WARPGROUP
+from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
+from .tiling import ROWS
+
+AT_ONCE = 16  # columns of O in registers: with 32, more than the 64 that a thread has were wanted
+
+
+class Correction(MemoryRole):
+    """A warpgroup that has a row of every query tile in each thread."""
+
+    def __init__(self, kernel, call, block, memory):
+        super().__init__(kernel, call, block, memory)
+        thread = cute.arch.thread_idx()[0] - self.tiling.roles.correction * 32
+        self.tiles = [Tile(block, memory, t, thread) for t in range(self.tiling.query_tiles)]
+
+    def first_slots(self):
+        places = (OutputSlots(self.block.place(t), of_tile(t), of_tile(t)) for t in range(self.tiling.query_tiles))
+        return (*places, Slot.first(1), Slot.first(self.tiling.v_stages))
+
+    @cute.jit
+    def visit(self, work, slots):
+        at, q_slot, v_slot = slots[:-2], slots[-2], slots[-1]
+        rows = [OutputRow(self, me, work) for me in self.tiles]
+        shared = self.kernel.tiles_of_all(self.call, work)
+        if const_expr(self.plan.layout.kv == "paged"):
+            v_slot = self.clear_values(work, shared.all, v_slot)
+        for i in cutlass.range(shared.all.count, unroll=1):
+            at = self.rescale(rows, shared, i, at)
+        at = self.finish(rows, shared, q_slot, at)
+        return (*at, q_slot.next(), v_slot)
+
+    def rescale(self, rows, shared, i, at):
+        if not self.kernel.apart:
+            return tuple(row.rescale(i > 0, at[t]) for t, row in enumerate(rows))
+        tile = shared.all.tile(i)
+        return tuple(
+            row.rescale_if(shared.needs(t, tile), tile != shared.of(t).first, at[t]) for t, row in enumerate(rows)
+        )
+
+    def finish(self, rows, shared, q_slot, at):
+        return tuple(row.finish(shared.of(t).count > 0, q_slot, at[t]) for t, row in enumerate(rows))
+
+    @cute.jit
+    def clear_values(self, work, tiles, v_slot):
+        """V of the first kv tile beyond the last key to zeros: a page holds anything there, and 0 * NaN is NaN.
+
+        Gives where V's ring is behind all tiles.
+        """
+        dv, rows = self.tiling.dv, self.tiling.tile_n
+        if tiles.count > 0:
+            self.block.v.wait(v_slot)
+            thread = self.tiles[0].row
+            start = self.block.v_operand.start + v_slot.index * (2 * dv * rows)
+            zeros = cute.make_rmem_tensor(4, Int32)
+            zeros.fill(0)
+            for row in cutlass.range(work.keys.length - tiles.first * rows + thread // 32, rows, WARPGROUP, unroll=1):
+                if thread % 32 < dv // 8:
+                    put_words(start + at_column(row, thread % 32 * 8, rows, dv), zeros)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            for _ in cutlass.range(tiles.count, unroll=1):
+                v_slot = v_slot.next()
+        return v_slot
+
+
+class OutputSlots(Bundle):
+    """Of one query tile: where its places, factors and outputs are."""
+
+    parts = ("place", "factor", "added")
+
+    def __init__(self, place: Slot, factor: Slot, added: Slot) -> None:
+        self.place, self.factor, self.added = place, factor, added
+
+
+class OutputRow(Fixed):
+    """A thread's row of the query tile `me`."""
+
+    def __init__(self, role: Correction, me: Tile, work):
+        self.kernel, self.call, self.tiling = role.kernel, role.call, role.tiling
+        self.me, self.block, self.work = me, role.block, work
+
+    @cute.jit
+    def rescale_if(self, needed: Boolean, again: Boolean, at: OutputSlots):
+        if needed:
+            at = self.rescale(again, at)
+        return at
+
+    def take_factor(self, factor: Slot):
+        self.block.factors.wait(factor)
+        number = self.me.factor()[0]
+        cute.arch.sync_warp()
+        self.block.factors.release(factor, self.me.lane)
+        return number
+
+    @cute.jit
+    def rescale(self, again: Boolean, at: OutputSlots):
+        """O times the row's factor, left out by warps of which no row needs it; then more may be added to it.
+
+        `again`: it has something already.
+        """
+        number, added = self.take_factor(at.factor), at.added
+        if const_expr(self.tiling.score_places > 1):
+            added = self.wait_output(again, added)
+        if again & cute.arch.vote_any_sync(number != 1.0):
+            after_wait()
+            for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
+                self.scale_columns(first, number)
+            wait_stores()
+        cute.arch.sync_warp()
+        self.block.early.fill(at.place, self.me.lane)
+        return OutputSlots(at.place.next(), at.factor.next(), added)
+
+    @cute.jit
+    def wait_output(self, again: Boolean, added: Slot):
+        """Until what was multiplied is in O, which with one place came before the scores that the factor is of.
+
+        Not only where a warp rescales: a parity tells but two neighbouring phases apart.
+        """
+        if again:
+            self.block.outputs.wait(added)
+            added = added.next()
+        return added
+
+    def scale_columns(self, first: int, number) -> None:
+        address = self.me.output() + first
+        scaled = cute.make_rmem_tensor(AT_ONCE, Float32)
+        for i, value in enumerate(IN_PAIRS.times(load(address, AT_ONCE), number)):
+            scaled[i] = value
+        store(address, cute.recast_tensor(scaled, Int32))
+
+    @cute.jit
+    def finish(self, any_keys: Boolean, q_slot: Slot, at: OutputSlots):
+        """O, its rows normalised, to shared memory for a bulk store, or row by row to its tensor."""
+        normalizer, added = self.take_factor(at.factor), at.added
+        if any_keys:
+            self.block.outputs.wait(added)
+            after_wait()
+            added = added.next()
+        else:
+            if const_expr(self.tiling.persistent):
+                self.block.q.wait(Slot(1, Int32(self.me.number), q_slot.phase))
+            self.clear()
+        for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
+            numbers = cute.make_rmem_tensor(AT_ONCE, Float32)
+            for i, value in enumerate(IN_PAIRS.times(load(self.me.output() + first, AT_ONCE), normalizer)):
+                numbers[i] = value
+            self.put(first, numbers)
+        before_arrival()
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.block.staged.fill(of_tile(self.me.number), self.me.lane)
+        return OutputSlots(at.place, at.factor.next(), added)
+
+    def clear(self) -> None:
+        zeros = cute.make_rmem_tensor(AT_ONCE, Int32)
+        zeros.fill(0)
+        for first in range(0, self.tiling.dv, AT_ONCE):
+            store(self.me.output() + first, zeros)
+        wait_stores()
+
+    def put(self, first: int, numbers) -> None:
+        """Columns of O from `first` on."""
+        if self.kernel.plan.direct_store:
+            self.store(first, numbers)
+            return
+        rounded = cute.make_rmem_tensor(AT_ONCE, self.block.dtype)
+        narrow(rounded, numbers)
+        start, words = self.block.o_start[self.me.number], cute.recast_tensor(rounded, Int32)
+        for i in range(AT_ONCE // 8):
+            four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
+            put_words(start + at_column(self.me.row, first + 8 * i, ROWS, self.tiling.dv), four)
+
+    def store(self, first: int, numbers) -> None:
+        """Straight to the row: few rows, or few parts."""
+        row = self.work.m * self.tiling.tile_m + self.me.number * ROWS + self.me.row
+        places = Places(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
+        q, h, inside = places.row_place(0)
+        target = self.work.queries.head(of_part(self.call.tensors.out, self.work.part), h)
+        columns = min(AT_ONCE, self.kernel.plan.head_dim_v - first)
+        _store_row(target, q, first, numbers, columns, inside)
+
+
+@cute.jit
+def _store_row(target, q: Int32, first: cutlass.Constexpr, numbers, columns: cutlass.Constexpr, inside: Boolean):
+    if inside:
+        for c in cutlass.range_constexpr(0, columns, 8):
+            eight = cute.make_tensor(numbers.iterator + c, cute.make_layout(8))
+            if const_expr(target.element_type is not Float32):
+                rounded = cute.make_rmem_tensor(8, target.element_type)
+                narrow(rounded, eight)
+                eight = rounded
+            cute.autovec_copy(eight, cute.local_tile(target[q, None], (8,), ((first + c) // 8,)))

@@ -1,0 +1,96 @@
+"""The forward kernel for Blackwell: which of its warps has which role."""
+
+import dataclasses
+
+import cutlass.cute as cute
+
+from ...primitives.emit import Leaves
+from ...primitives.emit_tiles import BandTiles, Shared
+from ...primitives.kv_tiles import TileSequence
+from ...primitives.pipelines import start_edges
+from ...primitives.values import choose
+from ..fused.kernels.forward import Forward, prefetch
+from ..fused.kernels.forward_call import Call, Work
+from ..fused.plan import ForwardPlan
+from .block import Block
+from .copies import Load, Store
+from .correction import Correction
+from .products import Multiply
+from .softmax import Softmax
+from .tcgen05 import allocate, fragment_shape, free, tile_layout
+from .tiling import ROWS, BlackwellTiling
+
+
+class BlackwellForward(Forward[BlackwellTiling]):
+    """Roles: a softmax warpgroup for each query tile of 128 rows, one that corrects O, a warp each for products, loads
+    and stores.
+
+    Edges: see `Block`. Timeline of the products for kv tiles 0, 1, ... of query tiles A and B:
+
+        A K0ᵀ, B K0ᵀ | Pa V0, A K1ᵀ | Pb V0, B K1ᵀ | Pa V1, A K2ᵀ | ...
+
+    where the softmax of one runs under the products of the other. One query tile A has two places for scores:
+
+        A K0ᵀ | A K1ᵀ, Pa V0 | A K2ᵀ, Pa V1 | ...
+    """
+
+    rows = ROWS
+
+    def __init__(self, plan: ForwardPlan[BlackwellTiling]):
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
+        self.threads = plan.tiling.roles.threads
+        bands = self.tiling.query_tiles > 1 and not plan.is_split and isinstance(self.visited, BandTiles)
+        self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own
+
+    def tile_layout(self, rows, columns):
+        return tile_layout(rows, columns)
+
+    @cute.jit
+    def roles(self, call):
+        roles, columns = self.tiling.roles, self.tiling.tensor_memory.allocated
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block = Block(self.tiling, self.dtype)
+        prefetch(call, warp == roles.load)
+        if warp == roles.matrix:
+            allocate(block.columns, columns)
+        start_edges(block.edges, warp)
+        memory = block.tensor_memory()
+        if warp < roles.correction:
+            cute.arch.setmaxregister_increase(roles.softmax_registers)
+            Softmax(self, call, block, memory).run()
+        elif warp < roles.matrix:
+            cute.arch.setmaxregister_decrease(roles.correction_registers)
+            Correction(self, call, block, memory).run()
+        else:
+            cute.arch.setmaxregister_decrease(roles.other_registers)
+            if warp == roles.matrix:
+                Multiply(self, call, block, memory).run()
+            elif warp == roles.load:
+                Load(self, call, block, memory).run()
+            elif warp == roles.store:
+                Store(self, call, block, memory).run()
+        cute.arch.sync_threads()
+        if warp == roles.matrix:
+            free(memory, columns)
+
+    # --- which kv tiles, asked alike by all roles --------------------------------------------------------------
+
+    def tiles_of_all(self, call: Call, work: Work) -> Shared:
+        """Those that the query tiles of a work tile go over together, and each one's own."""
+        if not self.apart:
+            return Shared(self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part))
+        count = range(self.tiling.query_tiles)
+        leaves = [self.leaves_of(call, work, t) for t in count]
+        return Shared(self.visited.of_all(leaves), [self.visited.of(each, work.m) for each in leaves])
+
+    def tiles_of(self, call: Call, work: Work, t) -> TileSequence:
+        """Those of query tile `t`."""
+        if not self.apart:
+            return self.tiles_of_all(call, work).all
+        return self.visited.of(self.leaves_of(call, work, t), work.m)
+
+    def leaves_of(self, call: Call, work: Work, t) -> Leaves:
+        """For the bands of query tile `t`; one that begins beyond the last query sees no keys."""
+        m = work.m * self.tiling.query_tiles + t
+        leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.tile_queries)
+        return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))

@@ -1,0 +1,108 @@
+"""The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...primitives.arithmetic import IN_PAIRS
+from ...primitives.online_softmax import OnlineSoftmax
+from ...primitives.pipelines import Slot
+from ...primitives.values import narrow
+from ..fused.kernels.query_rows import QueryRows
+from .block import MemoryRole, Tile, of_tile
+from .tcgen05 import after_wait, load, store, wait_stores
+from .tiling import ROWS, BlackwellTiling
+
+
+class Softmax(MemoryRole):
+    """A warpgroup for each query tile, all with the same code."""
+
+    def __init__(self, kernel, call, block, memory):
+        super().__init__(kernel, call, block, memory)
+        thread = cute.arch.thread_idx()[0]
+        tile = cute.arch.make_warp_uniform(thread // ROWS)
+        self.me = Tile(block, memory, tile, thread % ROWS)
+        self.scale_log2 = kernel.mods.softmax_scale_log2(call.scale)
+
+    def first_slots(self):
+        return self.block.place(self.me.number), of_tile(self.me.number)
+
+    @cute.jit
+    def visit(self, work, slots):
+        """All kv tiles; then the normalizer follows the factors."""
+        place, factor = slots
+        tiles = self.kernel.tiles_of(self.call, work, self.me.number)
+        row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
+        i = Int32(0)
+        while i < tiles.count:
+            for test in row.tests_of(tiles):
+                while test.goes_on(i):
+                    row.step(tiles.tile(i), test.apply, place, factor)
+                    i, place, factor = i + 1, place.next(), factor.next()
+        row.finish(self.call, factor)
+        return place, factor.next()
+
+
+class SoftmaxRow(QueryRows[BlackwellTiling]):
+    """A thread's row of a work tile.
+
+    Of each kv tile: scores | factor to the correction | first probabilities to tensor memory | the others | their sum
+    """
+
+    def __init__(self, role: Softmax, work, leaves):
+        kernel, me = role.kernel, role.me
+        row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
+        super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
+        self.me, self.block = me, role.block
+        highest, units = kernel.plan.return_max_scores, role.tiling.exponential
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
+        self.softmax.reset()
+
+    def step(self, n, test, place: Slot, factor: Slot) -> None:
+        me, block, early = self.me, self.block, self.tiling.early_keys
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        block.scores.wait(place)
+        after_wait()
+        values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
+        for c, score in enumerate(load(me.scores(place), self.tiling.tile_n)):
+            values[0, c] = score
+        tile = self.tile(values, n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        every = range(self.tiling.tile_n)
+        scores = [values[0, c] for c in every]
+        rise = self.softmax.raise_maximum(0, scores, rescale_threshold=self.tiling.rescale_threshold)
+        self.publish(rise, factor)
+        self.softmax.exponentials(tile, 0, every[:early])
+        self.put(values, 0, early, place)
+        block.early.fill(place, me.lane)
+        self.softmax.exponentials(tile, 0, every[early:])
+        self.put(values, early, len(every) - early, place)
+        block.late.fill(place, me.lane)
+        self.softmax.add(tile, 0, rise)
+
+    def put(self, values, start: int, count: int, place: Slot) -> None:
+        """Probabilities of so many keys, from `start` on, two in a column."""
+        rounded = cute.make_rmem_tensor(count, self.block.dtype)
+        narrow(rounded, cute.make_tensor(values.iterator + start, cute.make_layout(count)))
+        store(self.me.scores(place) + start // 2, cute.recast_tensor(rounded, Int32))
+        wait_stores()
+        cute.arch.sync_warp()
+
+    def publish(self, number, factor: Slot) -> None:
+        """A number of the row to the correction."""
+        self.block.factors.wait_empty(factor)
+        self.me.factor()[0] = number
+        cute.arch.sync_warp()
+        self.block.factors.fill(factor, self.me.lane)
+
+    def finish(self, call, factor: Slot) -> None:
+        """The normalizer to the correction, what is asked for of LSE and the largest score to their tensors."""
+        normalizer = cute.make_rmem_tensor(1, Float32)
+        row_lse = cute.make_rmem_tensor(1, Float32)
+        self.softmax.finish(normalizer, row_lse)
+        self.publish(normalizer[0], factor)
+        if call.lse is not None:
+            self.store_statistic(call.lse, row_lse, self.me.lane)
+        if call.max_scores is not None:
+            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse), self.me.lane)

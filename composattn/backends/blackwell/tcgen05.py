@@ -1,0 +1,195 @@
+"""Tensor memory and the unit that multiplies into it: operands, products, commits, loads, stores and fences.
+
+An address of tensor memory is lane << 16 | column. A warp reaches the 32 lanes of its number in its warpgroup; thread t
+of a warpgroup has lane t, a row of a product.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm, nvvm
+
+from ...primitives.score_tile import ROW_PER_LANE, FragmentShape
+from ...primitives.values import Fixed
+from .tiling import ROWS, STEP
+
+_ONE_BLOCK = nvvm.CTAGroupKind.CTA_1
+_AT_ONCE = 32  # columns of an instruction that loads or stores
+
+
+def fragment_shape(columns: int) -> FragmentShape:
+    """One thread of a product: a row, all its columns."""
+    return FragmentShape((0,), tuple(range(columns)), ROW_PER_LANE, block=STEP)
+
+
+# --- operands in shared memory ----------------------------------------------------------------------------------
+
+
+def swizzled(columns: int) -> int:
+    """How many 16-bit columns lie together in shared memory: 64 (128 bytes) where they fit, else 32."""
+    return 64 if columns % 64 == 0 else 32
+
+
+def tile_layout(rows: int, columns: int, stages: int | None = None):
+    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other."""
+    wide = swizzled(columns)
+    pattern = cute.make_swizzle(3 if wide == 64 else 2, 4, 3)
+    atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
+    shape = (rows, columns) if stages is None else (rows, columns, stages)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:
+    """At which byte of such a tile `column` of `row` lies, a multiple of 8."""
+    wide = swizzled(columns)
+    line = row * (2 * wide)
+    block, column = column // wide, column % wide
+    return line + block * (rows * wide * 2) + (((line >> 7 & wide // 8 - 1) << 4) ^ column * 2)
+
+
+@dataclasses.dataclass
+class Operand(Fixed):
+    """Stages of tiles (`rows`, `columns`) in shared memory at `start`, as descriptors: 64 bits that say how they lie.
+
+    The product sums over the columns, or over the rows (`by_rows`), 16 at a step.
+    """
+
+    start: Int32
+    rows: int
+    columns: int
+    by_rows: bool = False
+
+    @property
+    def steps(self) -> int:
+        return (self.rows if self.by_rows else self.columns) // STEP
+
+    def at(self, stage: Any) -> Int32:
+        """The stage as `descriptor` wants it: the lower half of its first step's."""
+        wide = swizzled(self.columns)
+        # from one block of columns to the next, which only who sums over rows is told
+        leading = self.rows * wide * 2 if self.by_rows else 16
+        size = self.rows * self.columns * 2
+        return ((self.start & 0x3FFFF) >> 4) + stage * (size >> 4) + ((leading >> 4) << 16)
+
+    def descriptor(self, at: Int32, step: int) -> Int64:
+        wide = swizzled(self.columns)
+        eight_rows = 8 * wide * 2
+        if self.by_rows:
+            offset = STEP // 8 * eight_rows * step
+        else:
+            block, column = divmod(STEP * step, wide)
+            offset = block * (self.rows * wide * 2) + column * 2
+        pattern = 2 if wide == 64 else 4  # 128 or 64 bytes
+        upper = (eight_rows >> 4) | 1 << 14 | pattern << 29
+        return Int64((at + (offset >> 4)).to(cutlass.Uint32)) | (upper << 32)
+
+
+# --- products ---------------------------------------------------------------------------------------------------
+
+
+def instruction(dtype, columns: int, by_rows: bool = False) -> int:
+    """The word that says what a product multiplies: 128 rows by `columns`, 16-bit numbers, summed in fp32."""
+    kind = {cutlass.Float16: 0, cutlass.BFloat16: 1}[dtype]
+    return 1 << 4 | kind << 7 | kind << 10 | by_rows << 16 | columns >> 3 << 17 | ROWS >> 4 << 24
+
+
+def multiply(target: Int32, a: Int32 | Int64, b: Int64, words: int, accumulate: Any) -> None:
+    """One step, by one thread: the sums at `target` get a (in tensor memory, or a descriptor) times b."""
+    left = a.ir_value() if isinstance(a, Int64) else _pointer(a)
+    nvvm.tcgen05_mma(
+        nvvm.Tcgen05MMAKind.F16,
+        _ONE_BLOCK,
+        _pointer(target),
+        left,
+        b.ir_value(),
+        Int32(words).ir_value(),
+        Boolean(accumulate).ir_value(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Commits:
+    """The thread that issues products: arrives when all of them that it has issued are done."""
+
+    arrivals: ClassVar[int] = 1
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        with cute.arch.elect_one():
+            nvvm.tcgen05_commit((barriers + stage).llvm_ptr, group=_ONE_BLOCK)
+
+
+# --- tensor memory ----------------------------------------------------------------------------------------------
+
+
+def _pointer(address: Int32):
+    return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value())
+
+
+def allocate(slot: cute.Pointer, columns: int) -> None:
+    """One warp: asks for so many columns and writes the address of the first one to `slot`; nobody may ask again."""
+    cute.arch.alloc_tmem(columns, slot)
+    cute.arch.relinquish_tmem_alloc_permit()
+
+
+def free(address: Int32, columns: int) -> None:
+    """The warp that has asked for them."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
+    cute.arch.dealloc_tmem(pointer, columns)
+
+
+def load(address: Int32, count: int) -> tuple:
+    """This thread's lane of `count` columns, fp32, when they are there.
+
+    Loads and the wait for them are one piece of assembly, so that no compiler moves a use between them.
+    """
+    lines, at = [], 0
+    starts = _pieces(count)
+    for n, (start, size) in enumerate(starts):
+        names = ", ".join(f"{{$w{start + i}}}" for i in range(size))
+        lines.append(f"tcgen05.ld.sync.aligned.32x32b.x{size}.b32 {{{names}}}, [{{$r{n}}}];")
+        at += size
+    lines.append("tcgen05.wait::ld.sync.aligned;")
+    return cute.arch.inline_ptx(
+        "\n".join(lines),
+        write_only_types=[Float32] * count,
+        read_only_args=[address + start for start, _ in starts],
+    )
+
+
+def store(address: Int32, words: Any) -> None:
+    """32-bit registers to this thread's lane; there after `wait_stores`."""
+    for start, size in _pieces(cute.size(words)):
+        names = ", ".join(f"{{$r{1 + i}}}" for i in range(size))
+        cute.arch.inline_ptx(
+            f"tcgen05.st.sync.aligned.32x32b.x{size}.b32 [{{$r0}}], {{{names}}};",
+            read_only_args=[address + start, *(words[start + i] for i in range(size))],
+        )
+
+
+def wait_stores() -> None:
+    """Until this warp's stores are there; what it arrives at next tells others."""
+    cute.arch.fence_view_async_tmem_store()
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+
+
+def after_wait() -> None:
+    """Behind a wait for others: what follows of tensor memory and products stays behind it."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+
+
+def before_arrival() -> None:
+    """In front of an arrival that tells others: loads of tensor memory before it stay there."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+
+
+def _pieces(count: int) -> list[tuple[int, int]]:
+    """(first, how many) of the instructions that move `count` columns: powers of two."""
+    found, start = [], 0
+    while start < count:
+        size = min(_AT_ONCE, 1 << (count - start).bit_length() - 1)
+        found.append((start, size))
+        start += size
+    return found

@@ -1,0 +1,114 @@
+"""How the Blackwell forward cuts the work: tile sizes and stages, from what shared and tensor memory hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.few_queries import packed_heads
+from ..fused.target import Target
+from ..fused.tiling import ForwardTiling, slots
+from ..fused.traits import has_costly_test, has_opaque_test, padded, queries, reads_pairs
+from .roles import ONE_TILE, TWO_TILES, Roles
+from .tensor_memory import COLUMNS, TensorMemory
+
+ROWS = 128  # of one product: the lanes of tensor memory
+STEP = 16  # keys that one product sums over
+SMALL = 2048  # bytes: barriers, factors of rows, and what aligns the tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlackwellTiling(ForwardTiling):
+    """`query_tiles` of 128 rows, each with `score_places` in tensor memory where its scores are computed.
+
+    K and V lie in rings of `k_stages` and `v_stages`. Two query tiles take turns: one's softmax runs under the other's
+    products. One has two places for scores, and its next scores are computed under its softmax. The first
+    `early_keys` probabilities of a row are stored, and multiplied, before the others are there. `rescale_threshold`:
+    by how much, in log2 units, a row's maximum may rise before the output is rescaled.
+    """
+
+    query_tiles: int
+    score_places: int
+    k_stages: int
+    v_stages: int
+    early_keys: int
+    rescale_threshold: float = 8.0
+
+    def __post_init__(self) -> None:
+        _ = self.tensor_memory  # refuses a map that does not fit
+
+    @property
+    def roles(self) -> Roles:
+        return TWO_TILES if self.query_tiles == 2 else ONE_TILE
+
+    @property
+    def tensor_memory(self) -> TensorMemory:
+        return TensorMemory.of(self.query_tiles, self.score_places, self.tile_n, self.dv)
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of one of the query tiles."""
+        return self.queries // self.query_tiles
+
+    @property
+    def region(self) -> int:
+        """Numbers of a row of the shared memory that a query tile has: Q's, and later O's."""
+        return max(self.d, self.dv)
+
+    def shared_memory(self, element_bytes: int) -> int:
+        keys = self.tile_n * (self.k_stages * self.d + self.v_stages * self.dv)
+        return SMALL + element_bytes * (self.tile_m * self.region + keys)
+
+    def describe(self) -> dict[str, str]:
+        first = self.early_keys
+        return {
+            "roles": f"{self.roles}; {self.k_stages} stages of K, {self.v_stages} of V",
+            "columns": str(self.tensor_memory),
+            "overlap": f"P in {first} and {self.tile_n - first} keys, rescale when a maximum rose by "
+            f"2^{self.rescale_threshold:g}",
+        }
+
+
+def forward_tiling(problem: Problem, program: Program, target: Target) -> BlackwellTiling:
+    """Tiles of the forward kernel; no device has timed them: they fill shared and tensor memory."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    heads = packed_heads(problem, program, ROWS)
+    tiles = 1 if queries(problem) * slots(heads) <= ROWS or dv > 128 else 2
+    tile_n, k_stages, v_stages = _stages(
+        _most_keys(program), target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv
+    )
+    if problem.layout.kv == "paged" and tile_n == 96:
+        tile_n = 64  # whole pages, or a part of one
+    return BlackwellTiling(
+        tile_m=ROWS * tiles,
+        tile_n=tile_n,
+        d=d,
+        dv=dv,
+        query_tiles=tiles,
+        score_places=2 // tiles,
+        k_stages=k_stages,
+        v_stages=v_stages,
+        early_keys=tile_n * 3 // 4 // 32 * 32,
+        l2=64 << 20,
+        packed_heads=heads,
+        heads_together=problem.schedule.heads_together,
+        persistent=problem.schedule.persistent or False,
+    )
+
+
+def _most_keys(program: Program) -> int:
+    """Scores of a row that leave registers for what the mods read and test: more spilled, up to 49 times."""
+    if reads_pairs(program.score) or has_costly_test(program.mask):
+        return 64
+    return 96 if has_opaque_test(program) else 128
+
+
+def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:
+    """(keys of a tile, stages of K, stages of V) that fit beside Q, `most` keys first; 16-bit numbers."""
+    free = room // 2 - q_numbers
+    for tile_n in (128, 96, 64):
+        fitting = [(k, v) for k in (4, 3, 2) for v in (k, k - 1) if tile_n * (k * d + v * dv) <= free]
+        if fitting and tile_n <= most and 2 * tile_n + dv <= COLUMNS:
+            return tile_n, *fitting[0]
+    raise AssertionError("64 keys fit beside 128 rows of 256")

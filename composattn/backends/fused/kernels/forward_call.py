@@ -1,0 +1,136 @@
+"""What a generated forward kernel is called with: bulk copies of its operands, and its work in order."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ....primitives.emit import Leaves
+from ....primitives.gqa_packing import HeadRows
+from ....primitives.kv_source import copied_rows
+from ....primitives.kv_tiles import WHOLE
+from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
+from ....primitives.tile_scheduler import TileScheduler, WorkTile
+from ....primitives.values import Fixed, permuted
+from ..arguments import ForwardArguments
+from ..plan import ForwardPlan
+
+
+class Operands(NamedTuple):
+    """Of each tensor that lies in tiles: its bulk copy (None: there is none), or the tensor as that sees it."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Launched(NamedTuple):
+    """What a kernel's host function finds out before it launches, in the order of the kernel's arguments."""
+
+    tmas: Operands
+    tensors: Operands
+    order: TileScheduler
+    queries: Rows
+    keys: Rows
+    splits: Any  # number of parts, None where kv is not split
+
+    def blocks(self, plan: ForwardPlan) -> Any:
+        """How many there are."""
+        blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
+        return cutlass.min(blocks, plan.target.sms) if plan.tiling.persistent else blocks
+
+
+def launched(
+    plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int, layout: Callable[[int, int], Any]
+) -> Launched:
+    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work.
+
+    `layout` gives the shared memory of so many rows and columns.
+    """
+    tiling, dtype = plan.tiling, given.q.element_type
+    queries: Any  # never in pages
+    queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
+    # a tile is the first two modes
+    mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
+    mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
+    q_rows, mQ = mQ.shape[0], heads.view(mQ)
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    box = heads.box(rows)
+    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, layout(rows, tiling.d), (box, tiling.d))
+    at_once = copied_rows(keys, tiling.tile_n)
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, layout(at_once, tiling.d), (at_once, tiling.d))
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, layout(at_once, tiling.dv), (at_once, tiling.dv))
+    tma_o, splits = None, None
+    if plan.is_split:
+        tO, splits = given.out, Int32(given.out.shape[0])
+    elif plan.direct_store:
+        tO = permuted(given.out, 1, 0, 2)
+    else:
+        mO = heads.view(queries.for_copies(given.out))
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, layout(rows, tiling.dv), (box, tiling.dv))
+    kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
+    section = (tiling.l2, tiling.heads_together)
+    if given.work is None:
+        order = TileScheduler.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
+    else:
+        order = TileScheduler.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
+    return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
+
+
+@dataclasses.dataclass
+class Call(Fixed):
+    """What the kernel was called with."""
+
+    tmas: Operands
+    tensors: Operands
+    lse: cute.Tensor | None
+    max_scores: cute.Tensor | None
+    order: TileScheduler
+    scale: Float32
+    captured: tuple
+    scalars: tuple
+    queries: Rows
+    keys: Rows
+    splits: Int32 | None  # number of parts
+
+    @property
+    def tiles(self) -> Int32:
+        """Work tiles, each part of kv one of its own."""
+        return self.order.tiles if self.splits is None else self.order.tiles * self.splits
+
+    def tile(self, number: Int32) -> WorkTile:
+        return self.order.tile(number if self.splits is None else number % self.order.tiles)
+
+    def work(self, number: Int32) -> "Work":
+        """The work tile with this number, which exists."""
+        tile = self.tile(number)
+        part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
+        queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
+        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
+
+    def leaves(self, work, tile_queries: int) -> Leaves:
+        q_len, kv_len = work.queries.length, work.keys.length
+        first = work.m * tile_queries
+        last = cutlass.min(first + tile_queries, q_len) - 1
+        return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
+
+
+@dataclasses.dataclass
+class Work(Fixed):
+    """Query tile `m` of head `h` of sequence `b`, where the rows of the sequence lie, and which part of its keys.
+
+    Where a tile has rows of several heads, `h` counts in as many.
+    """
+
+    m: Int32
+    b: Int32
+    h: Int32
+    kv_head: Int32
+    queries: Sequence
+    keys: Sequence
+    part: tuple[Int32 | int, Int32 | int]  # the s-th of n

@@ -1,0 +1,117 @@
+"""A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ....primitives.emit import Leaves, Mods
+from ....primitives.gqa_packing import HeadRows
+from ....primitives.kv_tiles import WHOLE, TileSequence
+from ....primitives.score_tile import FragmentShape, ScoreTile
+from ....primitives.values import Fixed, choose
+from ..plan import AnyForwardTiling
+from .forward_call import Work
+
+
+class Places(Fixed, Generic[AnyForwardTiling]):
+    """Where the rows of one thread are, of which the first is packed row `row` of the head."""
+
+    def __init__(self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: Work, row: Any) -> None:
+        self.tiling, self.shape, self.work = tiling, shape, work
+        self.first_q, self.slot = heads.place(row)
+        self.head = work.h * tiling.packed_heads + self.slot
+
+    def row_place(self, r: int):
+        """Query and head of the thread's row `r`, and whether there are such."""
+        q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
+        inside = q < self.work.queries.length
+        if self.tiling.packed_heads < self.tiling.slots:
+            inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.packed_heads)
+        return q, h, inside
+
+
+class QueryRows(Places[AnyForwardTiling]):
+    """Those rows with the mods at them; the thread's first column of a kv tile is `column`."""
+
+    def __init__(
+        self,
+        tiling: AnyForwardTiling,
+        shape: FragmentShape,
+        heads: HeadRows,
+        mods: Mods,
+        work: Work,
+        leaves: Leaves,
+        row: Any,
+        column: Any,
+    ) -> None:
+        super().__init__(tiling, shape, heads, work, row)
+        self.column = column
+        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+
+    def tile(self, scores, n) -> ScoreTile:
+        first_kv = n * self.tiling.tile_n + self.column
+        return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
+
+    def tests(self, segment) -> list:
+        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
+        if not segment.tested:
+            return [(None, segment.count)]
+        holds = self.mods.limits_hold
+        if isinstance(holds, bool):
+            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
+        by_limits = choose(holds, segment.count, 0)
+        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+
+    def tests_of(self, tiles: TileSequence) -> list["Test"]:
+        """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
+        holds, apply = self.mods.limits_hold, self.mods
+        if isinstance(holds, bool):
+            tests = [Test(tiles, True, True, apply.apply_limits if holds else apply.apply_mask)]
+        else:
+            tests = [Test(tiles, True, holds, apply.apply_limits), Test(tiles, True, ~holds, apply.apply_mask)]
+        return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(tiles, False, True, None)]
+
+    def store_statistic(self, target, of_rows, lane) -> None:
+        """A number a row, with what does not change along a row and was left out of the scores."""
+        queries: Any = self.work.queries
+        for r in range(self.shape.rows):
+            shift = self.mods.row_shift[r]
+            value = of_rows[r] if shift is None else of_rows[r] + shift
+            q, h, inside = self.row_place(r)
+            mine = inside & self.shape.first_in_row(lane)
+            _store_at(queries.head(of_part(target, self.work.part), h), q, value, mine)
+
+
+@dataclasses.dataclass
+class Test(Fixed):
+    """What hides elements of tiles that are `tested`, or are not, where it `holds` for the rows; None hides nothing."""
+
+    tiles: TileSequence
+    tested: bool
+    holds: Any
+    apply: Callable[[ScoreTile], None] | None
+
+    def goes_on(self, i: Any) -> Any:
+        """Whether there is an i-th tile, and it takes this test."""
+        tested = self.tiles.tested(i, self.tiles.tile(i))
+        more = i < self.tiles.count
+        if tested is not True:
+            more = more & (tested if self.tested else ~tested)
+        return more if self.holds is True else more & self.holds
+
+
+def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
+    """What belongs to a part of kv: all of it where there is but one."""
+    if part is WHOLE:
+        return tensor
+    place = (part[0], *(None,) * (cute.rank(tensor) - 1))
+    return tensor[place]
+
+
+@cute.jit
+def _store_at(target, q: Int32, value: Float32, mine: Boolean):
+    if mine:
+        target[q] = value

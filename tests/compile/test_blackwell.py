@@ -1,0 +1,117 @@
+"""The Blackwell forward, compiled with no GPU: it fits, spills nothing, frees what it allocates, uses its units."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.inspect import Artifact
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import BLACKWELL, TARGETS
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import AUTO, Schedule
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
+
+B300 = TARGETS[10, 3]
+PACKED = Layout("packed", "packed")
+DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
+
+
+def plan(
+    score: Score | None = None,
+    mask: Mask | None = None,
+    d: int = 128,
+    dv: int | None = None,
+    target: object = BLACKWELL,
+    layout: Layout = DENSE,
+    schedule: Schedule = AUTO,
+) -> ForwardPlan:
+    problem = Problem(
+        2, 8, 8, 2048, 2048, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout, schedule=schedule
+    )
+    return plan_forward(problem, ca.Attention(score_mod=score, mask_mod=mask).program, target)  # type: ignore[arg-type]
+
+
+PLANS = {
+    "plain-d128": plan(),
+    "window-d192-dv128": plan(mask=sliding_window(512), d=192, dv=128),
+    "causal-packed-d256-sm103": plan(mask=causal(), d=256, layout=PACKED, target=B300),
+}
+MORE = {
+    "causal-d64": plan(mask=causal(), d=64),
+    "causal-d96": plan(mask=causal(), d=96),
+    "documents-d128": plan(mask=document(DOCUMENTS)),
+    "alibi-causal-d128": plan(alibi(8), causal()),
+    "softcap-causal-d64": plan(softcap(30.0), causal(), d=64),
+    "causal-persistent-d128": plan(mask=causal(), schedule=Schedule(persistent=True)),
+    "split-d128": plan(schedule=Schedule(split_kv=2)),
+}
+
+
+def leaves_on_every_path_what_it_allocates(artifact: Artifact) -> bool:
+    """One warp allocates and frees as much; no path ends between, and all threads meet before it is freed."""
+    text = artifact.ptx
+    asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[%r\d+\], \1;", text)
+    freed = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.dealloc\S+ \t%r\d+, \1;", text)
+    held = text[text.index("tcgen05.alloc") : text.index("tcgen05.dealloc")]
+    meets = held.rindex("bar.sync") > max(held.rindex(name) for name in ("tcgen05.ld", "tcgen05.mma", "mbarrier.try"))
+    plan = artifact.plan
+    assert isinstance(plan, ForwardPlan)
+    columns = str(plan.tiling.tensor_memory.allocated)  # type: ignore[attr-defined]
+    return [n for _, n in asked] == [n for _, n in freed] == [columns] and "ret;" not in held and meets
+
+
+def check_lean(artifact: Artifact) -> None:
+    if artifact.registers is None or not artifact.instructions:
+        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
+    assert (artifact.spills, artifact.stack) == (0, 0)
+    assert artifact.shared_memory <= BLACKWELL.shared_memory
+    assert artifact.registers * artifact.threads <= BLACKWELL.registers
+    assert artifact.mnemonics["UTCHMMA"] > 0, "no products into tensor memory"
+    assert artifact.mnemonics["LDTM"] > 0 and artifact.mnemonics["STTM"] > 0, "tensor memory is not read and written"
+    assert artifact.mnemonics["UTMALDG"] > 0, "no bulk tensor loads"
+    plan = artifact.plan
+    assert isinstance(plan, ForwardPlan)
+    assert plan.direct_store or artifact.mnemonics["UTMASTG"] > 0, "no bulk tensor store"
+    assert leaves_on_every_path_what_it_allocates(artifact)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_compiles_lean(name: str, folder: Path) -> None:
+    check_lean(compile_offline(PLANS[name], folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_compile_lean(name: str, folder: Path) -> None:
+    check_lean(compile_offline(MORE[name], folder))
+
+
+def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> None:
+    for name, arch in (("plain-d128", "sm_100a"), ("causal-packed-d256-sm103", "sm_103a")):
+        assert f".target {arch}" in compile_offline(PLANS[name], folder).ptx
+
+
+def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
+    """Instructions of a kv tile: of the softmax of a warp, untested and tested; of the others, for two query tiles."""
+    artifact = compile_offline(PLANS["plain-d128"], folder)
+    if not artifact.instructions:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    code = artifact.instructions
+    loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    of = {name: sorted(b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])) for name in COUNTED}
+    assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
+
+
+COUNTED = {"MUFU": [437, 623], "FMUL2": [214], "UTCHMMA": [151], "UTMALDG": [57]}
