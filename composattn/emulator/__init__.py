@@ -1,4 +1,4 @@
-"""Runs generated PTX (sm_90a) on a CPU, functionally, and finds deadlocks, races and other bugs in it.
+"""Runs generated PTX (sm_90a, sm_100a) on a CPU, functionally, and finds deadlocks, races and other bugs in it.
 
 The story, file by file:
 
@@ -9,8 +9,9 @@ The story, file by file:
     program       a kernel made ready to run; registers gives each operand its row
     gang          warps of a warpgroup that run in step, split where they part ways
     cluster       the scheduler, its modes, and the operations under way; block is one thread block's state
-    memory        bounds, and for each word of shared memory who wrote and read it, by vector clocks; barriers pass
-                  that knowledge on, so a race is found in every schedule, not only where it does harm
+    ledger        who wrote and read each cell of a memory, by vector clocks; barriers pass that knowledge on, so a
+                  race is found in every schedule, not only where it does harm
+    memory        global memory with its bounds, shared memory; tensor_memory with its allocations
     tensormap     boxes of tensors; findings: one class a kind of bug; counts: instructions
 
     from composattn.emulator.capture import Captured
@@ -25,8 +26,10 @@ float64). Products of a wgmma are summed in float32 in an order of our own. Bulk
 lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence between
 plain accesses to global memory is not found, nor a race on it. Launches run one after the other: of a kernel that
 starts early, a use of what the one before it writes is found, a write over what that one reads is not. Barriers of
-16-bit and 8-bit stores that share a word between warps are not checked for order. Local memory, calls, textures, im2col
-and gathering tensor maps, mma.sync and cp.async of single threads have no rows: using them is a named error.
+16-bit and 8-bit stores that share a word between warps are not checked for order. Blocks have tensor memory of their
+own, whoever else is on the multiprocessor. Local memory, calls, textures, im2col and gathering tensor maps, mma.sync,
+cp.async of single threads, tcgen05.cp and shift, and products that are sparse, scaled by block, in other than fp32 or
+of 128 rows by a pair have no rows: using them is a named error.
 """
 
 from __future__ import annotations

@@ -18,20 +18,25 @@ Array = np.ndarray[Any, Any]
 
 
 class Knowledge:
-    """Three vectors of clocks, rows of `clocks`: what its owner may rely on.
+    """Vectors of clocks, rows of `clocks`: what its owner may rely on, and passes on.
 
     `all`: writes and reads known; `fenced`: writes visible to the async proxy (fence.proxy.async); `inits`: mbarriers
-    whose initialisation is visible to the async proxy and the cluster (fence.mbarrier_init).
+    whose initialisation is visible to the async proxy and the cluster (fence.mbarrier_init); `offers`: uses of tensor
+    memory that tcgen05.fence::before_thread_sync has put before what follows it. What the owner's own tcgen05
+    instructions may rely on, `tensor`, is not passed on.
     """
+
+    ROWS = 4
 
     def __init__(self, clocks: Array) -> None:
         self.clocks = clocks
-        self.all, self.fenced, self.inits = clocks
+        self.all, self.fenced, self.inits, self.offers = clocks
+        self.tensor = np.zeros_like(self.all)
         self._released = np.zeros_like(clocks)  # at the last fence that orders what comes before it
 
     @staticmethod
     def nothing(agents: int) -> Knowledge:
-        return Knowledge(np.zeros((3, agents), np.int32))
+        return Knowledge(np.zeros((Knowledge.ROWS, agents), np.int32))
 
     def join(self, other: Knowledge) -> None:
         np.maximum(self.clocks, other.clocks, out=self.clocks)
@@ -45,8 +50,16 @@ class Knowledge:
         if not relaxed:
             return self
         out = Knowledge(self._released.copy())
-        out.inits[:] = self.inits
+        out.inits[:], out.offers[:] = self.inits, self.offers
         return out
+
+    def before_sync(self) -> None:
+        """tcgen05.fence::before_thread_sync: what synchronises from now on passes on what was done in tensor memory."""
+        np.maximum(self.offers, self.tensor, out=self.offers)
+
+    def after_sync(self) -> None:
+        """tcgen05.fence::after_thread_sync: tcgen05 instructions from now on may rely on what others passed on."""
+        np.maximum(self.tensor, self.offers, out=self.tensor)
 
 
 class MBarrier:

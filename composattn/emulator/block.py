@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse
 from composattn.emulator.gang import Gang
-from composattn.emulator.memory import SharedMemory
+from composattn.emulator.memory import RANK, SharedMemory
+from composattn.emulator.tensor_memory import TensorMemory, TensorUnits
 
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster
@@ -61,7 +63,8 @@ class Block:
         threads = int(np.prod(self.launch.block))
         self.warps = (threads + 31) // 32
         self.first_agent = rank * cluster.warps_per_block
-        self.shared = SharedMemory(self.program.shared_size(self.launch.dynamic_shared), cluster.agents)
+        self.shared_base = rank << RANK  # of its shared addresses
+        self.shared = SharedMemory(self.program.shared_size(self.launch.dynamic_shared))
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         warps = cluster.warps_per_block * len(cluster.ranks)
@@ -69,6 +72,9 @@ class Block:
         self.units = [MatrixUnit(warps + rank * groups + i) for i in range(groups)]
         base = warps + len(cluster.ranks) * groups
         self.bulk = [BulkStores(base + self.first_agent + w) for w in range(self.warps)]
+        first = cluster.tensor_agent + 3 * self.first_agent
+        self.tensor_units = [TensorUnits(first + 3 * w) for w in range(self.warps)]
+        self.pair_steps: list[str] = []  # what it has come to that its peer must do as well
         self.rendezvous: dict[int, dict[int, tuple[Gang, Instr]]] = {}
         self.cluster_tickets: dict[int, int] = {}
         given = self.program.launch_registers(self.warps)
@@ -76,6 +82,20 @@ class Block:
         self.registers, self.asked, self.pool = [given] * self.warps, [False] * self.warps, 32 * given * self.warps
         self.file = self.program.take_file(self, self.warps * 32)
         self.views = self.file.views
+
+    @property
+    def pair(self) -> list[Block]:
+        """The two blocks that multiply together, the even rank first."""
+        return self.cluster.blocks[self.rank & ~1 : (self.rank & ~1) + 2]
+
+    @cached_property
+    def tensor(self) -> TensorMemory:
+        return TensorMemory()
+
+    @property
+    def tensor_in_use(self) -> dict[int, int]:
+        """Columns of tensor memory that are allocated: first -> how many."""
+        return self.tensor.allocated if "tensor" in self.__dict__ else {}
 
     def units_of(self, low: int, high: int) -> list[MatrixUnit]:
         return self.units[low // 4 : (high + 3) // 4]

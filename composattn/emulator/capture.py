@@ -173,7 +173,9 @@ class Recorder:
             if "?" in name:
                 raise UnknownLaunch(f"a kernel parameter is a dynamic {name}")
         elif name.startswith("!cute.tiled_mma"):
-            self._fields((Leaf(1, None, 0),))  # its accumulate flag, off until a kernel sets it
+            # Its fields, off until a kernel sets them: to accumulate; of tcgen05 two signs and a mask of lanes as well.
+            flags, blocks = (Leaf(1, None, 0),), re.search(r"sm100\.mma<.*?num_cta = (\d)", name)
+            self._fields(*((flags * 3, (Leaf(16 * int(blocks[1]), None, 0),)) if blocks else (flags,)))
         elif name.startswith("!cute.fast_divmod_divisor"):
             self._divisor(value)
         else:

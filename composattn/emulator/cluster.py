@@ -11,9 +11,9 @@ import numpy as np
 
 from composattn.emulator.barriers import Knowledge, NamedBarrier
 from composattn.emulator.block import Block
-from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding
-from composattn.emulator.gang import EXIT, NOWHERE, Gang, Path
-from composattn.emulator.memory import _Unordered
+from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding, TensorAllocation
+from composattn.emulator.gang import EXIT, NOWHERE, Gang, Meeting, Path, Wait
+from composattn.emulator.ledger import Unordered
 
 if TYPE_CHECKING:
     from composattn.emulator.launch import Launch
@@ -69,9 +69,10 @@ class Cluster:
         warps = self.warps_per_block * len(self.ranks)
         groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
         self.grid_agent = 2 * warps + groups  # known by who waited for the kernels before, at clock 1
-        self._next_agent = self.grid_agent + 1
+        self.tensor_agent = self.grid_agent + 1  # three a warp: its multiplies, its loads, its stores
+        self._next_agent = self.tensor_agent + 3 * warps
         self.agents = self._next_agent + MAX_BARRIERS
-        clocks = np.zeros((warps, 3, self.agents), np.int32)
+        clocks = np.zeros((warps, Knowledge.ROWS, self.agents), np.int32)
         self.knowledge = [Knowledge(mine) for mine in clocks]
         self.known, self.fenced = clocks[:, 0], clocks[:, 1]
         self.known[np.arange(warps), np.arange(warps)] = 1
@@ -109,6 +110,9 @@ class Cluster:
             for i, unit in enumerate(block.units):
                 if unit.agent == agent:
                     return f"wgmma of warps {4 * i}-{4 * i + 3} of block {block.index}"
+            for w, units in enumerate(block.tensor_units):
+                if units.agent <= agent < units.agent + 3:
+                    return f"tcgen05.{('mma', 'ld', 'st')[agent - units.agent]} of warp {w} of block {block.index}"
             for w, bulk in enumerate(block.bulk):
                 if bulk.agent == agent:
                     return f"a bulk store of warp {w} of block {block.index}"
@@ -209,7 +213,21 @@ class Cluster:
             for i, unit in enumerate(block.units):
                 if unit.open or unit.groups:
                     raise AsyncAtExit(f"block {block.index} warps {4 * i}-{4 * i + 3} exit with a wgmma not waited for")
+            self._tensor_at_exit(block)
             self.program.free(block.file)
+
+    def _tensor_at_exit(self, block: Block) -> None:
+        for w, units in enumerate(block.tensor_units):
+            if units.open:
+                raise AsyncAtExit(
+                    f"block {block.index} warp {w} exits with {len(units.open)} tcgen05.mma not committed"
+                )
+            if units.issued > int(self.known[:, units.agent].max()):
+                raise AsyncAtExit(
+                    f"block {block.index} warp {w} exits with a tcgen05.mma whose commit nobody waited for"
+                )
+        if block.tensor_in_use:
+            raise TensorAllocation(f"block {block.index} exits with tensor memory allocated: {block.tensor_in_use}")
 
     # --- one gang ------------------------------------------------------------------------------------------
 
@@ -233,6 +251,9 @@ class Cluster:
                 if n == path.meet:
                     g.stack.pop()
                     continue
+                if g.meeting is not None and n == g.meeting.node and path.mask is True:
+                    self._meet(g, g.meeting)
+                    return 0
                 if n == EXIT:
                     g.remove(path.mask)
                     continue
@@ -261,13 +282,9 @@ class Cluster:
                 elif self._branch(g, node, path):
                     return 0
             return whole
-        except _Unordered as e:
-            raise type(e).__mro__[1](
-                f"{e.count} words from shared address {e.address:#x}, last {e.what} by "
-                f"{self.agent_name(e.agent)}, that "
-                f"nothing orders before this access",
-                f"{g}, {self.program.place(n, g)}",
-            ) from None
+        except Unordered as e:
+            race = e.ledger.race(e, self.agent_name(e.agent))
+            raise type(race)(str(race), f"{g}, {self.program.place(n, g)}") from None
         except Finding as e:
             if e.place:
                 raise
@@ -296,7 +313,15 @@ class Cluster:
             per = take.reshape(-1, 32)
             some, every = per.any(1), per.all(1)
             if (some == every).all():
-                self._split(g, _runs(every, g.low), target, node.fall, every)
+                parts = _runs(every, g.low)
+                self._split(
+                    g,
+                    parts,
+                    target,
+                    node.fall,
+                    every,
+                    Meeting(node.meet, len(parts), g.meeting) if node.short else None,
+                )
                 return True
         stay = ~take if mask is True else mask & ~take
         taken = take.copy()
@@ -307,10 +332,12 @@ class Cluster:
         g.stack.append(Path(target, taken, node.meet if node.meet != EXIT else NOWHERE))
         return False
 
-    def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None) -> None:
+    def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None,
+               meeting: Meeting | None = None) -> None:  # fmt: skip
         new = []
         for low, high in parts:
             gang = g.part(low, high)
+            gang.meeting = meeting or gang.meeting
             if takes is not None:
                 gang.stack[-1].node = target if takes[low - g.low] else fall
             new.append(gang)
@@ -318,6 +345,13 @@ class Cluster:
         self.gangs[at : at + 1] = new
         g.done = True
         self.finished.append(g)  # keeps the count of what its warps did together
+
+    def _meet(self, g: Gang, meeting: Meeting) -> None:
+        """A part has come to the meeting: the last to come makes them one gang again."""
+        meeting.come.append(g)
+        g.wait = Wait(lambda: False, lambda: "the warps that it parted from at a branch")
+        if len(meeting.come) == meeting.parts:
+            self.merge(meeting.come).meeting = meeting.outer
 
     def merge(self, gangs: list[Gang]) -> Gang:
         """Neighbouring gangs that stand at the same node with all lanes go on as one."""

@@ -10,7 +10,7 @@ import numpy as np
 from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.opcodes.fp8 import OPCODES  # fp8 completes the table of alu
 from composattn.emulator.opcodes.rows import BANK, DTYPES, Alu
-from composattn.emulator.ptx import Instr, Pair, Reg, Sink, Sym, Vec
+from composattn.emulator.ptx import Instr, Mem, Operand, Pair, Reg, Sink, Sym, Vec
 from composattn.emulator.registers import ALIASES, VIEWS, Rows
 
 Mask = Any  # True for all lanes, else a bool array
@@ -89,7 +89,7 @@ class Writer:
         mask = self.guard(instr)
         if instr.op.startswith("mov.") and self._move(instr, mask):
             return
-        row = OPCODES.get(instr.op)
+        row = row_of(instr)
         if row is None:
             raise UnknownInstruction(f"no row for {instr.op}; {instr.where()}")
         if len(instr.args) != len(row.inputs) + 1:
@@ -150,7 +150,11 @@ class Writer:
     def effect(self, instr: Instr, handler: Callable[..., Any]) -> None:
         fn = self.name("e", handler)
         mask = self.guard(instr)
-        self.lines.append(f"g.at = {self.name('i', instr)}")
+        at = self.name("i", instr)
+        self.lines.append(f"g.at = {at}")
+        reads, writes = _uses(instr)
+        if reads | writes:
+            self.lines.append(f"if g.in_flight: g.touch({self.name('r', reads)}, {self.name('w', writes)}, {at})")
         self.lines.append(f"{fn}(g, m)" if mask == "m" else f"if {mask}.any(): {fn}(g, {mask})")
 
     def touch(self) -> None:
@@ -176,9 +180,30 @@ class Writer:
         return fn
 
 
+def row_of(instr: Instr) -> Alu | None:
+    """The row of an opcode; one that takes two or three operands has a row for each."""
+    return OPCODES.get(f"{instr.op}:{len(instr.args) - 1}") or OPCODES.get(instr.op)
+
+
+def _uses(instr: Instr) -> tuple[int, int]:
+    """32-bit registers that an instruction with an effect reads and writes, as bits. Its result comes first."""
+    first, *rest = instr.args or (Sink(),)
+    return sum(1 << r for o in rest for r in _rows(o)), sum(1 << r for r in _rows(first))
+
+
+def _rows(operand: Operand) -> set[int]:
+    if isinstance(operand, Vec):
+        return {r for o in operand.items for r in _rows(o)}
+    if isinstance(operand, Pair):
+        return _rows(operand.first) | _rows(operand.second)
+    if isinstance(operand, Mem):
+        return _rows(operand.base) | {r for o in operand.coords for r in _rows(o)}
+    return {operand.index} if isinstance(operand, Reg) and operand.bank == "32" else set()
+
+
 def is_arithmetic(instr: Instr) -> bool:
     """Whether `instr` is a pure function of registers (it has a row, or moves parts of registers)."""
-    return instr.op in OPCODES or instr.op.startswith("mov.")
+    return instr.op in OPCODES or (instr.op.startswith("mov.") and instr.op != "mov.b128")
 
 
 __all__ = ["Sym", "Writer", "is_arithmetic"]

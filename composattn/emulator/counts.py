@@ -14,14 +14,17 @@ from composattn.emulator.ptx import Instr
 
 # The pipe of an instruction that is not arithmetic, by how its name begins.
 _PIPES = (
-    ("wgmma", "matrix"), ("cp.", "copy"), ("ld", "memory"), ("st", "memory"), ("atom", "memory"), ("red.", "memory"),
+    ("wgmma", "matrix"), ("tcgen05.mma", "matrix"), ("tcgen05.ld", "tensor"), ("tcgen05.st", "tensor"),
+    ("tcgen05", "barrier"), ("cp.", "copy"), ("ld", "memory"), ("st", "memory"), ("atom", "memory"), ("red.", "memory"),
     ("mbarrier", "barrier"), ("bar", "barrier"), ("fence", "barrier"), ("shfl", "lanes"), ("vote", "lanes"),
     ("elect", "lanes"), ("bra", "branch"), ("ret", "branch"), ("exit", "branch"), ("redux", "lanes"),
 )  # fmt: skip
 
 
 def pipe_of(instr: Instr) -> str:
-    """alu, fma, mufu (exp2, reciprocal, ...), xu (conversions), matrix, copy, memory, barrier, lanes, branch, other."""
+    """alu, fma, mufu (exp2, reciprocal, ...), xu (conversions), matrix, tensor (registers to and from tensor
+    memory), copy, memory, barrier, lanes, branch, other.
+    """
     row = OPCODES.get(instr.op)
     if row is not None:
         return row.pipe
@@ -49,18 +52,24 @@ class Counts:
         return "\n".join(lines)
 
 
+_WHOLE = {"matrix": "wgmma", "tensor": "tensor memory"}  # pipes whose users are a role where a whole warpgroup is one
+_SINGLE = {"matrix": "multiplies", "copy": "copies", "tensor": "tensor memory"}
+
+
 def count(result: Result) -> Counts:
-    """Counts of a run. A warpgroup that multiplies is a role; so are neighbouring warps with equal counts."""
+    """Counts of a run. A warpgroup that multiplies or uses tensor memory is a role; so are equal neighbours."""
     by_pipe = [Counter(pipe_of(i) for i in [*n.code, *([n.branch] if n.branch else [])]) for n in result.program.nodes]
     warps = [_warp(result.visits[w], by_pipe) for w in range(result.visits.shape[0])]
     roles: dict[str, Counter[str]] = {}
     w = 0
     while w < len(warps):
-        end, kind = w + 1, "copies" if warps[w]["copy"] else "idle after setup"
-        if w % 4 == 0 and len(warps[w : w + 4]) == 4 and all(c["matrix"] for c in warps[w : w + 4]):
-            end, kind = w + 4, "wgmma"
-        while end < len(warps) and warps[end] == warps[w] and kind != "wgmma":
-            end += 1
+        group = warps[w : w + 4] if w % 4 == 0 and w + 4 <= len(warps) else []
+        kind = next((name for pipe, name in _WHOLE.items() if group and all(c[pipe] for c in group)), "")
+        end = w + 4 if kind else w + 1
+        if not kind:
+            kind = next((name for pipe, name in _SINGLE.items() if warps[w][pipe]), "idle after setup")
+            while end < len(warps) and warps[end] == warps[w]:
+                end += 1
         name = f"warp {w}" if end == w + 1 else f"warps {w}-{end - 1}"
         roles[f"{name} ({kind})"] = sum(warps[w:end], Counter())
         w = end

@@ -57,6 +57,34 @@ class MissingWgmmaFence(Finding):
     """A wgmma takes registers that other instructions used after the last wgmma.fence."""
 
 
+class UninitialisedTensor(Finding):
+    """A read of tensor memory, or a product added to it, where nothing has written."""
+
+
+class TensorRace(Finding):
+    """Two uses of the same tensor memory, one a write, that nothing orders."""
+
+
+class MissingTensorWait(Finding):
+    """What a tcgen05.ld or tcgen05.st moves is used before the tcgen05.wait::ld or tcgen05.wait::st that covers it."""
+
+
+class MissingTensorFence(Finding):
+    """Uses of tensor memory by two threads that synchronise with no tcgen05.fence before or after it."""
+
+
+class TensorLanes(Finding):
+    """A warp reaches for lanes of tensor memory that are not its own (32 for each warp of a warpgroup)."""
+
+
+class TensorAllocation(Finding):
+    """Columns that are not allocated or not freed, a count that can't be had, or no permit to allocate any more."""
+
+
+class PairMismatch(Finding):
+    """What two blocks of a pair must do together they do not: counts differ, or the wrong one of them starts it."""
+
+
 class BarrierOverArrival(Finding):
     """More arrivals in one phase than the barrier was initialised for."""
 
@@ -82,7 +110,7 @@ class AsyncAtExit(Finding):
 
 
 class BadDescriptor(Finding):
-    """A wgmma descriptor or a tensor map that can't be what the hardware takes."""
+    """A matrix descriptor, an instruction descriptor or a tensor map that can't be what the hardware takes."""
 
 
 class UnknownInstruction(ComposattnError, NotImplementedError):

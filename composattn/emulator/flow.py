@@ -21,6 +21,7 @@ class Node:
     taken: int = EXIT
     fall: int = EXIT
     meet: int = EXIT  # where both ways of a divergent branch come together
+    short: bool = False  # nothing between the branch and that point may block
     preds: list[int] = field(default_factory=list)
 
     def successors(self) -> list[int]:
@@ -57,7 +58,23 @@ def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
             node.taken = of[at] if at < len(code) else EXIT
         nodes.append(node)
     _post_dominators(nodes)
+    for node in nodes:
+        node.short = node.branch is not None and node.branch.guard is not None and _is_short(nodes, node)
     return nodes
+
+
+def _is_short(nodes: list[Node], start: Node) -> bool:
+    """Whether every way from a branch to where its ways meet passes nodes that can't block, and none exits."""
+    seen: set[int] = {start.meet}
+    todo = [n for n in start.successors() if n not in seen]
+    while todo:
+        n = todo.pop()
+        if n == EXIT or nodes[n].sync or n == start.index:
+            return False
+        if n not in seen:
+            seen.add(n)
+            todo += nodes[n].successors()
+    return start.meet != EXIT
 
 
 def _post_dominators(nodes: list[Node]) -> None:

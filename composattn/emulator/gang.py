@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from composattn.emulator.findings import CollectiveMismatch, RegisterInFlight
+from composattn.emulator.findings import CollectiveMismatch, MissingTensorWait, RegisterInFlight
 from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
 from composattn.emulator.registers import VIEWS
@@ -38,6 +38,16 @@ class Path:
     meet: int
 
 
+@dataclass
+class Meeting:
+    """Where the parts of a gang that a short branch has split come together again. `outer` is the whole gang's own."""
+
+    node: int
+    parts: int
+    outer: Meeting | None
+    come: list[Gang] = field(default_factory=list)
+
+
 class Gang:
     """Warps [low, high) of a block. Lanes of all of them are one numpy row, so one step serves them all."""
 
@@ -50,6 +60,7 @@ class Gang:
         self.gave_up = False
         self.ticket: Any = None
         self.done = False
+        self.meeting: Meeting | None = None
         self.visits = [0] * len(block.program.nodes)
         self.at: Instr | None = None  # the last instruction with an effect
         self.lane_warp = np.repeat(np.arange(low, high), 32)
@@ -76,14 +87,23 @@ class Gang:
         """Which agent each lane's plain accesses are stamped with."""
         return self.block.first_agent + self.lane_warp[lanes]
 
-    # --- registers of unfinished matrix multiplies ---------------------------------------------------------
+    # --- registers of what is not finished -----------------------------------------------------------------
 
     def touch(self, reads: int, writes: int, instr: Instr) -> None:
+        where = f"{self}, at or after {instr.where()}"
+        for units in self.block.tensor_units[self.low : self.high]:
+            if units.busy & (reads | writes):
+                raise MissingTensorWait("a register of a tcgen05.ld that no tcgen05.wait::ld covers is used", where)
         for group in self.block.units_of(self.low, self.high):
             if group.busy_results & (reads | writes) or group.busy_inputs & writes:
-                raise RegisterInFlight(
-                    "a register of a wgmma that was not waited for is used", f"{self}, at or after {instr.where()}"
-                )
+                raise RegisterInFlight("a register of a wgmma that was not waited for is used", where)
+
+    def look_in_flight(self) -> None:
+        """Something has finished: whether registers are still in use is asked again."""
+        block = self.block
+        self.in_flight = any(u.open or u.groups for u in block.units_of(self.low, self.high)) or any(
+            u.busy for u in block.tensor_units[self.low : self.high]
+        )
 
     # --- splitting -----------------------------------------------------------------------------------------
 
@@ -105,7 +125,7 @@ class Gang:
         if stack and stack[-1].mask is True:
             stack = [Path(stack[-1].node, True, NOWHERE)]
         out = Gang(self.block, low, high, stack)
-        out.in_flight, out.unfenced = self.in_flight, self.unfenced
+        out.in_flight, out.unfenced, out.meeting = self.in_flight, self.unfenced, self.meeting
         return out
 
     def remove(self, mask: Any) -> None:
@@ -158,4 +178,4 @@ def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
     return out
 
 
-__all__ = ["EXIT", "NOWHERE", "Gang", "Path", "Wait", "row_views", "together"]
+__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path", "Wait", "row_views", "together"]

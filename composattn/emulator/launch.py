@@ -31,6 +31,7 @@ class Launch:
     sms: int = 132
     early: bool = False  # a programmatic dependent launch: may start before the kernel before it is over
     unfinished: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of what that one writes
+    queue: list[tuple[int, int, int]] = field(default_factory=list)  # first blocks of clusters not started yet
     waited: bool = False  # whether a warp has executed griddepcontrol.wait
     param_bytes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     map_at: dict[int, TensorMap] = field(default_factory=dict)
@@ -91,7 +92,7 @@ def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | No
     launch.bind(program)
     gx, gy, gz = launch.grid
     cx, cy, cz = launch.cluster
-    origins = [(x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)]
+    origins = launch.queue = [(x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)]
     room = resident or max(1, launch.sms // (cx * cy * cz))
     warps = (int(np.prod(launch.block)) + 31) // 32
     visits = np.zeros((warps, len(program.nodes)), np.int64)

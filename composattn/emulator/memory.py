@@ -1,4 +1,4 @@
-"""Global memory with bounds, and a block's shared memory with who wrote and read what, and when."""
+"""Global memory with bounds, and a block's shared memory with its ledger."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import BarrierMisuse, Misaligned, OutOfBounds, SharedRace, UninitialisedShared
+from composattn.emulator.findings import (
+    BarrierMisuse,
+    Finding,
+    Misaligned,
+    OutOfBounds,
+    SharedRace,
+    UninitialisedShared,
+)
+from composattn.emulator.ledger import NOBODY, Ledger, Unordered
 
 Array = np.ndarray[Any, Any]
 SHARED_START = 1024  # the hardware keeps the first KiB for itself; an address below is a bug
-NOBODY, HELD = -1, -2  # in place of the last writer of a word: not written yet, and part of an mbarrier
+RANK = 24  # bits of a shared address below its block's rank in the cluster
+HELD = NOBODY - 1  # in place of the last writer of a word: part of an mbarrier
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -107,52 +116,22 @@ class GlobalMemory:
         return values
 
 
-class SharedMemory:
-    """The bytes of one block's shared memory, and for every 4 bytes the last write and the last reads.
+class SharedMemory(Ledger):
+    """The bytes of one block's shared memory; a cell is 4 bytes.
 
-    Accesses are stamped (agent, clock). An agent is a warp, a warpgroup's wgmma unit, a warp's bulk stores, or the
-    copies that complete on one barrier; what an access may rely on is a vector of clocks, one an agent (`knows`).
+    Agents are warps, matrix units, a warp's bulk stores, and the copies that complete on one barrier.
     """
 
-    def __init__(self, size: int, agents: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         self.data = np.zeros((size + 15) // 16 * 16, np.uint8)
         self.views = {n: self.data.view(UINT[n]) for n in UINT}
-        words = self.data.size // 4
-        self.writer = np.full(words, NOBODY, np.int32)
-        self.written = np.zeros(words, np.int32)
-        self.plain = np.zeros(words, np.bool_)  # the last write was a generic-proxy one
-        self.reads: dict[int, Array] = {}
-        self._agents = agents
+        super().__init__((self.data.size // 4,))
+        self.plain = np.zeros(self.shape, np.bool_)  # the last write was a generic-proxy one
 
     def check(self, low: int, high: int) -> None:
         if low < SHARED_START or high > self.size:
             raise OutOfBounds(f"shared address {low:#x}..{high:#x} of a block with {self.size} bytes")
-
-    def order_read(self, words: Any, knows: Array) -> None:
-        """Raises unless all last writes of `words` are known to a reader whose clocks are `knows`."""
-        writer, written = self.writer[words], self.written[words]
-        if writer.size and writer.min() < 0:
-            self._check_free(words, writer)
-            bad = np.broadcast_to(self._index(words), writer.shape)[writer < 0]
-            raise UninitialisedShared(
-                f"{bad.size} words of shared memory never written, from address {int(bad[0]) * 4:#x}"
-            )
-        seen = written <= knows[writer]
-        if not seen.all():
-            raise _Unordered(self._index(words), writer, ~seen, "written")
-
-    def order_write(self, words: Any, knows: Array) -> None:
-        """Raises unless all earlier writes and reads of `words` are known to a writer."""
-        writer, written = self.writer[words], self.written[words]
-        self._check_free(words, writer)
-        late = (writer >= 0) & (written > knows[writer])
-        if late.any():
-            raise _Unordered(self._index(words), writer, late, "written")
-        for agent, clocks in self.reads.items():
-            late = clocks[words] > knows[agent]
-            if late.any():
-                raise _Unordered(self._index(words), np.full(late.shape, agent), late, "read")
 
     def hold(self, address: int, knows: Array) -> None:
         """The 8 bytes at `address` become an mbarrier: opaque until `forget`."""
@@ -164,36 +143,25 @@ class SharedMemory:
     def forget(self, address: int) -> None:
         self.writer[covering(address, 8)] = NOBODY
 
-    def stamp_read(self, words: Any, agent: int, clock: int) -> None:
-        if agent not in self.reads:
-            self.reads[agent] = np.zeros(self.writer.size, np.int32)
-        self.reads[agent][words] = clock
-
-    def stamp_write(self, words: Any, agent: Any, clock: Any, plain: bool) -> None:
-        self.writer[words] = agent
-        self.written[words] = clock
+    def write(self, words: Any, agent: Any, clock: Any, plain: bool) -> None:
+        """Stamps a write, by a plain store or by the async proxy."""
+        self.stamp_write(words, agent, clock)
         self.plain[words] = plain
 
-    def _check_free(self, words: Any, writer: Array) -> None:
-        if writer.size and writer.min() == HELD:
-            bad = np.broadcast_to(self._index(words), writer.shape)[writer == HELD]
-            raise BarrierMisuse(f"shared address {int(bad[0]) * 4:#x} holds an mbarrier and is used as plain memory")
+    def race(self, e: Unordered, writer: str) -> Finding:
+        return SharedRace(
+            f"{e.count} words from shared address {e.cell * 4:#x}, last {e.what} by {writer}, that nothing orders "
+            "before this access"
+        )
 
-    @staticmethod
-    def _index(words: Any) -> Array:
-        return np.arange(words.start, words.stop) if isinstance(words, slice) else np.asarray(words)
+    def _unusable(self, cells: Any, writer: Array) -> None:
+        if writer.min() == HELD:
+            address = self.first(cells, writer == HELD) * 4
+            raise BarrierMisuse(f"shared address {address:#x} holds an mbarrier and is used as plain memory")
 
-
-class _Unordered(SharedRace):
-    """A race before its agents have names; whoever knows them raises the readable one."""
-
-    def __init__(self, words: Array, agents: Array, late: Array, what: str) -> None:
-        words = np.broadcast_to(words, late.shape)
-        self.address = int(words[late].ravel()[0]) * 4
-        self.count = int(late.sum())
-        self.agent = int(np.broadcast_to(agents, late.shape)[late].ravel()[0])
-        self.what = what
-        super().__init__(f"{self.count} words from shared address {self.address:#x}, last {what} by agent {self.agent}")
+    def _unwritten(self, cells: Any, which: Array) -> None:
+        address = self.first(cells, which) * 4
+        raise UninitialisedShared(f"{which.sum()} words of shared memory never written, from address {address:#x}")
 
 
 def covering(start: int, size: int) -> slice:

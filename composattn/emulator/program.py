@@ -15,7 +15,7 @@ from composattn.emulator.gang import row_views
 from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.ptx import Imm
-from composattn.emulator.registers import Rows
+from composattn.emulator.registers import POISON_32, Rows
 
 if TYPE_CHECKING:
     from composattn.emulator.block import Block
@@ -111,8 +111,8 @@ class Program:
     def take_file(self, block: Block, lanes: int) -> RegisterFile:
         """A register file as a block finds it; give it back with `free`."""
         pool = self._files.setdefault(lanes, [])
-        file = pool.pop() if pool else RegisterFile(self.rows, self.address, lanes)
-        file.reset(_specials(block, lanes))
+        file = pool.pop() if pool else RegisterFile(self, lanes)
+        file.reset(_specials(block, lanes), block.shared_base)
         return file
 
     def free(self, file: RegisterFile) -> None:
@@ -132,26 +132,35 @@ class RegisterFile:
     Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows.
     """
 
-    def __init__(self, rows: Rows, address: Callable[[str], int], lanes: int) -> None:
-        self.rows, self.lanes = rows, lanes
+    def __init__(self, program: Program, lanes: int) -> None:
+        self.rows, self.lanes = program.rows, lanes
+        rows = program.rows
         count = rows.count
         self.banks: dict[str, Array] = {
             "p": np.zeros((count["p"], lanes), np.bool_),
             "16": np.zeros((count["16"], lanes), np.uint16),
             "32": np.zeros((count["32"], lanes), np.uint32),
             "64": np.zeros((count["64"], lanes), np.uint64),
+            "128": np.zeros((count["128"], lanes, 2), np.uint64),
         }
         for (bank, value), row in rows.literals.items():
             self.banks[bank][row] = value
         for (bank, name, offset), row in rows.symbols.items():
-            self.banks[bank][row] = address(name) + offset
+            self.banks[bank][row] = program.address(name) + offset
+        self._shared = {
+            (bank, row): program.shared_offset[name] + offset
+            for (bank, name, offset), row in rows.symbols.items()
+            if name in program.shared_offset
+        }
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def reset(self, specials: dict[str, Any]) -> None:
-        for bank, poison in (("p", False), ("16", 0x7FFF), ("32", 0x7FBADBAD), ("64", 0x7FF8BADBADBADBAD)):
+    def reset(self, specials: dict[str, Any], shared_base: int) -> None:
+        for bank, poison in (("p", False), ("16", 0x7FFF), ("32", POISON_32), ("64", 0x7FF8BADBADBADBAD)):
             self.banks[bank][: self.rows.kernel.banks[bank]] = poison
         for (bank, name), row in self.rows.specials.items():
             self.banks[bank][row] = specials[name]
+        for (bank, row), offset in self._shared.items():
+            self.banks[bank][row] = shared_base + offset
 
     def views(self, low: int, high: int) -> dict[str, Any]:
         if (low, high) not in self._views:

@@ -261,10 +261,10 @@ def _memory(text: str, scope: _Scope) -> Mem:
     if len(parts) > 1:
         vec = _operand(parts[1], scope)
         coords = vec.items if isinstance(vec, Vec) else (vec,)
-    match = re.fullmatch(r"(.*?)(?:\s*\+\s*(-?\d+))?", parts[0])
+    match = re.fullmatch(r"(.*?)(?:\s*\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?", parts[0])
     assert match is not None
     base = _operand(match[1], scope)
-    offset = int(match[2] or 0)
+    offset = int(match[2] or "0", 0)
     if isinstance(base, Sym):
         return Mem(Sym(base.name), base.offset + offset, coords)
     assert isinstance(base, Reg | Imm)

@@ -18,6 +18,7 @@ VIEWS: dict[str, tuple[str, Any]] = {
     "p": ("p", np.bool_),
 }  # fmt: skip
 ALIASES = {"b16": "u16", "bf16": "u16", "b32": "u32", "b64": "u64"}
+POISON_32 = 0x7FBADBAD  # what a 32-bit register starts with: NaN as a float, so that a value nobody wrote shows
 _BITS = {"p": 1, "16": 16, "32": 32, "64": 64}
 
 SPECIALS = {

@@ -5,21 +5,19 @@ subtraction and change of base are one FMA per element (Milakov and Gimelshein, 
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, exp2, exp2_of_column
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
-
-CHAINS = 4  # independent partial maxima and sums per row, so that latency overlaps
 
 
 class OnlineSoftmax(Fixed):
@@ -27,14 +25,19 @@ class OnlineSoftmax(Fixed):
 
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
     exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
-    exponentials. `keeps_highest`: the largest score of each row is kept too; `maximum` is it only within the
-    threshold of `raise_maximum`.
+    exponentials, `arithmetic` what comes before and behind them. `keeps_highest`: the largest score of each row is kept
+    too; `maximum` is it only within the threshold of `raise_maximum`.
     """
 
     def __init__(
-        self, shape: FragmentShape, scale: Float32, keeps_highest: bool = False, units: ExponentialUnits = HARDWARE
+        self,
+        shape: FragmentShape,
+        scale: Float32,
+        keeps_highest: bool = False,
+        units: ExponentialUnits = HARDWARE,
+        arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.shape, self.scale, self.units = shape, scale, units
+        self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
@@ -68,10 +71,10 @@ class OnlineSoftmax(Fixed):
         rescaling).
         """
         before = self.maximum[r]
-        chains = _chains(cute.arch.fmax, scores)
+        largest = chains(cute.arch.fmax, scores)
         if not first:
-            chains.append(before)
-        maximum = self.shape.along_row(cute.arch.fmax, _tree(cute.arch.fmax, chains))
+            largest.append(before)
+        maximum = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, largest))
         if self.highest is not None:
             self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
         if rescale_threshold and not first:
@@ -86,16 +89,14 @@ class OnlineSoftmax(Fixed):
 
     def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place."""
-        for c in columns:
-            power = exp2_of_column(self.units, c)
-            tile.values[r, c] = power(tile.values[r, c] * self.scale - self.scaled_shift[r])
+        scores = (tile.values[r, c] for c in columns)
+        for c, exponent in zip(columns, self.arithmetic.scaled(scores, self.scale, self.scaled_shift[r]), strict=True):
+            tile.values[r, c] = exp2_of_column(self.units, c)(exponent)
 
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
-        terms = [tile.values[r, c] for c in range(tile.columns)]
-        if factor is not None:
-            terms = [self.total[r] * factor, *terms]
-        self.total[r] = _tree(add, _chains(add, terms))
+        before = None if factor is None else self.total[r] * factor
+        self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
 
     def finish(self, normalizer: cute.Tensor, lse: cute.Tensor) -> None:
         """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`."""
@@ -123,18 +124,6 @@ def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32,
     normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
     log2 = maximum * scale + cute.math.log2(total, fastmath=True)
     return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
-
-
-def _chains(op: Callable[[Any, Any], Any], values: Sequence[Any]) -> list[Any]:
-    """`op` over every `CHAINS`-th of the values."""
-    return [functools.reduce(op, values[i::CHAINS]) for i in range(min(CHAINS, len(values)))]
-
-
-def _tree(op: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    while len(values) > 1:
-        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + values[len(pairs) * 2 :]
-    return values[0]
 
 
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:

@@ -103,7 +103,7 @@ def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> N
 
 
 def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
-    """Instructions of a kv tile: of the softmax of a warp, tested and untested; of the products of both query tiles."""
+    """Instructions of a kv tile: of the softmax of a warp, untested and tested; of the others, for two query tiles."""
     artifact = compile_offline(PLANS["plain-d128"], folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
@@ -114,4 +114,4 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
     assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
 
 
-COUNTED = {"MUFU": [564, 750], "UTCHMMA": [151], "UTMALDG": [57]}
+COUNTED = {"MUFU": [437, 623], "FMUL2": [214], "UTCHMMA": [151], "UTMALDG": [57]}

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.pipelines import Slot
 from ...primitives.values import Bundle, Fixed, narrow
 from ..fused.kernels.query_rows import Places, of_part
@@ -12,7 +13,7 @@ from .roles import WARPGROUP
 from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
 from .tiling import ROWS
 
-AT_ONCE = 16  # columns of O in registers
+AT_ONCE = 16  # columns of O in registers: with 32, more than the 64 that a thread has were wanted
 
 
 class Correction(MemoryRole):
@@ -134,8 +135,8 @@ class OutputRow(Fixed):
     def scale_columns(self, first: int, number) -> None:
         address = self.me.output() + first
         scaled = cute.make_rmem_tensor(AT_ONCE, Float32)
-        for i, value in enumerate(load(address, AT_ONCE)):
-            scaled[i] = value * number
+        for i, value in enumerate(IN_PAIRS.times(load(address, AT_ONCE), number)):
+            scaled[i] = value
         store(address, cute.recast_tensor(scaled, Int32))
 
     @cute.jit
@@ -152,8 +153,8 @@ class OutputRow(Fixed):
             self.clear()
         for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
             numbers = cute.make_rmem_tensor(AT_ONCE, Float32)
-            for i, value in enumerate(load(self.me.output() + first, AT_ONCE)):
-                numbers[i] = value * normalizer
+            for i, value in enumerate(IN_PAIRS.times(load(self.me.output() + first, AT_ONCE), normalizer)):
+                numbers[i] = value
             self.put(first, numbers)
         before_arrival()
         cute.arch.fence_view_async_shared()

@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.online_softmax import OnlineSoftmax
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
@@ -53,7 +54,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
         self.me, self.block = me, role.block
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
-        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units)
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot, factor: Slot) -> None:

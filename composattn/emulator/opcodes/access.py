@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.findings import Misaligned, MissingGridWait, OutOfBounds, SharedRace, UnknownInstruction
-from composattn.emulator.memory import UINT
+from composattn.emulator.memory import RANK, UINT
 from composattn.emulator.opcodes.alu import pack_halves
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
 from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, target, words_of
@@ -16,7 +16,6 @@ from composattn.emulator.ptx import Imm, Instr, Reg, Sink, Vec
 
 Array = np.ndarray[Any, Any]
 SHARED_WINDOW, PARAM_WINDOW = 0x5000_0000_0000, 0x6000_0000_0000
-RANK = 24  # bits of a shared address below the block's rank (plus one) in the cluster's window
 _ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "sys", "volatile", "weak", "nc", "ca",
           "cg", "cs", "lu", "cv", "wb", "wt", "L1::no_allocate", "L1::evict_last", "L1::evict_first",
           "L1::evict_normal", "L1::evict_unchanged", "L2::cache_hint", "L2::128B", "L2::64B", "L2::256B", "v2", "v4",
@@ -29,12 +28,18 @@ _ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "
 def resolve_block(g: Any, addresses: Array) -> tuple[Any, Array]:
     """The block that shared addresses lie in (the cluster's window holds every block's memory) and their offsets."""
     first = int(addresses[0])
-    if first < (1 << RANK):
-        return g.block, addresses
-    rank = (first >> RANK) - 1
-    if rank not in g.block.cluster.ranks or ((addresses >> RANK) - 1 != rank).any():
+    rank = first >> RANK
+    if rank not in g.block.cluster.ranks or (addresses >> RANK != rank).any():
         raise OutOfBounds(f"shared address {first:#x} is in no block of the cluster")
     return g.block.cluster.blocks[rank], addresses & ((1 << RANK) - 1)
+
+
+def own_offset(g: Any, address: int) -> int:
+    """Where an address lies in the block's own shared memory."""
+    block, local = resolve_block(g, np.array([address]))
+    if block is not g.block:
+        raise OutOfBounds(f"shared address {address:#x} is that of another block of the cluster")
+    return int(local[0])
 
 
 def _words(addresses: Array, nbytes: int) -> Array:
@@ -75,7 +80,7 @@ def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Arra
         mine = words[agents == agent]
         if size >= 4:  # warps may share a word by halves
             memory.order_write(mine, known[agent])
-        memory.stamp_write(mine, agent, known[agent, agent], True)
+        memory.write(mine, agent, known[agent, agent], True)
     if size >= 4 and (memory.writer[words] != agents[:, None]).any():
         raise SharedRace("two warps write the same shared memory in the same step")
     memory.views[size][(addresses // size)[:, None] + np.arange(count)] = values
@@ -393,7 +398,7 @@ def mapa(instr: Instr, program: Any) -> Handler:
     )
 
     def run(g: Any, m: Any) -> None:
-        value = (src(g).astype(np.int64) & ((1 << RANK) - 1)) | ((rank(g).astype(np.int64) + 1) << RANK)
+        value = (src(g).astype(np.int64) & ((1 << RANK) - 1)) | (rank(g).astype(np.int64) << RANK)
         np.copyto(out(g), value.astype(out(g).dtype), where=m)
 
     return run

@@ -299,6 +299,27 @@ for _rounding in ("rz", "rm", "rp"):
         for _name in _spell(f"{_op}.{_rounding}", _FTZ, ("f32",)):
             _add(_name, Alu("f32", ("f32",) * _count, _directed(_f, _rounding), "fma"))
 
+# Three operands take a row of their own, named by their number.
+for _op, _f in {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}.items():
+    _head, *_nan = _op.split(".")
+    for _name in _spell(_head, _FTZ, tuple(_nan) or ("",), ("f32",)):
+        _add(f"{_name}:3", Alu("f32", ("f32",) * 3, lambda a, b, c, f=_f: f(f(a, b), c)))
+
+
+# --- two 32-bit floats in a register -----------------------------------------------------------------------
+
+
+def _paired(fn: Any) -> Any:
+    return lambda *operands: fn(*(x.view(np.float32) for x in operands)).view(np.uint64)
+
+
+for _op, _f, _count in (("add", np.add, 2), ("sub", np.subtract, 2), ("mul", np.multiply, 2), ("fma", _fma, 3)):
+    for _name in _spell(_op, ("", "rn") if _op != "fma" else ("rn",), _FTZ, ("f32x2",)):
+        _add(_name, Alu("b64", ("b64",) * _count, _paired(_f), "fma"))
+    for _rounding in ("rz", "rm", "rp"):
+        for _name in _spell(f"{_op}.{_rounding}", _FTZ, ("f32x2",)):
+            _add(_name, Alu("b64", ("b64",) * _count, _paired(OPCODES[f"{_op}.{_rounding}.f32"].fn), "fma"))
+
 
 # --- two 16-bit floats in a register -----------------------------------------------------------------------
 

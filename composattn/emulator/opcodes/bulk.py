@@ -13,7 +13,7 @@ from composattn.emulator.barriers import Knowledge
 from composattn.emulator.cluster import Pending
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
 from composattn.emulator.memory import SharedMemory, covering
-from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, resolve_block
+from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, own_offset, resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
 from composattn.emulator.ptx import Instr, Mem
 from composattn.emulator.tensormap import TensorMap, swizzled_chunks
@@ -21,7 +21,7 @@ from composattn.emulator.tensormap import TensorMap, swizzled_chunks
 Array = np.ndarray[Any, Any]
 _HINTS = {"L2::cache_hint", "mbarrier::complete_tx::bytes", "bulk_group", "tile", "tensor", "bulk", "async", "cp",
           "reduce", "global", "shared::cta", "shared::cluster", "multicast::cluster", "1d", "2d", "3d", "4d", "5d",
-          "add"}  # fmt: skip
+          "add", "cta_group::1", "cta_group::2"}  # fmt: skip
 
 
 @dataclass
@@ -85,21 +85,22 @@ def _check_fenced(g: Any, memory: SharedMemory, words: slice, knowledge: Knowled
 # --- into shared memory ------------------------------------------------------------------------------------
 
 
-def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, count: int, span: int,
+def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int], count: int, span: int,
                fetch: Callable[[], Array], what: str) -> None:  # fmt: skip
-    """Begins a copy of `count` bytes to offset `dst` of each block, completing on the barrier at `bar_at` of each."""
+    """Begins a copy of `count` bytes to each of `targets_of`."""
+    blocks, owners, dst, bar_at = targets
     cluster = g.block.cluster
     knowledge = g.block.knowledge(warp)
-    for block in blocks:
+    for block, owner in zip(blocks, owners, strict=True):
         block.shared.check(dst, dst + count)
-        bar = block.mbarrier(bar_at, knowledge)
+        bar = owner.mbarrier(bar_at, knowledge)
         bar.check_visible(knowledge)
         words = covering(dst, count)
         block.shared.order_write(words, knowledge.all)
         _check_fenced(g, block.shared, words, knowledge)
         bar.issued += 1
         stamp = bar.issued
-        block.shared.stamp_write(words, bar.agent, stamp, False)
+        block.shared.write(words, bar.agent, stamp, False)
 
         def complete(block: Any = block, bar: Any = bar, stamp: int = stamp) -> None:
             chunks = swizzled_chunks(dst, count // 16, span)
@@ -110,16 +111,19 @@ def start_load(g: Any, warp: int, blocks: list[Any], dst: int, bar_at: int, coun
         cluster.start(Pending(complete, what))
 
 
-def _targets(g: Any, dst: int, bar_at: int, mask: int) -> tuple[list[Any], int, int]:
-    """(blocks, offset of the data, offset of the barrier) of a copy; `mask` is -1 for one that is no multicast."""
+def targets_of(g: Any, dst: int, bar_at: int, mask: int, paired: bool = False) -> tuple[list[Any], list[Any], int, int]:
+    """(blocks, the blocks of their barriers, offset of the data, of the barrier); `mask` is -1 if it is no multicast.
+
+    A `paired` copy may complete on the barrier of the block's peer: of a pair, the one that the address names.
+    """
     block, local = resolve_block(g, np.array([dst]))
     bar_block, bar_local = resolve_block(g, np.array([bar_at]))
-    if bar_block is not block:
+    if bar_block is not block and not (paired and bar_block.rank ^ block.rank == 1):
         raise UnknownInstruction("a copy to one block's shared memory that completes on another's barrier")
-    if mask < 0:
-        return [block], int(local[0]), int(bar_local[0])
-    blocks = [b for b in g.block.cluster.blocks if mask >> b.rank & 1]
-    return blocks, int(local[0]), int(bar_local[0])
+    every = g.block.cluster.blocks
+    blocks = [block] if mask < 0 else [b for b in every if mask >> b.rank & 1]
+    owners = [every[b.rank & ~1 | bar_block.rank & 1] for b in blocks] if paired else blocks
+    return blocks, owners, int(local[0]), int(bar_local[0])
 
 
 @effect(*(f"cp.async.bulk.tensor.{n}d.{s}.global" for n in range(1, 6) for s in ("shared::cta", "shared::cluster")))
@@ -131,6 +135,7 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
     to, map_at, bar_at = address(program, dst), address(program, box), address(program, bar)
     coords = [source(program, c, "s32") for c in box.coords]
     mask = source(program, instr.args[3], "u16") if "multicast::cluster" in instr.parts else None
+    paired = "cta_group::2" in instr.parts
 
     def run(g: Any, m: Any) -> None:
         tos = to(g, m).tolist()
@@ -142,12 +147,12 @@ def tensor_load(instr: Instr, program: Any) -> Handler:
             tensor, corner = _map_of(g, warp, map_), tuple(corner_)
             if len(corner) != len(tensor.sizes):
                 raise BadDescriptor(f"{len(corner)} coordinates for a tensor map of {len(tensor.sizes)} dimensions")
-            blocks, local, bar_local = _targets(g, dst_at, bar_, multicast)
-            if local % 128:
-                raise Misaligned(f"shared address {local:#x} of a tensor copy: 128 bytes are taken")
+            targets = targets_of(g, dst_at, bar_, multicast, paired)
+            if dst_at % 128:
+                raise Misaligned(f"shared address {dst_at:#x} of a tensor copy: 128 bytes are taken")
             memory = g.block.launch.memory
             what = f"tensor copy of box {tensor.box} at {corner} ({instr.where()})"
-            start_load(g, warp, blocks, local, bar_local, tensor.nbytes, tensor.swizzle,
+            start_load(g, warp, targets, tensor.nbytes, tensor.swizzle,
                        functools.partial(tensor.load, memory, corner), what)  # fmt: skip
 
     return run
@@ -166,12 +171,11 @@ def plain_load(instr: Instr, program: Any) -> Handler:
         for warp, dst, frm, n, bar, multicast in _once_a_warp(
             g, m, tos, src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist(), masks
         ):
-            blocks, local, bar_local = _targets(g, dst, bar, multicast)
-            _check_plain(local, frm, n)
+            _check_plain(dst, frm, n)
             check_finished(g, warp, frm, frm + n)
             found = g.block.launch.memory.find(frm, n)
             fetch = functools.partial(_copy, found.data, frm - found.start, n)
-            start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
+            start_load(g, warp, targets_of(g, dst, bar, multicast), n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 
@@ -195,11 +199,11 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
         for warp, dst, frm, n, bar in _once_a_warp(
             g, m, to(g, m).tolist(), src(g, m).tolist(), pick(size(g), m).tolist(), bar_at(g, m).tolist()
         ):
-            blocks, local, bar_local = _targets(g, dst, bar, -1)
-            _check_plain(local, frm, n)
+            frm = own_offset(g, frm)
+            _check_plain(dst, frm, n)
             read_shared(g, warp, frm, n)
             fetch = functools.partial(_copy, g.block.shared.data, frm, n)
-            start_load(g, warp, blocks, local, bar_local, n, 0, fetch, f"bulk copy ({instr.where()})")
+            start_load(g, warp, targets_of(g, dst, bar, -1), n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 
@@ -240,7 +244,7 @@ def tensor_store(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> None:
         at = [pick(c(g), m).tolist() for c in coords]
         for warp, map_, start, *corner in _once_a_warp(g, m, map_at(g, m).tolist(), frm(g, m).tolist(), *at):
-            tensor = _map_of(g, warp, map_)
+            tensor, start = _map_of(g, warp, map_), own_offset(g, start)
             if start % 128:
                 raise Misaligned(f"shared address {start:#x} of a tensor copy: 128 bytes are taken")
             read_shared(g, warp, start, tensor.nbytes)
@@ -273,6 +277,7 @@ def plain_store(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         for warp, dst, src, n in _once_a_warp(g, m, to(g, m).tolist(), frm(g, m).tolist(), pick(size(g), m).tolist()):
+            src = own_offset(g, src)
             _check_plain(src, dst, n)
             if n == 0:
                 continue

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from composattn.emulator.opcodes import access, bulk, lanes, matrix, synchronise  # noqa: F401  (they fill the tables)
+from composattn.emulator.opcodes import (  # noqa: F401  (they fill the tables)
+    access,
+    bulk,
+    cancel,
+    lanes,
+    matrix,
+    synchronise,
+    tensor_access,
+    tensor_mma,
+)
 from composattn.emulator.opcodes.registry import EFFECTS, SYNCS, Maker, find
 from composattn.emulator.ptx import Instr
 

@@ -91,8 +91,13 @@ def address(program: Program, operand: Operand) -> Callable[[Any, Any], Array]:
         raise UnknownInstruction(f"{operand} is not a memory operand")
     base, offset = operand.base, operand.offset
     if isinstance(base, Sym):
-        at = program.address(base.name) + offset
-        return lambda g, m: np.full(g.lanes if m is True else int(np.count_nonzero(m)), at, np.int64)
+        at, shared = program.address(base.name) + offset, base.name in program.shared_offset
+
+        def symbol(g: Any, m: Any) -> Array:
+            where = at + g.block.shared_base if shared else at
+            return np.full(g.lanes if m is True else int(np.count_nonzero(m)), where, np.int64)
+
+        return symbol
     if isinstance(base, Imm):
         value = base.value + offset
         return lambda g, m: np.full(g.lanes if m is True else int(np.count_nonzero(m)), value, np.int64)

@@ -15,7 +15,7 @@ from composattn.emulator.findings import (
     UnknownInstruction,
 )
 from composattn.emulator.gang import Wait, together
-from composattn.emulator.opcodes.access import resolve_block
+from composattn.emulator.opcodes.access import own_offset, resolve_block
 from composattn.emulator.opcodes.registry import (
     Handler,
     address,
@@ -60,6 +60,7 @@ def init(instr: Instr, program: Any) -> Handler:
             warp = int(g.lane_warp[lane])
             if addr % 8:
                 raise Misaligned(f"mbarrier address {addr:#x}")
+            addr = own_offset(g, addr)
             block.shared.check(addr, addr + 8)
             old = block.mbarriers.get(addr)
             if old is not None and old.in_use:
@@ -87,8 +88,9 @@ def invalidate(instr: Instr, program: Any) -> Handler:
             block, bar = barrier_at(g, addr, int(g.lane_warp[lane]))
             if bar.in_use:
                 raise BarrierMisuse(f"{bar} is invalidated while in use")
-            del block.mbarriers[addr]
-            block.shared.forget(addr)
+            local = own_offset(g, addr)
+            del block.mbarriers[local]
+            block.shared.forget(local)
 
     return run
 
@@ -193,11 +195,17 @@ def _barrier_operands(instr: Instr, program: Any) -> tuple[Any, Any]:
     return number, source(program, args[1], "u32") if len(args) > 1 else None
 
 
-def _uniform(row: Array, m: Any, what: str) -> int:
-    values = pick(row, m)
-    if (values != values[0]).any():
-        raise CollectiveMismatch(f"{what} differs between lanes")
-    return int(values[0])
+def _by_barrier(g: Any, m: Any, number: Array, threads: Array | None) -> list[tuple[NamedBarrier, int, list[int]]]:
+    """(barrier, threads that it is used with, warps) of each barrier that warps of the gang name."""
+    warps = g.lane_warp[g.active(m)].tolist()
+    counts = [g.block.warps * 32] * len(warps) if threads is None else pick(threads, m).tolist()
+    asked = sorted(set(zip(warps, pick(number, m).tolist(), counts, strict=True)))
+    if len(asked) > len(set(warps)):
+        raise CollectiveMismatch("the barrier, or the number of threads, differs between lanes of a warp")
+    out: dict[tuple[int, int], list[int]] = {}
+    for warp, barrier, count in asked:
+        out.setdefault((barrier, count), []).append(warp)
+    return [(g.block.barrier(barrier), count, members) for (barrier, count), members in out.items()]
 
 
 def _join_barrier(g: Any, bar: NamedBarrier, warps: list[int], expected: int) -> int:
@@ -220,28 +228,32 @@ def arrive_numbered(instr: Instr, program: Any) -> Handler:
     number, threads = _barrier_operands(instr, program)
 
     def run(g: Any, m: Any) -> None:
-        bar = g.block.barrier(_uniform(number(g), m, "the barrier"))
-        _join_barrier(g, bar, g.active_warps(m), _uniform(threads(g), m, "the number of threads"))
+        for bar, expected, warps in _by_barrier(g, m, number(g), threads(g)):
+            _join_barrier(g, bar, warps, expected)
 
     return run
 
 
 @sync("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync")
 def sync_numbered(instr: Instr, program: Any) -> Handler:
+    """Warps of a gang may name barriers of their own: the gang goes on when all are over."""
     words_of(program, instr.op, {"bar", "barrier", "cta", "sync", "aligned"}, instr)
     number, threads = _barrier_operands(instr, program)
 
     def run(g: Any, m: Any) -> Wait | None:
-        bar = g.block.barrier(_uniform(number(g), m, "the barrier"))
         if g.ticket is None:
-            expected = _uniform(threads(g), m, "the number of threads") if threads else g.block.warps * 32
-            g.ticket = _join_barrier(g, bar, g.active_warps(m), expected)
-        ticket = g.ticket
-        if bar.phase <= ticket:
-            return Wait(lambda: bar.phase > ticket, lambda: str(bar))
+            named = _by_barrier(g, m, number(g), threads(g) if threads else None)
+            g.ticket = [(bar, _join_barrier(g, bar, warps, count), warps) for bar, count, warps in named]
+        tickets = g.ticket
+        if any(bar.phase <= phase for bar, phase, _ in tickets):
+            return Wait(
+                lambda: all(bar.phase > phase for bar, phase, _ in tickets),
+                lambda: "; ".join(str(bar) for bar, phase, _ in tickets if bar.phase <= phase),
+            )
         g.ticket = None
-        for w in g.active_warps(m):
-            g.block.knowledge(w).join(bar.released)
+        for bar, _, warps in tickets:
+            for w in warps:
+                g.block.knowledge(w).join(bar.released)
         return None
 
     return run

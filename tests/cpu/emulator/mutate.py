@@ -82,6 +82,11 @@ def _further(text: str) -> str:
     return re.sub(r", (\d+)\s*;$", lambda m: f", {int(m[1]) + 1};", text)
 
 
+def _other_column(text: str) -> str:
+    """Tensor memory one column further."""
+    return re.sub(r"\[([%\w$]+)(?:\s*\+\s*(-?\d+))?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + 1}]", text, count=1)
+
+
 _SHIFTED = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
 
 
@@ -98,15 +103,25 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("barrier dropped", r"bar(rier)?(\.cta)?\.sync", lambda t: ""),
     ("proxy fence dropped", r"fence\.proxy\.async", lambda t: ""),
     ("init fence dropped", r"fence\.mbarrier_init", lambda t: ""),
-    ("commit dropped", r"wgmma\.commit_group|cp\.async\.bulk\.commit_group", lambda t: ""),
+    ("commit dropped", r"wgmma\.commit_group|cp\.async\.bulk\.commit_group|tcgen05\.commit", lambda t: ""),
     ("registers kept", r"setmaxnreg\.dec", lambda t: ""),
     ("wgmma fence dropped", r"wgmma\.fence", lambda t: ""),
+    ("tensor wait dropped", r"tcgen05\.wait", lambda t: ""),
+    ("tensor fence dropped", r"tcgen05\.fence", lambda t: ""),
+    ("columns kept", r"tcgen05\.dealloc", lambda t: ""),
+    ("column wrong", r"tcgen05\.(ld|st|mma)", _other_column),
     ("coordinate wrong", r"cp\.(reduce\.)?async\.bulk\.tensor", _other_coordinate),
     ("comparison off by one", r"setp\.(l[tes]|g[te]|lo|h[is])\.[su]\d", _other_side),
 )
 
 
-TIMELESS = {"coordinate wrong", "comparison off by one", "descriptor wrong"}  # wrong in every mode or in none
+TIMELESS = {
+    "coordinate wrong",
+    "comparison off by one",
+    "descriptor wrong",
+    "column wrong",
+    "columns kept",
+}  # wrong in every mode or in none
 
 
 def mutants(text: str) -> Iterator[Mutant]:
@@ -126,17 +141,16 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 
 def _descriptor_steps(kernel: Kernel) -> list[Instr]:
-    """Additions of a literal whose result is a matrix descriptor, or becomes half of one."""
+    """Where a literal is put to what becomes a matrix descriptor, or half of one."""
     wanted: set[Operand] = set()
     for instr in kernel.code:
-        if instr.op.startswith("wgmma.mma_async"):
+        if instr.op.startswith(("wgmma.mma_async", "tcgen05.mma")):
             wanted |= {a for a in instr.args[1:3] if isinstance(a, Reg)}
     for instr in kernel.code:
         if instr.op == "mov.b64" and instr.args[0] in wanted and isinstance(instr.args[1], Vec):
             wanted |= set(instr.args[1].items)
-    return [
-        i for i in kernel.code if i.op in ("add.s32", "add.s64") and i.args[0] in wanted and isinstance(i.args[2], Imm)
-    ]
+    steps = ("add.s32", "add.s64", "or.b64")
+    return [i for i in kernel.code if i.op in steps and i.args[0] in wanted and isinstance(i.args[2], Imm)]
 
 
 def judge(

@@ -127,3 +127,46 @@ def test_boxes_are_cut_at_the_edges_of_the_tensor_and_filled_with_zeros() -> Non
     want = np.zeros((4, 8), np.uint32)
     want[:2, 2:] = source[8:, :6]
     np.testing.assert_array_equal(out.reshape(4, 8), want)
+
+
+# A block counts itself, then each block that it takes over, until there is none.
+COUNT = "mul.wide.u32 %d3, %r20, 4; add.u64 %d3, %d1, %d3; @%p1 red.global.add.u32 [%d3], 1;"
+TAKE_OVER = f"""
+mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; ld.param.u64 %d1, [p0]; mov.u32 %r20, %ctaid.x; mov.u32 %r21, 0;
+@%p1 mbarrier.init.shared.b64 [smem+16], 1; fence.mbarrier_init.release.cluster; bar.sync 0;
+L: {COUNT}
+@%p1 mbarrier.arrive.expect_tx.shared.b64 %d9, [smem+16], 16;
+@%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [smem], [smem+16];
+{{ .reg .pred P; W: mbarrier.try_wait.parity.shared.b64 P, [smem+16], %r21; @P bra D; bra W; D: }}
+ld.shared.v2.b64 {{%d5, %d6}}, [smem];
+{{ .reg .b128 handle; mov.b128 handle, {{%d5, %d6}};
+clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, handle;
+clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {{%r20, %r22, %r23, _}}, handle; }}
+xor.b32 %r21, %r21, 1; fence.proxy.async.shared::cta; bar.sync 0; @%p2 bra L;
+"""
+
+
+def taken_over(body: str, mode: Mode) -> Any:
+    out = np.zeros(9, np.uint32)
+    execute(module(body, 1, threads=64, shared=64), [out], threads=64, grid=9, mode=mode)
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_blocks_that_take_over_others_do_every_block_once(mode: Mode) -> None:
+    assert taken_over(TAKE_OVER, mode).tolist() == [1] * 9
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_response_is_waited_for(mode: Mode) -> None:
+    wait = "W: mbarrier.try_wait.parity.shared.b64 P, [smem+16], %r21; @P bra D; bra W; D:"
+    with pytest.raises((findings.SharedRace, findings.UninitialisedShared)):
+        taken_over(TAKE_OVER.replace(wait, ""), mode)
+    with pytest.raises(findings.Misaligned):
+        taken_over(TAKE_OVER.replace("[smem], [smem+16]", "[smem+8], [smem+16]"), mode)
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE], ids=str)
+def test_a_response_is_not_written_over_what_is_read(mode: Mode) -> None:
+    with pytest.raises(findings.SharedRace):
+        taken_over(TAKE_OVER.replace("fence.proxy.async.shared::cta; bar.sync 0;", ""), mode)

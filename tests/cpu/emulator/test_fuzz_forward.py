@@ -1,4 +1,4 @@
-"""Random calls of the forward kernel, emulated in four modes: within the tolerance, and the same bits in each."""
+"""Random calls of the forward kernels, emulated in four modes: within the tolerance, and the same bits in each."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ SPACE = Space(
     dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 96, 128), longest=200, kv_heads=(1, 2), groups=(1, 2),
     batches=(1, 2), gradients=False, learned=False,
 )  # fmt: skip
+BACKENDS = {"hopper-emulated": 4, "blackwell-emulated": 2}  # calls by default: seconds each, nearly all to compile
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
-def held_in_every_mode(seed: int) -> None:
+def held_in_every_mode(seed: int, backend: str) -> None:
     from composattn.backends.fused.emulated import emulating
 
     case = random_case(seed, SPACE)
-    attend = functools.partial(ca.attention, backend="hopper-emulated")
+    attend = functools.partial(ca.attention, backend=backend)
     results = []
     try:
         for mode in MODES:
@@ -51,12 +52,13 @@ def seeds(count: int) -> list[int]:
     return [draw.randrange(2**31) for _ in range(count)]
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_random_calls(number: int) -> None:
-    held_in_every_mode(seeds(4)[number])
+@pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
+def test_random_calls(number: int, backend: str) -> None:
+    held_in_every_mode(seeds(4)[number], backend)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(200))
-def test_many_random_calls(number: int) -> None:
-    held_in_every_mode(seeds(200)[number])
+def test_many_random_calls(number: int, backend: str) -> None:
+    held_in_every_mode(seeds(200)[number], backend)

@@ -1,11 +1,13 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
-`python -m tests.cpu.emulator.test_mutations [forward|backward] [head dim]` prints every verdict (docs/emulator.md).
+`python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell] [head dim]` prints every verdict, see
+docs/emulator.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections import Counter
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
@@ -63,13 +65,13 @@ class Calls:
         return call
 
 
-def forward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
+def forward_trial(dim: int, *shape: int, target: Target = HOPPER) -> tuple[str, Trial]:
     from composattn.backends.fused.launch import ForwardLauncher
     from composattn.backends.fused.plan import plan_forward
 
     q, k, v, _ = _inputs(dim, *shape)
     calls = Calls()
-    plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, HOPPER)
+    plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, target)
     out, lse, _ = ForwardLauncher(plan, calls.kernel_of)(q, k, v, dim**-0.5)
     results = out, lse
     return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
@@ -119,7 +121,11 @@ def _trial(
     return kernel.kernel.text, Trial(launch, same)
 
 
-TRIALS = {"forward": forward_trial, "backward": backward_trial}
+TRIALS = {
+    "forward": forward_trial,
+    "backward": backward_trial,
+    "blackwell": functools.partial(forward_trial, target=BLACKWELL),
+}
 
 
 def verdicts(direction: str, dim: int) -> Iterator[Verdict]:

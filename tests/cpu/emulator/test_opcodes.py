@@ -366,6 +366,8 @@ FLOAT = {op: case for op in OPCODES if (case := float_case(op)) is not None}
 COMPARISONS = [op for op in OPCODES if op.startswith(("setp.", "set."))]
 CONVERSIONS = [op for op in OPCODES if op.startswith("cvt.")]
 PACKED = [op for op in OPCODES if op.endswith(("f16x2", "bf16x2")) and not op.startswith("cvt.")]
+PAIRED = [op for op in OPCODES if op.endswith("f32x2")]
+THREE = [op for op in OPCODES if op.endswith(":3")]
 BY_HAND = {"mov.f32", "mov.f64", "selp.f32", "selp.f64", "copysign.f32"}
 
 
@@ -523,6 +525,28 @@ def test_packed_halves(op: str) -> None:
     torch.testing.assert_close(mine, want, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("op", sorted(PAIRED))
+def test_pairs_of_floats(op: str) -> None:
+    """Each half is what the instruction for one float gives."""
+    count = len(OPCODES[op].inputs)
+    rng = np.random.default_rng(4)
+    pairs = [np.stack([random_bits("f32", rng) for _ in range(2)], 1) for _ in range(count)]
+    operands = "".join(f", {{{c}}}" for c in "abc"[:count])
+    got = apply(f"{op} {{d}}{operands}", "b64", [("b64", x.view(np.uint64).reshape(-1)) for x in pairs])
+    for half in (0, 1):
+        alone = [("f32", np.ascontiguousarray(x[:, half])) for x in pairs]
+        want = apply(f"{op.removesuffix('x2')} {{d}}{operands}", "f32", alone)
+        np.testing.assert_array_equal(got.view(np.uint32).reshape(32, 2)[:, half], want)
+
+
+@pytest.mark.parametrize("op", sorted(THREE))
+def test_the_largest_and_smallest_of_three(op: str) -> None:
+    name = op.removesuffix(":3")
+    fn = BINARY[name.split(".")[0]]
+    two = poison(fn) if "NaN" in name else fn
+    check(name, "f32", ["f32"] * 3, lambda a, b, c: two(two(a, b), c))
+
+
 def test_float_moves_and_selects() -> None:
     rng = np.random.default_rng(2)
     x, y, p = (random_bits(k, rng) for k in ("f32", "f32", "p"))
@@ -541,5 +565,5 @@ def test_float_moves_and_selects() -> None:
 
 
 def test_every_arithmetic_row_has_a_test() -> None:
-    tested = {*INTEGER, *FLOAT, *COMPARISONS, *CONVERSIONS, *PACKED, *BY_HAND}
+    tested = {*INTEGER, *FLOAT, *COMPARISONS, *CONVERSIONS, *PACKED, *PAIRED, *THREE, *BY_HAND}
     assert set(OPCODES) - tested == set()

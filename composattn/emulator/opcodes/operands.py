@@ -1,0 +1,176 @@
+"""Matrix operands in shared memory: descriptors, the canonical layouts they name, reading them, products of two.
+
+Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "TensorCore 5th Generation Family Instructions"
+(matrix-descriptor formats, canonical layouts by major-ness and swizzle: the same for both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from composattn.emulator.findings import BadDescriptor, MissingProxyFence
+from composattn.emulator.opcodes.floats import E4M3, E5M2, bf16_to_f32
+
+Array = np.ndarray[Any, Any]
+ELEMENT = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}
+_SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}  # of wgmma, bits 62 and 63
+_SWIZZLE_5 = {0: 0, 2: 128, 4: 64, 6: 32}  # of tcgen05, bits 61 to 63
+
+
+def decode(kind: str, raw: Array) -> Array:
+    """Bytes (last axis) to float32 values."""
+    if kind == "bf16":
+        return bf16_to_f32(raw.view(np.uint16))
+    if kind == "f16":
+        return raw.view(np.float16).astype(np.float32)
+    return (E4M3 if kind == "e4m3" else E5M2)[raw]
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """The fields of a shared-memory matrix descriptor, in bytes."""
+
+    start: int
+    leading: int
+    stride: int
+    swizzle: int
+
+    @staticmethod
+    def of(bits: int) -> Descriptor:
+        if bits >> 49 & 7:
+            raise BadDescriptor(f"matrix descriptor {bits:#x} with base offset {bits >> 49 & 7}: not emulated")
+        return Descriptor._with(bits, _SWIZZLE[bits >> 62 & 3])
+
+    @staticmethod
+    def of_tcgen05(bits: int) -> Descriptor:
+        if bits >> 49 & 15 or bits >> 46 & 3 != 1 or bits >> 61 & 7 not in _SWIZZLE_5:
+            raise BadDescriptor(
+                f"matrix descriptor {bits:#x}: its version must be 1, a base offset, an absolute leading dimension and "
+                f"layout {bits >> 61 & 7} are not emulated"
+            )
+        return Descriptor._with(bits, _SWIZZLE_5[bits >> 61 & 7])
+
+    @staticmethod
+    def _with(bits: int, swizzle: int) -> Descriptor:
+        return Descriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, swizzle)
+
+
+@lru_cache(maxsize=4096)
+def chunks_of(desc: Descriptor, rows: int, element: int, k_major: bool) -> Array:
+    """16-byte chunks of an operand: [row, 2] if K is contiguous, else [k, rows / 8] (eight rows a chunk)."""
+    span = desc.swizzle or 16
+    if k_major:
+        row, part = np.arange(rows)[:, None], np.arange(2)[None, :]
+        column = part * (16 if desc.swizzle else desc.leading)
+        offset = row % 8 * span + row // 8 * desc.stride + column
+    else:
+        if element != 2:
+            raise BadDescriptor("8-bit operands must have K contiguous")
+        k, group = np.arange(16)[:, None], np.arange(rows // 8)[None, :]
+        per = span // 16
+        if desc.swizzle:
+            offset = group % per * 16 + group // per * desc.leading + k % 8 * span + k // 8 * desc.stride
+        else:
+            offset = group * desc.stride + k % 8 * 16 + k // 8 * desc.leading
+    chunk = (desc.start + offset) // 16
+    if desc.swizzle:
+        chunk = chunk ^ ((chunk >> 3) & (desc.swizzle // 16 - 1))
+    return chunk
+
+
+@lru_cache(maxsize=4096)
+def words_of_chunks(desc: Descriptor, rows: int, element: int, k_major: bool) -> Array:
+    chunk = chunks_of(desc, rows, element, k_major)
+    return (chunk.reshape(-1)[:, None] * 4 + np.arange(4)).reshape(-1)
+
+
+@dataclass
+class Operand:
+    """A matrix operand in shared memory."""
+
+    desc: Descriptor
+    rows: int
+    kind: str
+    k_major: bool
+
+    def chunks(self) -> Array:
+        return chunks_of(self.desc, self.rows, ELEMENT[self.kind], self.k_major)
+
+    def words(self) -> Array:
+        return words_of_chunks(self.desc, self.rows, ELEMENT[self.kind], self.k_major)
+
+
+@dataclass
+class Multiply:
+    """One multiply under way: accumulator (+)= left @ right^T. `left` is an `Operand`, or what else its unit knows."""
+
+    accumulator: Any
+    accumulate: bool
+    left: Any
+    right: Operand
+    negate: bool
+
+
+def chains(ops: list[Any]) -> Iterator[list[Any]]:
+    """Runs of multiplies that go on in the same accumulator with operands of one form: each can be one product."""
+    at = 0
+    while at < len(ops):
+        first, end = ops[at], at + 1
+        while end < len(ops) and ops[end].accumulate and _alike(first, ops[end]):
+            end += 1
+        yield ops[at:end]
+        at = end
+
+
+def _alike(a: Multiply, b: Multiply) -> bool:
+    return (a.accumulator, a.negate, _form(a.left), _form(a.right)) == (
+        b.accumulator, b.negate, _form(b.left), _form(b.right))  # fmt: skip
+
+
+def _form(side: Any) -> Any:
+    return (
+        (type(side), side.kind, side.k_major) if isinstance(side, Operand) else (type(side), getattr(side, "kind", ""))
+    )
+
+
+def gather(shared: Any, operands: list[Operand]) -> Array:
+    """[rows, K of all operands] as float32."""
+    first = operands[0]
+    pairs = shared.views[8].reshape(-1, 2)
+    axis = 1 if first.k_major else 0
+    index = np.concatenate([o.chunks() for o in operands], axis) if len(operands) > 1 else first.chunks()
+    raw = np.ascontiguousarray(pairs[index]).view(np.uint8).reshape(index.shape[0], -1)
+    values = decode(first.kind, raw)
+    return values if first.k_major else values.T
+
+
+def read_operand(block: Any, operand: Operand, knows: Array, fenced: Array, agent: int, clock: int) -> None:
+    """Notes that `agent` reads it. Whoever starts that must know of the writes; plain ones must have been fenced."""
+    memory = block.shared
+    words = operand.words()
+    memory.check(int(words.min()) * 4, int(words.max()) * 4 + 4)
+    memory.order_read(words, knows)
+    plain = memory.plain[words]
+    if plain.any():
+        late = plain & (memory.written[words] > fenced[memory.writer[words]])
+        if late.any():
+            first = int(words[late][0])
+            raise MissingProxyFence(
+                f"{int(late.sum())} words from shared address {first * 4:#x} were written by plain stores of "
+                f"{block.cluster.agent_name(int(memory.writer[first]))} with no fence.proxy.async before this multiply"
+            )
+    memory.stamp_read(words, agent, clock)
+
+
+def product(left: Array, right: Array) -> Array:
+    """left @ right.T in slices of K that BLAS does in one thread: its threads cost more than these sizes are worth."""
+    step = max(16, 4096 // right.shape[0] // 16 * 16)
+    out = left[:, :step] @ right[:, :step].T
+    for k in range(step, left.shape[1], step):
+        out += left[:, k : k + step] @ right[:, k : k + step].T
+    return out
