@@ -144,7 +144,8 @@ def eight_causal_documents(case: Case, device: torch.device) -> Pattern:
 class Case:
     """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said.
 
-    `page_size`: the keys lie in pages of so many rows, in no order; 0: together.
+    `page_size`: the keys lie in pages of so many rows, in no order; 0: together. `in_graph`: a CUDA graph of the
+    call is replayed, as servers do where the host would be what takes the time.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Case:
     kv_len: int = 0
     v_dim: int = 0
     page_size: int = 0
+    in_graph: bool = False
     direction: Direction = "forward"
     measure: Measure = "tflops"
     dtype: torch.dtype = field(default=torch.bfloat16)
@@ -198,6 +200,7 @@ class Case:
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 # batch, tokens, query heads, key/value heads: the last two have fewer tiles of keys than a GPU has multiprocessors
 GROUPS = ((2, 8192, 24, 3), (2, 8192, 32, 4), (1, 4096, 32, 4), (1, 4096, 16, 2))
+DECODED = ((1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (128, 1024), (128, 4096))
 HIDDEN = 2048
 TOKENS = 16384
 
@@ -250,6 +253,15 @@ def _all() -> Iterable[Case]:
         for batch, length, heads, kv_heads in GROUPS:
             yield _grouped(direction, batch, length, heads, kv_heads, causal)
         yield _grouped(direction, 2, 8192, 24, 3, full)
+    for dim, length in itertools.product((64, 128), (128, 256, 512, 1024)):
+        name = f"forward D{dim} B16 S{length} causal, in a graph"
+        yield Case(name, ("graph",), causal, batch=16, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)
+    for (batch, kv_len), (heads, kv_heads) in itertools.product(DECODED, ((64, 8), (40, 8))):
+        name = f"decode B{batch} q1 kv{kv_len} GQA {heads}/{kv_heads} D128, in a graph"
+        yield Case(
+            name, ("decode grid",), full, batch, heads, q_len=1, dim=128, kv_heads=kv_heads, kv_len=kv_len,
+            measure="tbps", in_graph=True,
+        )  # fmt: skip
     for batch, kv_len in ((16, 32768), (1, 131072)):
         for page_size in (0, 16, 64, 256):
             yield Case(
@@ -302,7 +314,19 @@ def _all() -> Iterable[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(_all())
-SETS: tuple[str, ...] = ("core", "forward", "backward", "mods", "gqa", "decode", "host", "memory", "smoke")
+SETS: tuple[str, ...] = (
+    "core",
+    "forward",
+    "backward",
+    "mods",
+    "gqa",
+    "decode",
+    "decode grid",
+    "graph",
+    "host",
+    "memory",
+    "smoke",
+)
 
 
 def select(sets: Iterable[str], only: str | None = None) -> list[Case]:

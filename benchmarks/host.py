@@ -5,6 +5,8 @@
 A row is an entry (ready mods made at each call, lambdas, flex_attention with and without a BlockMask, the module, a
 planned Attention); peers do the same call in their own way in the same run, in turns. Times are until the host has
 issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no kernel is waited for.
+
+    python benchmarks/host.py --count        with no GPU: the calls that Python makes, and time, kernels left out
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
 import composattn as ca  # noqa: E402
+from benchmarks.host_work import Calls, calls_of, without_kernels  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
 from benchmarks.timing import host_stopwatch, interleaved  # noqa: E402
@@ -37,8 +40,8 @@ Call = Callable[[], Any]
 class Inputs:
     """Tensors of one layer, with or without gradients."""
 
-    def __init__(self, device: torch.device, grad: bool, length: int = 128) -> None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(self, device: torch.device, grad: bool, length: int = 128, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         made = [torch.randn(1, 2, length, 64, device=device).to(dtype) for _ in range(4)]
         self.q, self.k, self.v = (t.requires_grad_(grad) for t in made[:3])
         self.dout, self.length, self.device = made[3], length, device
@@ -145,6 +148,27 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def counted(rounds: int = 40) -> Iterator[tuple[str, Calls, float]]:
+    """Each entry of ours with kernels left out: calls, and the least of many times, in µs, of this processor."""
+    with without_kernels(lambda plan: lambda *arguments: None):
+        for grad in (False, True):
+            x = Inputs(torch.device("cpu"), grad, dtype=torch.bfloat16)
+            x.ids = -x.ids  # ascending ones take a way on a CPU that a GPU does not
+            for name, calls in entries(x).items():
+                run = _with_backward(calls[OURS], x) if grad else calls[OURS]
+                with torch.set_grad_enabled(grad):
+                    found = calls_of(run)
+                    times = [_seconds(run, 50) for _ in range(rounds)]
+                yield _name(name, grad), found, 1e6 * min(times, default=0.0)
+
+
+def _seconds(run: Callable[[], object], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - start) / count
+
+
 def _name(entry: str, grad: bool) -> str:
     return f"host {'forward and backward' if grad else 'forward'}: {entry}"
 
@@ -228,8 +252,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="of compiled code, each with a new mask")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", action="store_true", help="calls of Python and time, kernels left out; no GPU")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.count:
+        for name, calls, us in counted():
+            print(f"{name:106} {calls.python:4} functions of Python {calls.c:4} of C {us:7.1f} µs")
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {**provenance(device), "rows": timed(options.rounds, device)}
     save(result, options.out)

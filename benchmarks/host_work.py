@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
+from composattn import backends
+from composattn.analysis.program import Program
 from composattn.backends import Call
 from composattn.backends.fused.arguments import (
     ForwardArguments,
@@ -29,6 +34,7 @@ from composattn.backends.fused.arguments import (
 from composattn.backends.fused.call import FusedCall
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
+from composattn.dispatch import kept
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 
@@ -51,6 +57,47 @@ def copied(arguments: Any) -> Any:
     if isinstance(arguments, tuple):
         return tuple(copied(a) for a in arguments)
     return arguments.clone() if isinstance(arguments, torch.Tensor) else arguments
+
+
+@contextmanager
+def without_kernels(kernel_of: Callable[[Any], Any] = Recorded) -> Iterator[None]:
+    """Inside, new plans of every entry are an H200's, on CPU tensors; their kernels don't run."""
+
+    def prepare(problem: Problem, program: Program, scale: float) -> Call:
+        return FusedCall(problem, program, scale, HOPPER, kernel_of)
+
+    chosen = backends.choose
+    backends.choose = lambda name, problem: SimpleNamespace(prepare=prepare)  # type: ignore[assignment,return-value]
+    kept._plans.clear()
+    try:
+        yield
+    finally:
+        backends.choose = chosen
+        kept._plans.clear()
+
+
+class Calls(NamedTuple):
+    """What one call takes of the interpreter, whatever else the machine does."""
+
+    python: int  # functions
+    c: int
+
+
+def calls_of(call: Callable[[], object]) -> Calls:
+    """The calls that Python makes for one, after two others."""
+    found: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found[event] += 1
+
+    for _ in range(2):
+        call()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Calls(found["call"], found["c_call"] - 1)  # but for setprofile
 
 
 class HostOnly(ca.Attention):

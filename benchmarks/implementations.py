@@ -219,7 +219,7 @@ class FlashAttention4:
         if pattern.alibi_slopes is not None:
             if case.direction == "backward":
                 raise NotServed("the gradient of a score mod has to be written by hand")
-            options["score_mod"] = _cute_alibi(case.heads)
+            options["score_mod"] = cute_alibi(case.heads)
         if case.measure == "tbps":
             options["num_splits"] = 0  # as its heuristic says
 
@@ -318,7 +318,7 @@ def _first(result: Any) -> torch.Tensor:
 
 
 @functools.cache
-def _cute_alibi(heads: int) -> Callable[..., Any]:
+def cute_alibi(heads: int) -> Callable[..., Any]:
     """score - 2^(-8 (h + 1) / heads) · (q - kv), as flash-attn-4 wants its score mods."""
     from cutlass import Float32, cute
 

@@ -38,6 +38,7 @@ from benchmarks.timing import (  # noqa: E402
     Call,
     Stopwatch,
     Timing,
+    captured,
     host_stopwatch,
     interleaved,
     peak_extra_bytes,
@@ -121,6 +122,18 @@ def make_ready(
     return calls, errors, failed, case.visible_pairs(pattern, device)
 
 
+def in_graphs(case: Case, calls: dict[str, Call]) -> tuple[dict[str, Call], list[Row]]:
+    """Each call as the replay of its CUDA graph, and a row for each that can't be captured."""
+    found: dict[str, Call] = {}
+    failed: list[Row] = []
+    for name, call in calls.items():
+        try:
+            found[name] = captured(call)
+        except Exception as error:  # peers raise what they like
+            failed.append(error_row(case, name, error))
+    return found, failed
+
+
 def device_alive(device: torch.device) -> None:
     if device.type == "cuda":
         try:
@@ -158,6 +171,9 @@ def run_case(
     if yardstick is not None and case.measure == "tflops":
         calls[GEMM] = yardstick[0]
     stopwatch = host_stopwatch if case.measure == "host" else Stopwatch(device)
+    if case.in_graph and device.type == "cuda":
+        calls, refused = in_graphs(case, calls)
+        rows += refused
     with torch.set_grad_enabled(case.direction == "backward"):
         timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
     for name, timing in timings.items():

@@ -68,6 +68,20 @@ def host_stopwatch(call: Call, count: int) -> float:
     return elapsed
 
 
+def captured(call: Call) -> Call:
+    """Replays `call` from a CUDA graph: what is left is what the GPU does. Forward only."""
+    with torch.no_grad():
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    return graph.replay
+
+
 def summary(samples: list[float]) -> Timing:
     if len(samples) < 4:
         raise ValueError(f"a spread needs at least 4 rounds, got {len(samples)}")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import errors
-from .analysis.program import Program
 from .call.checks import refuse_keywords
-from .call.inputs import Inputs
+from .call.inputs import InputOptions, Inputs
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
+from .dispatch.held import Held
 from .dispatch.kept import planned_for
-from .dispatch.planned import Options, Planned, asked_for, refuse_flattened
-from .dispatch.spoken import Spoken, spoken
+from .dispatch.planned import CallOptions, asked_for
+from .dispatch.spoken import spoken
 from .mods.mask import Mask
 from .mods.score import Score
 
@@ -29,25 +27,11 @@ MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
 
 
-class _InputOptions(TypedDict, total=False):
-    varlen: Varlen | None
-    paged: Paged | None
-
-
-class _CallOptions(_InputOptions, total=False):
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    scale: float | None
-    backend: str | None
-    deterministic: bool | None
-    schedule: Schedule | None
-
-
 _Off = Literal[False]
 Tensor = torch.Tensor
 
 
-class Attention(Planned):
+class Attention(Held):
     """Attention with given mods, planned once and called many times.
 
         attn = Attention(score_mod=alibi(slopes) >> softcap(30.0), mask_mod=causal() & document(ids))
@@ -87,41 +71,18 @@ class Attention(Planned):
         refuse_keywords(unknown)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
-        self._begin(score, mask, (scale, backend, deterministic, schedule))
-
-    def _begin(self, score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> None:
-        self._state = score, mask, options
-        program = Program(None if score is None else score.expr, None if mask is None else mask.expr)
-        super().__init__(program, Options(*options))
-        self.scale, self.backend, self.deterministic, self.schedule = options
-        self.spoken: Spoken = spoken(score, mask, options)
-        self._number = operators.register(self)  # what compiled code knows this object by
-        self._seen = [_look(t) for t in self.spoken.tensors]
-        if not any(map(is_functorch_wrapped_tensor, self.spoken.tensors)):
-            program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._state
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._begin(*state)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What the score mod and the mask are called."""
-        score, mask, _ = self._state
-        return "identity" if score is None else score.name, "all" if mask is None else mask.name
+        super().__init__(score, mask, (scale, backend, deterministic, schedule))
 
     @overload  # type: ignore[override]
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
-        **options: Unpack[_InputOptions],
+        **options: Unpack[InputOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
-        **options: Unpack[_InputOptions],
+        **options: Unpack[InputOptions],
     ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
     def __call__(
@@ -148,25 +109,13 @@ class Attention(Planned):
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
         """
-        refuse_keywords(unknown)
+        if unknown:
+            refuse_keywords(unknown)
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return operators.call(inputs, self.spoken, self._number, asked)  # type: ignore[no-any-return]
-        if self._seen:
-            self._watch()
+            return operators.call(inputs, self.spoken, self.number, asked)  # type: ignore[no-any-return]
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
-
-    def _watch(self) -> None:
-        """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
-        refuse_flattened(self.spoken.tensors)
-        for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
-            if _look(tensor) != seen:
-                then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))
-                raise errors.CapturedTensorChanged(
-                    f"a captured tensor was {then} when this ca.Attention was made, and is {now}; make it anew, or use "
-                    "ca.attention or ca.nn.Attention, which look at the mods at each call"
-                )
 
     def explain(
         self,
@@ -192,21 +141,17 @@ class Attention(Planned):
         return f"Attention(score_mod={score}, mask_mod={mask})"
 
 
-def _look(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
-    **options: Unpack[_CallOptions],
+    **options: Unpack[CallOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
-    **options: Unpack[_CallOptions],
+    **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -238,7 +183,8 @@ def attention(
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
     """
-    refuse_keywords(unknown)
+    if unknown:
+        refuse_keywords(unknown)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
     options = (scale, backend, deterministic, schedule)
@@ -246,7 +192,7 @@ def attention(
     inputs = Inputs(q, k, v, varlen, paged)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         return operators.call(inputs, spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
-    planned, lending = planned_for(score, mask, *options)
+    planned, lending = planned_for(score, mask, options)
     if lending is None:
         return planned(inputs, asked)  # type: ignore[no-any-return]
     with lending:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,43 +44,59 @@ def flex_attention(
     `BlockMaskMismatch`; `UnsupportedOption` for `return_lse` with `return_aux`, or a BACKEND in `kernel_options` that
     torch does not know. Those tune torch's kernels; here they have no effect and warn.
     """
-    _check_options(return_lse, return_aux, kernel_options)
+    if return_aux is not None:
+        _check_aux(return_aux, return_lse)
     if kernel_options:
+        _check_kernel(kernel_options)
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
     if _is_dense(query) and _is_dense(key) and query.ndim == key.ndim == 4:
-        if query.shape[1] != key.shape[1] and not enable_gqa:
+        (batch, heads, *_), (kv_batch, kv_heads, *_) = query.shape, key.shape
+        if heads != kv_heads and not enable_gqa:
             raise errors.GroupMismatch(
-                f"{query.shape[1]} query heads and {key.shape[1]} key/value heads; pass enable_gqa=True to share heads"
+                f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
             )
-        if key.shape[0] == 1 and query.shape[0] > 1:
-            key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+        if kv_batch == 1 and batch > 1:
+            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
-    attend = partial(attention, score_mod=score_mod, mask_mod=mask, scale=scale, backend=backend)
     if return_aux is None:
-        return attend(query, key, value, return_lse=return_lse)
+        return attention(
+            query, key, value, score_mod=score_mod, mask_mod=mask, scale=scale, return_lse=return_lse, backend=backend
+        )
     from torch.nn.attention.flex_attention import AuxOutput
 
     asked = [name for name in ("lse", "max_scores") if getattr(return_aux, name)]
-    found = attend(query, key, value, return_lse=return_aux.lse, return_max_scores=return_aux.max_scores)
+    found = attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        mask_mod=mask,
+        scale=scale,
+        return_lse=return_aux.lse,
+        return_max_scores=return_aux.max_scores,
+        backend=backend,
+    )
     out, *more = found if asked else (found,)
     return out, AuxOutput(**dict(zip(asked, more, strict=True)))
 
 
-def _check_options(return_lse: bool, return_aux: Any, kernel_options: dict[str, Any] | None) -> None:
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxRequest
+def _check_aux(return_aux: Any, return_lse: bool) -> None:
+    from torch.nn.attention.flex_attention import AuxRequest
 
-        if not isinstance(return_aux, AuxRequest):
-            raise errors.UnsupportedOption(
-                f"return_aux is {return_aux!r}; pass torch's AuxRequest(lse=True, max_scores=True), or a part of it"
-            )
-        if return_lse:
-            raise errors.UnsupportedOption(
-                "return_lse and return_aux both say what to return; pass return_aux=AuxRequest(lse=True) alone"
-            )
-    kernel = (kernel_options or {}).get("BACKEND", "AUTO")
+    if not isinstance(return_aux, AuxRequest):
+        raise errors.UnsupportedOption(
+            f"return_aux is {return_aux!r}; pass torch's AuxRequest(lse=True, max_scores=True), or a part of it"
+        )
+    if return_lse:
+        raise errors.UnsupportedOption(
+            "return_lse and return_aux both say what to return; pass return_aux=AuxRequest(lse=True) alone"
+        )
+
+
+def _check_kernel(kernel_options: dict[str, Any]) -> None:
+    kernel = kernel_options.get("BACKEND", "AUTO")
     if kernel not in KERNELS:
         raise errors.UnsupportedOption(
             f"kernel_options name BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; a backend of ours is backend="
@@ -95,7 +110,7 @@ def _is_dense(x: Any) -> bool:
 
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[Any, Mask]] = weakref.WeakKeyDictionary()  # with the mask_mod it is for
 
 
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
@@ -103,6 +118,33 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
 
     Whether they do is found out once per BlockMask, at about the cost of having made it.
     """
+    compiling = torch.compiler.is_compiling()
+    known = None if compiling else _known_mask(block_mask)
+    if known is None:
+        _check(block_mask)
+    if block_mask.kv_num_blocks.device != query.device:
+        raise errors.BlockMaskMismatch(
+            f"block_mask lies on {block_mask.kv_num_blocks.device}, q on {query.device}; "
+            f'move it: block_mask.to("{query.device}")'
+        )
+    _check_extent(block_mask, query, key)
+    if compiling:
+        return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
+    if known is None:
+        known = _build(block_mask)
+        _known[block_mask] = block_mask.mask_mod, known
+    return known
+
+
+def _known_mask(block_mask: Any) -> Mask | None:
+    try:
+        mask_mod, mask = _known.get(block_mask, (None, None))
+    except TypeError:  # nothing refers to it weakly: no BlockMask
+        return None
+    return mask if mask is not None and block_mask.mask_mod is mask_mod else None
+
+
+def _check(block_mask: Any) -> None:
     from torch.nn.attention import flex_attention as torchs
 
     if not isinstance(block_mask, torchs.BlockMask):
@@ -114,27 +156,18 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
             "block_mask is a part of another, and torch took its mask_mod away as positions are others now; set "
             "part.mask_mod to one that adds where the part begins, and part.seq_lengths"
         )
-    if block_mask.kv_num_blocks.device != query.device:
-        raise errors.BlockMaskMismatch(
-            f"block_mask lies on {block_mask.kv_num_blocks.device}, q on {query.device}; "
-            f'move it: block_mask.to("{query.device}")'
-        )
-    _check_extent(block_mask, query, key)
-    if torch.compiler.is_compiling():
-        return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
-    if block_mask not in _known:
-        _known[block_mask] = _build(block_mask)
-    return _known[block_mask]
 
 
 def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    lengths = (query.shape[2], key.shape[2])
+    (batch, heads, q_len, *_), kv_len = query.shape, key.shape[2]
+    lengths = (q_len, kv_len)
     if tuple(block_mask.seq_lengths) != lengths:
         raise errors.BlockMaskMismatch(
             f"block_mask was made for lengths {tuple(block_mask.seq_lengths)}, q and k have {lengths}; "
             "make it anew with create_block_mask, or pass its mask_mod to ca.attention, which needs no lengths"
         )
-    for name, made, given in zip(("batch", "heads"), block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True):
+    of_batch, of_heads, *_ = block_mask.kv_num_blocks.shape
+    for name, made, given in (("batch", of_batch, batch), ("heads", of_heads, heads)):
         if made not in (1, given):
             raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for that or 1")
 

@@ -74,12 +74,13 @@ class Attention(torch.nn.Module):
         paged: Paged | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out, and what else is asked for; shapes, gradients and errors as of `ca.attention`."""
+        compiling = torch.compiler.is_compiling()
         return attention(
             q,
             k,
             v,
-            score_mod=self._mod("score_mod"),
-            mask_mod=self._mod("mask_mod"),
+            score_mod=None if not compiling and _lacks(self, "score_mod") else self._mod("score_mod"),
+            mask_mod=None if not compiling and _lacks(self, "mask_mod") else self._mod("mask_mod"),
             scale=self.scale,
             backend=self.backend,
             deterministic=self.deterministic,
@@ -99,6 +100,16 @@ class Attention(torch.nn.Module):
         options = {name: getattr(self, name) for name in ("scale", "backend", "deterministic", "schedule")}
         mods = {name: getattr(self, name, None) for name in ("score_mod", "mask_mod")}
         return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
+
+
+def _lacks(module: torch.nn.Module, name: str) -> bool:
+    """Whether there surely is no such attribute: torch takes 1 µs to say so."""
+    kind: Any = type(module)
+    if name in module.__dict__ or hasattr(kind, name):
+        return False
+    if name in module._modules or name in module._parameters or name in module._buffers:
+        return False
+    return kind.__getattr__ is torch.nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
 
 
 class _Held:

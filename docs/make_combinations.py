@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from composattn.testing import combinations
-from composattn.testing.combinations import OK, Cell, cells, outcome
+from tests import combinations
+from tests.combinations import OK, Cell, cells, outcome
 
 PAGE, RECORD = Path(__file__).with_name("combinations.md"), Path(__file__).with_name("combinations.json")
 BACKENDS = ("reference", "streaming", "hopper-emulated", "hopper")

@@ -79,8 +79,10 @@ class File:
         return room_of(self.module)
 
     @property
-    def is_of_one_architecture(self) -> bool:
-        return any(part.startswith(ARCHITECTURES) for part in self.module.split("."))
+    def architecture(self) -> str | None:
+        """The one that it is written for, None where it serves all."""
+        parts = self.module.split(".")
+        return next((name for name in ARCHITECTURES if any(part.startswith(name) for part in parts)), None)
 
     def imports(self, *, for_types: bool | None = None) -> Iterator[str]:
         """Every module or name it imports, as absolute dotted names; `for_types` picks those under `if TYPE_CHECKING:`,
@@ -169,10 +171,17 @@ class House:
         return {room: counted[room] for room in sorted(counted, key=lambda room: (FLOOR_OF[room], room))}
 
     def shared_by_architectures(self) -> float:
-        """The share of the lines on the floors of the backends that another architecture need not write."""
+        """The share of the lines on the floors of the backends that another architecture need not write.
+
+        Measured at the one that has written most: what the others wrote is no part of what it runs with.
+        """
         floors = range(FLOOR_OF["backends in PyTorch"], FLOOR_OF["backends, by name"] + 1)
-        backends = [file for file in self.files.values() if FLOOR_OF[file.room] in floors]
-        return sum(f.lines for f in backends if not f.is_of_one_architecture) / sum(f.lines for f in backends)
+        lines: Counter[str | None] = Counter()
+        for file in self.files.values():
+            if FLOOR_OF[file.room] in floors:
+                lines[file.architecture] += file.lines
+        own = max(lines[name] for name in ARCHITECTURES)
+        return lines[None] / (lines[None] + own)
 
     def longest_function(self) -> tuple[int, str]:
         return max(found for file in self.files.values() for found in file.functions())

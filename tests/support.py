@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ def has_hopper() -> bool:
 def has_kernel_toolchain() -> bool:
     """Whether kernels can be compiled here (needs no GPU)."""
     return importlib.util.find_spec("cutlass") is not None
+
+
+@contextlib.contextmanager
+def cut_as_long_ones(really: bool = True) -> Iterator[None]:
+    """Inside, calls whose queries see few keys are cut as those of long sequences: tests are short."""
+    from composattn.backends.hopper import tiling
+
+    with pytest.MonkeyPatch.context() as patch:
+        if really:
+            patch.setattr(tiling, "_is_short", lambda *_: False)
+            patch.setattr(tiling, "SHORT_PERSISTENT", 0)
+        yield
 
 
 def outlier_normal(
@@ -74,7 +87,7 @@ def uncancelled_sizes(
 ) -> list[float]:
     """Norms of gradients as they are where the parts that queries contribute do not cancel.
 
-    The gradient of a number a head is a sum over all queries, which may come out far smaller than its parts; its
+    The gradient of one number per head is a sum over all queries, which may come out far smaller than its parts; its
     error does not. So: the root mean square of the norms over random signs of the queries' incoming gradients.
     `gradients` takes the signs, shaped like `rows` (..., Sq).
     """

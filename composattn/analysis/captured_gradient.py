@@ -25,7 +25,7 @@ from .program import Program
 class Pattern(enum.Enum):
     """What the positions of a read change with, within a head."""
 
-    HEAD = "a number a head"
+    HEAD = "one number per head"
     ROW = "by row"
     COLUMN = "by column"
     DISTANCE = "by distance q - kv"

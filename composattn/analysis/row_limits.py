@@ -1,8 +1,8 @@
-"""Masks of which each row sees one run of keys: where it begins and ends, so that a test is two comparisons.
+"""Masks where each row sees one run of keys: where it begins and ends, so that a test is two comparisons.
 
 Bands say which tiles a query tile visits; the tiles at their ends are tested with the whole mask, element by element.
 Where the mask is solved exactly and a row's keys are one run, the run's ends say the same: values that a kernel
-computes once a row, with nothing to read or compute at an element.
+computes once per row, with nothing to read or compute at an element.
 
 Comparisons of captured tensors (document ids) give such runs only where equal values lie together, which their contents
 decide. There `holds` is a value read at run time, one for all rows of a batch entry and head.

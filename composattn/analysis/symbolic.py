@@ -36,7 +36,7 @@ class Names:
         }
 
     def _origin(self, capture: Capture) -> str:
-        """For a table that the analysis derived: of which tensors."""
+        """For a table that the analysis derived: the tensors it comes from."""
         found, sources = [], list(getattr(capture, "sources", ()))
         for source in sources:
             if source in self._tensors:

@@ -1,4 +1,4 @@
-"""Lists of the tiles that a kernel visits, for masks of which bands tell too little; on the device, kept up to date.
+"""Lists of the tiles that a kernel visits, for masks where bands tell too little; on the device, kept up to date.
 
 A mask that `bands` understands needs no list: the kernel computes its loop bounds. What they leave is settled here
 tile by tile: interval arithmetic at the kernel's own tile size (`intervals`), joined with the bands, in work and memory

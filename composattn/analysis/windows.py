@@ -72,7 +72,7 @@ class _WindowsOf:
 
 
 class Windows(Derived):
-    """A table of windows, computed by one operation a level, aside: others may read what it was meanwhile."""
+    """A table of windows, computed by one operation per level, aside: others may read what it was meanwhile."""
 
     __slots__ = ("_table",)
 

@@ -24,7 +24,7 @@ def describe(mask: Expr) -> str:
 
 
 def visited(intervals: tuple[TileInterval, ...], names: Names) -> list[str]:
-    """An interval a line."""
+    """An interval per line."""
     return [f"{formula(i.begin, names)} <= kv < {formula(i.end, names)}; {_untested(i, names)}" for i in intervals]
 
 

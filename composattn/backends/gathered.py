@@ -25,7 +25,7 @@ def total_for(tensor: torch.Tensor, working: torch.dtype, device: torch.device) 
 def accumulate(total: torch.Tensor, values: torch.Tensor, indices: Sequence[torch.Tensor]) -> None:
     """total[indices] += values, where several values may meet in one element.
 
-    `total` is contiguous; `values` has all axes of the tile, (..., rows, columns); each of `indices` (one a dimension
+    `total` is contiguous; `values` has all axes of the tile, (..., rows, columns); each of `indices` (one per dimension
     of `total`) has the same axes or size 1 where it does not change. Negative positions count from the end, positions
     outside are clamped, as reads are.
     """

@@ -6,17 +6,19 @@ a mod captured travel as inputs of their own, so that they get gradients like q,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from ..errors import GradientUnsupported
-from ..graph.lent import Lending, current, lent_again
-from .sequences import Sequences
+from ..graph.lent import Lending, current
+from .sequences import NO_SEQUENCES, Sequences
 
+T = TypeVar("T")
 Grads = tuple[torch.Tensor | None, ...]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, lse and, where it was asked for, max_scores
 
@@ -71,18 +73,18 @@ class Differentiable(Protocol):
 def attend(call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
     """What `call` computes, out and lse differentiable in q, k, v and every captured tensor that requires grad."""
     call.lending = current()
-    out, lse, max_scores = _Attend.apply(call, q, k, v, *call.captures)
-    return out, lse, max_scores
+    tensors: tuple[torch.Tensor, ...] = (q, k, v, *call.captures)
+    if True in map(is_functorch_wrapped_tensor, tensors):  # by a transform that is over
+        tensors = unwrap_dead_wrappers(tensors)
+    return _recorded(call, *tensors)  # type: ignore[no-any-return]
 
 
-def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Inside, autocast is off for the device of `tensor`."""
-    if torch._C._is_any_autocast_enabled():
-        return torch.autocast(tensor.device.type, enabled=False)
-    return _AS_IT_IS
-
-
-_AS_IT_IS = nullcontext()
+def without_autocast(on: torch.Tensor, function: Callable[..., T], *arguments: Any) -> T:
+    """`function(*arguments)` with autocast off for the device of `on`."""
+    if not torch._C._is_any_autocast_enabled():
+        return function(*arguments)
+    with torch.autocast(on.device.type, enabled=False):
+        return function(*arguments)
 
 
 class _Attend(torch.autograd.Function):
@@ -90,43 +92,49 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        with without_autocast(q):
-            found = call.forward(q, k, v, captured)
-        _save(ctx, (call, q, k, v, *captured), found)
+        found = without_autocast(q, call.forward, q, k, v, captured)
+        out, lse, max_scores = found
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        ctx.call, ctx.count = call, len(captured)
+        ctx.set_materialize_grads(False)
+        lengths = () if call.sequences is NO_SEQUENCES else call.sequences
+        # lengths only so that torch refuses a backward after they were written to
+        ctx.save_for_backward(q, k, v, out, lse, *captured, *lengths)
         return found
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-        q, k, v, *captured, out, lse = ctx.saved_tensors[ctx.first :]
-        wanted = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
-            return (None,) * (len(wanted) + 1)
-
-        def gradient(dout: Any, dlse: Any) -> Grads:
-            dout = torch.zeros_like(out) if dout is None else dout
-            known = BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted)
-            if torch.is_grad_enabled() and not ctx.call.differentiable_twice:
-                grads = _Once.apply(ctx.call, wanted, *known[:7], *captured)
-            else:
-                with without_autocast(q), lent_again(ctx.call.lending):
-                    grads = ctx.call.backward(known)
-            return tuple([g if w else None for g, w in zip(grads, wanted, strict=True)])
-
-        batched = any(t is not None and is_legacy_batchedtensor(t) for t in (dout, dlse))
-        return None, *(_one_by_one(gradient, dout, dlse) if batched else gradient(dout, dlse))
+            return (None,) * len(ctx.needs_input_grad)
+        for given in (dout, dlse):
+            if given is not None and is_legacy_batchedtensor(given):
+                return None, *_one_by_one(functools.partial(_gradient, ctx), dout, dlse)
+        return None, *_gradient(ctx, dout, dlse)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    call, *tensors = inputs
-    out, lse, max_scores = output
-    if max_scores is not None:
-        ctx.mark_non_differentiable(max_scores)
-    ctx.call = call
-    ctx.set_materialize_grads(False)
-    # saved only so that torch refuses a backward after lengths were written to
-    lengths = [t for t in call.sequences if t is not None]
-    ctx.save_for_backward(*lengths, *tensors, out, lse)
-    ctx.first = len(lengths)
+# `_Attend.apply` without what it does in Python for `torch.func`: 2 µs
+_recorded = super(torch.autograd.Function, _Attend).apply
+
+
+def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Grads:
+    """Gradients of q, k, v and captured tensors of an `_Attend`; torch leaves those that nobody wants."""
+    call, wanted = ctx.call, ctx.needs_input_grad[1:]
+    q, k, v, out, lse, *captured = ctx.saved_tensors
+    del captured[ctx.count :]
+    dout = torch.zeros_like(out) if dout is None else dout
+    if torch.is_grad_enabled() and not call.differentiable_twice:
+        found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
+        return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
+    return _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
+
+
+def _backward(call: Differentiable, known: BackwardInputs) -> Grads:
+    """`call.backward`, autocast off, with what was lent for the call."""
+    if call.lending is None:
+        return without_autocast(known.q, call.backward, known)
+    with call.lending.again():
+        return without_autocast(known.q, call.backward, known)
 
 
 def _one_by_one(gradient: Callable[..., Grads], *results: torch.Tensor | None) -> Grads:
@@ -149,8 +157,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
-        with without_autocast(q), lent_again(call.lending):
-            grads = call.backward(BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
+        grads = _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 
     @staticmethod

@@ -84,6 +84,14 @@ def refuse_keywords(unknown: Iterable[str]) -> None:
         )
 
 
+def check_call(program: Program, tables: Iterable[Table], inputs: Inputs) -> None:
+    """Where `debug_checks` are on, all of them."""
+    if _on:
+        check_contents(inputs)
+        check_blocks(tables)
+        check_reads(program, inputs)
+
+
 def check_blocks(tables: Iterable[Table]) -> None:
     """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
     if _on:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -15,6 +15,16 @@ class Asked(NamedTuple):
 
     lse: bool
     max_scores: bool
+
+
+OUT_ALONE = Asked(False, False)
+
+
+class InputOptions(TypedDict, total=False):
+    """The keywords of a call that say where its sequences lie."""
+
+    varlen: Varlen | None
+    paged: Paged | None
 
 
 class Inputs(NamedTuple):

@@ -25,7 +25,7 @@ _plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with
 _lock = threading.Lock()
 
 
-def planned_for(score: Mod | None, mask: Mod | None, *options: Any) -> tuple[Planned, Lending | None]:
+def planned_for(score: Mod | None, mask: Mod | None, options: tuple[Any, ...]) -> tuple[Planned, Lending | None]:
     """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
 
     Raises: what `Attention` raises.
@@ -43,32 +43,43 @@ def planned_of(
     user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
     every call, in place, under the eyes of an eager backward that may still need it.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    refuse_flattened(tensors)
-    # not below torch.func, whose backward comes when nothing is lent any more
-    lending = None if transforms.active() else lend(tensors, user)
-    if lending is None:
+    if transforms.active():  # whose backward comes when nothing is lent any more
         return _made(forms, leaves, options), None
-    # the types too, as True is 1; and of scalars which they are: the plan keeps them alive
-    key: Hashable = (forms, options, *map(type, options), *lending.captures)
-    if len(tensors) < len(leaves):
-        key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
+    scale, backend, deterministic, schedule = options
+    key: Hashable = forms
+    if not (scale is None and backend is None and deterministic is None and schedule is None):
+        key = (forms, options, *map(type, options))  # the types too, as True is 1
+    lending: Lending | None = None
+    captures: Sequence[Lent] = ()
+    if leaves:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        refuse_flattened(tensors)
+        lending = lend(tensors, user)
+        if lending is None:
+            return _made(forms, leaves, options), None
+        captures = lending.captures
+        # what is told by its id the plan keeps alive
+        key = (key, *map(id, captures))
+        if len(tensors) < len(leaves):
+            key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
     try:
         found = _plans.get(key)
     except TypeError:  # an option that can't be hashed is none: refused by name
         return _made(forms, leaves, options), None
     if found is not None:
         planned, _, seen = found
-        epochs = [capture.epoch for capture in lending.captures]
-        if epochs != seen:
+        if captures and seen != [capture.epoch for capture in captures]:
             planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
-            seen[:] = epochs
-        return planned, lending if tensors else None
-    with lending:
+            seen[:] = [capture.epoch for capture in captures]
+        return planned, lending
+    if lending is None:
         planned = _made(forms, leaves, options)
+    else:
+        with lending:
+            planned = _made(forms, leaves, options)
     if memory_is_ours():
-        _keep(key, planned, lending.captures)
-    return planned, lending if tensors else None
+        _keep(key, planned, captures)
+    return planned, lending
 
 
 def _made(forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:

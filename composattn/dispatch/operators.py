@@ -121,7 +121,7 @@ def _standing_for(number: int, form: str, place: int) -> Scalar:
 
 
 class _Given(Scalar):
-    """A run-time number of which each thread has a value of its own: that of its call."""
+    """A run-time number with a value per thread: that of its call."""
 
     __slots__ = ("_local",)
 

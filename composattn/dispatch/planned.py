@@ -7,7 +7,7 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from .. import backends, errors
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
 from ..call.block_sparse import Table
-from ..call.checks import check_blocks, check_contents, check_flag, check_reads
-from ..call.inputs import Asked, Inputs
+from ..call.checks import check_call, check_flag
+from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from . import transforms
@@ -46,6 +46,17 @@ class Options:
         self.schedule = AUTO if schedule is None else schedule
 
 
+class CallOptions(InputOptions, total=False):
+    """The keywords of `ca.attention` but those that say what it returns."""
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    scale: float | None
+    backend: str | None
+    deterministic: bool | None
+    schedule: Schedule | None
+
+
 class Planned:
     """The graphs and options of a call, and the prepared calls for all forms of inputs met so far.
 
@@ -62,16 +73,16 @@ class Planned:
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Any:
         """out and what else is `asked` for."""
-        inputs = inputs.autocast
+        if torch._C._is_any_autocast_enabled():
+            inputs = inputs.autocast
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
         call = self.prepared(inputs)
-        check_contents(inputs)
-        check_blocks(self._tables)
-        check_reads(self.program, inputs)
-        return asked_of(call(inputs, asked), asked)
+        check_call(self.program, self._tables, inputs)
+        found = call(inputs, asked)
+        return found[0] if asked is OUT_ALONE else asked_of(found, asked)
 
     def prepared(self, inputs: Inputs) -> backends.Call:
         """The prepared call for inputs of this form, remembered."""
@@ -120,10 +131,10 @@ class Planned:
 
 def asked_for(return_lse: bool, return_max_scores: bool) -> Asked:
     """What a call asks for besides its output. Raises: `UnsupportedOption` for what is neither True nor False."""
-    if return_lse is not False:
-        check_flag("return_lse", return_lse)
-    if return_max_scores is not False:
-        check_flag("return_max_scores", return_max_scores)
+    if return_lse is False and return_max_scores is False:
+        return OUT_ALONE
+    check_flag("return_lse", return_lse)
+    check_flag("return_max_scores", return_max_scores)
     return Asked(return_lse, return_max_scores)
 
 

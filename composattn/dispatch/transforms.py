@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _are_functorch_transforms_active
 from torch._C import _functorch as functorch
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -47,7 +48,7 @@ _NONE: Mapping[Capture, Expr] = MappingProxyType({})
 
 def active() -> bool:
     """Whether a call may have to be seen by a transform."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def break_graph() -> None:
@@ -168,8 +169,7 @@ class Call:
                 "lengths for all, or call once for each"
             )
         inputs = Inputs.unflatten(q.to(precision), k.to(precision), v.to(precision), lengths, self.hints)
-        with without_autocast(q):
-            return formula.attention(call, *inputs[:3], inputs.sequences)
+        return without_autocast(q, formula.attention, call, *inputs[:3], inputs.sequences)
 
     def precision(self, q: torch.Tensor) -> torch.dtype:
         """What the backend computes in, where it takes derivatives of any kind. Raises `GradientUnsupported`."""
@@ -252,8 +252,7 @@ class _Attend(torch.autograd.Function):
     def forward(call: Call, *tensors: Any) -> Any:
         begun, _ = call.begin(tensors)
         q, k, v, *_ = tensors
-        with without_autocast(q):
-            out, lse, top = begun.forward(q, k, v, begun.captures)
+        out, lse, top = without_autocast(q, begun.forward, q, k, v, begun.captures)
         return out, lse, top if call.max_scores else lse.new_empty(0)
 
     @staticmethod
@@ -297,8 +296,8 @@ class _Gradient(torch.autograd.Function):
         asked = {id(t) for t, w in zip(captured, wanted[3 + LENGTHS :], strict=True) if w}
         q, k, v, *_ = tensors
         of_call = (*wanted[:3], *(id(t) in asked for t in begun.captures))
-        with without_autocast(q):
-            found = begun.backward(BackwardInputs(q, k, v, out, lse, dout, dlse, begun.captures, of_call))
+        known = BackwardInputs(q, k, v, out, lse, dout, dlse, begun.captures, of_call)
+        found = without_autocast(q, begun.backward, known)
         by_tensor = dict(zip(map(id, begun.captures), found[3:], strict=True))
         grads = (*found[:3], *[None] * LENGTHS, *(by_tensor.get(id(t)) for t in captured))
         return tuple(

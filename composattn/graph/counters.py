@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import torch
 
-_storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 _NEVER = 2**32 - 1  # a count that no tensor reaches: whoever reads it meanwhile never sees it again
 
 
-def _uses(storage: torch.UntypedStorage) -> int:
-    return _storage_uses(storage._cdata)
-
-
 _alone = torch.empty(1)
-_OF_ONE_TENSOR = _uses(_alone.untyped_storage())
+OF_ONE_TENSOR: int = storage_uses(_alone.untyped_storage()._cdata)
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
     """Whether more than one tensor lies in it."""
-    return _uses(storage) > _OF_ONE_TENSOR
+    return bool(storage_uses(storage._cdata) > OF_ONE_TENSOR)
 
 
 class Counter:

@@ -29,7 +29,7 @@ class DType(enum.Enum):
     def __repr__(self) -> str:
         return self.value
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a microsecond a node
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash costs a microsecond per node
 
     @property
     def is_integer(self) -> bool:

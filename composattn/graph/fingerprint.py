@@ -1,6 +1,6 @@
 """What a mod reads besides its arguments, found without running it: whether a function traced before says the same now.
 
-A mod's Python runs once for a form, not once a call. A function says the same as before if its code is the same and all
+A mod's Python runs once per form, not once per call. A function says the same as before if its code is the same and all
 that the code reaches from outside is: closure cells, globals, defaults, attributes of the object it is bound to, and
 the same of every function that it calls. Those are chains of attributes from a root, listed once per code object.
 Each must end in something that can't change under us: a number, a string, a tensor (a leaf of the form; its contents
@@ -118,8 +118,9 @@ _BUILTINS = frozenset(
 )
 _ENDS = (str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_OF_PYTHON = (types.BuiltinFunctionType, type)
 _PURE_MODULES = ("math", "operator")
-_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOLD_BY_FORM = frozenset(
     {"device", "dim", "dtype", "element_size", "is_complex", "is_cuda", "is_floating_point", "ndim", "ndimension",
      "nelement", "numel", "requires_grad", "shape", "size", "stride"}
@@ -169,8 +170,21 @@ class Fingerprint:
             self._ends(fn.__defaults__, depth)
         if named:
             self._ends(named.values(), depth)
-        for chain in found:
-            self._end(_reached(chain, fn, owner), depth)
+        for root, place, attributes in found:
+            try:
+                if root is CELL:
+                    value = fn.__closure__[place].cell_contents
+                elif root is SELF:
+                    value = owner
+                else:
+                    value = fn.__globals__.get(place, _MISSING)
+                    if value is _MISSING:
+                        value = _builtin(fn, place)
+                if attributes:
+                    value = _behind(value, attributes)
+            except (AttributeError, KeyError, ValueError):
+                raise Unfit from None  # tracing says what is wrong
+            self._end(value, depth)
 
     def _ends(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
@@ -178,8 +192,10 @@ class Fingerprint:
 
     def _end(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if kind in _TENSORS:
+        if kind in TENSORS:
             self._leaf(value)
+        elif kind in _OF_PYTHON and value in _BUILTINS:
+            self.parts += ("function", value)
         elif kind is int or kind is bool or isinstance(value, _ENDS):
             self.parts += (kind.__name__, value)
         elif kind is float:
@@ -207,24 +223,15 @@ class Fingerprint:
                 return
         self.parts += ("leaf", len(self.leaves))
         self.leaves.append(value)
-        if type(value) in _TENSORS:
-            self.parts.append(_tensor_form(value))
-
-
-def _tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that a mod may ask of a tensor while it is traced."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        if type(value) in TENSORS:  # all that a mod may ask of it while it is traced
+            self.parts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
 
 
 def _is_pure(value: Any, kind: type) -> bool:
     """Whether it is a function known to look at its arguments only."""
-    if kind is type:
-        return value in _BUILTINS
     if kind not in _FUNCTIONS:
         return False
     module = getattr(value, "__module__", None) or ""
-    if module == "builtins":
-        return value in _BUILTINS
     if module in _PURE_MODULES:
         return True
     owner = getattr(value, "__self__", None)  # of `tensor.sum` the tensor, of torch's own functions none or a class
@@ -232,26 +239,14 @@ def _is_pure(value: Any, kind: type) -> bool:
     return from_torch and (owner is None or isinstance(owner, type)) and value.__name__ in POINTWISE
 
 
-def _reached(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
+def _behind(value: Any, attributes: Sequence[str]) -> Any:
     """The value at the end of a chain; a tensor on the way ends it, where its form tells the rest."""
-    kind, place, attributes = chain
-    try:
-        if kind is CELL:
-            value = fn.__closure__[place].cell_contents  # type: ignore[index]
-        elif kind is GLOBAL:
-            value = fn.__globals__.get(place, _MISSING)
-            if value is _MISSING:
-                value = _builtin(fn, place)
-        else:
-            value = owner
-        for name in attributes:
-            if type(value) in _TENSORS:
-                if name not in _TOLD_BY_FORM:
-                    raise Unfit  # an attribute of the user's own, a count of writes: only tracing knows
-                return value
-            value = getattr(value, name)
-    except (AttributeError, KeyError, ValueError):
-        raise Unfit from None  # tracing says what is wrong
+    for name in attributes:
+        if type(value) in TENSORS:
+            if name not in _TOLD_BY_FORM:
+                raise Unfit  # an attribute of the user's own, a count of writes: only tracing knows
+            return value
+        value = getattr(value, name)
     return value
 
 

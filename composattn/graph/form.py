@@ -244,6 +244,22 @@ def as_graph(value: Any) -> Expr:
 
 def joined(kind: str, *forms: str) -> str:
     """The form of mods joined by one of `JOINS`; its leaves are theirs, one after the other."""
+    if torch.compiler.is_compiling():
+        return _written(kind, *forms)
+    key = (kind, *forms)
+    found = _joined.get(key)  # the same object each time: a new one is hashed anew, 0.7 µs of 300 characters
+    if found is None:
+        if len(_joined) >= _JOINED_LIMIT:
+            _joined.clear()
+        found = _joined[key] = _written(kind, *forms)
+    return found
+
+
+_joined: dict[tuple[str, ...], str] = {}
+_JOINED_LIMIT = 4096
+
+
+def _written(kind: str, *forms: str) -> str:
     return f"({kind!r}, {', '.join(forms)},)"
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from .counters import Counter, is_shared
+from .counters import OF_ONE_TENSOR, Counter, storage_uses
 from .expr import Capture
 
 _lock = threading.RLock()
@@ -31,11 +31,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
-    __slots__ = ("__weakref__", "_counter", "_held", "_last", "_lenders", "dependents", "epoch")
+    __slots__ = ("__weakref__", "_counter", "_last", "_lent", "dependents", "epoch")
 
     def __init__(self) -> None:
-        self._held: torch.Tensor | None = None
-        self._lenders = 0
+        self._lent: list[torch.Tensor] = []  # by whom it is entered now; appended to and shortened in one step each
         self._last: int | None = None  # the id of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
@@ -44,18 +43,19 @@ class Lent(Capture):
     @property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
         """The tensor, during a call."""
-        held = self._held
-        assert held is not None, "a captured tensor is read outside of the call that lent it"
-        return held
+        assert self._lent, "a captured tensor is read outside of the call that lent it"
+        return self._lent[-1]
 
     @property
     def identity(self) -> int:
         return id(self)
 
+    def follows(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether `tensor` is followed already: alone in its memory; with another one there an id may be taken over."""
+        return id(tensor) == self._last and storage_uses(storage._cdata) <= OF_ONE_TENSOR
+
     def follow(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory, `storage`."""
-        if id(tensor) == self._last and not is_shared(storage):
-            return  # alone in its memory, as it was; with another one there an id may be taken over
         with _lock:
             self._last = id(tensor)
             if tensor.is_inference():
@@ -64,19 +64,8 @@ class Lent(Capture):
                 self._counter = Counter(tensor) if tensor.__class__ in _PLAIN else None
                 self.epoch += 1  # two counters may well say the same
 
-    def lend(self, tensor: torch.Tensor) -> None:
-        with _lock:
-            self._held = tensor
-            self._lenders += 1
-
-    def give_back(self) -> None:
-        with _lock:
-            self._lenders -= 1
-            if not self._lenders:
-                self._held = None
-
     def __repr__(self) -> str:
-        return "Lent()" if self._held is None else super().__repr__()
+        return super().__repr__() if self._lent else "Lent()"
 
 
 class _Local(threading.local):
@@ -96,18 +85,20 @@ class Lending:
 
     def __enter__(self) -> None:
         for capture, tensor in zip(self.captures, self.tensors, strict=True):
-            capture.lend(tensor)
+            capture._lent.append(tensor)
         self._outer, _local.now = _local.now, self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _local.now = self._outer
         for capture in self.captures:
-            capture.give_back()
+            capture._lent.pop()
 
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
         for capture, tensor in zip(self.captures, self.tensors, strict=True):
-            capture.follow(tensor, tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            if not capture.follows(tensor, storage):
+                capture.follow(tensor, storage)
         return Lending(self.captures, self.tensors)
 
 
@@ -152,11 +143,13 @@ def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    form = (user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-    key = (id(storage), tensor.storage_offset(), form)
-    found = _known.get(key)
-    capture = found if found is not None else _begin(key, (*form, tensor.device), storage)
-    capture.follow(tensor, storage)
+    place = id(storage), tensor.storage_offset()
+    key = (*place, user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    capture = _known.get(key)
+    if capture is None:
+        capture = _begin(key, (*key[2:], tensor.device), storage)
+    if not capture.follows(tensor, storage):
+        capture.follow(tensor, storage)
     return capture
 
 
@@ -187,7 +180,8 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
 def _taken_over(form: Hashable) -> Lent | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None  # each replay would write to tables that other calls count on
-    for capture, of in list(_idle.items()):  # a storage may end meanwhile, in this very thread
+    # the one that ended last: most likely the last call's, whose plan then serves
+    for capture, of in reversed(list(_idle.items())):  # a storage may end meanwhile, in this very thread
         if of == form and _idle.pop(capture, None) is not None:
             capture.epoch += 1  # nothing that was derived from the memory before holds
             capture._last = None
@@ -200,9 +194,8 @@ def _drop(capture: Lent) -> None:
         forget(key)
 
 
-def lend(tensors: Iterable[torch.Tensor], user: str = "eager") -> Lending | None:
+def lend(tensors: Sequence[torch.Tensor], user: str = "eager") -> Lending | None:
     """A lending of all `tensors`; None where one of them can't be lent."""
-    tensors = tuple(tensors)
     captures = []
     for tensor in tensors:
         capture = lent_for(tensor, user)

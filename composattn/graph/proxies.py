@@ -344,7 +344,7 @@ def read_at(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
         if isinstance(i, slice) or i is None or i is Ellipsis or isinstance(i, list):
             refuse(
                 errors.InvalidRead,
-                f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer a dimension",
+                f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer per dimension",
             )
         if position >= tensor.ndim:
             refuse(

@@ -353,7 +353,7 @@ def tensors_in(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, of which torch counts the writes, where there is no gradient to cut."""
+    """The tensor itself, whose writes torch counts, where there is no gradient to cut."""
     cuts = tensor.requires_grad and getattr(pending, "nodes", None) is not None
     return refuse_cut("detach, or .data,") if cuts else tensor  # type: ignore[no-any-return]
 

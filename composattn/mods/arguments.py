@@ -117,9 +117,11 @@ def _what(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A short name of an argument, for the mod's own name, of which nothing matters while compiling."""
+    """A short name of an argument, for the mod's own name, which matters for nothing while compiling."""
     if torch.compiler.is_compiling():
         return ""
     if isinstance(value, torch.Tensor):
         return f"tensor{list(value.shape)}"
+    if isinstance(value, Scalar):
+        return "ca.scalar"  # not what it says now
     return ", ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

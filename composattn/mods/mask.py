@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..analysis import picture
 from ..graph.expr import Expr, const
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_mask
-from .mod import Mod, asked_by_dynamo, formed, name_of
+from .mod import Mod, asked_by_dynamo, formed
 
 _INDICES = ("b", "h", "q", "kv")
 
@@ -45,6 +46,13 @@ class Mask(Mod):
         """
         if isinstance(fn, Mask):
             return fn
+        if not isinstance(fn, types.FunctionType):
+            Mask._refuse(fn)
+        return Mask.formed(*formed(fn, name, trace_mask, _INDICES))
+
+    @staticmethod
+    def _refuse(fn: Any) -> None:
+        """Raises `WrongComposition` for what is taken for a mask and is none."""
         if isinstance(fn, Mod):
             raise errors.WrongComposition(
                 f"{fn.name} changes scores, a mask is needed here; pass it as score_mod=, "
@@ -60,7 +68,6 @@ class Mask(Mod):
                 "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
                 "or mods.scores.bias(tensor) for an additive one"
             )
-        return Mask.formed(*formed(fn, trace_mask, _INDICES), name or name_of(fn))
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:
         """The mask at positions: tensors that broadcast, numbers, or traced values; bool.
@@ -86,16 +93,8 @@ class Mask(Mod):
 
     @staticmethod
     def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
-        for side in (left, right):
-            if isinstance(side, torch.Tensor):
-                Mask.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
-            if isinstance(side, bool) or not callable(side):
-                raise errors.WrongComposition(
-                    f"{sign} joins masks, got {type(side).__name__}; a mask is a Mask or a callable (b, h, q, kv)"
-                )
-            if not isinstance(side, Mask) and arity(side) == 5:
-                raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
-        a, b = Mask.of(left), Mask.of(right)
+        a = left if isinstance(left, Mask) else _operand(left, sign)
+        b = right if isinstance(right, Mask) else _operand(right, sign)
         return Mask.joined(op, f"({a.name} {sign} {b.name})", a, b)
 
     def dense(
@@ -132,7 +131,7 @@ class Mask(Mod):
         return tiles(self.expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
 
     def bands(self) -> str:
-        """Which kv a query tile visits, derived from the mask, in words: one interval a line, and what is tested."""
+        """Which kv a query tile visits, derived from the mask, in words: one interval per line, and what is tested."""
         from ..analysis.wording import describe
 
         return describe(self.expr)
@@ -173,6 +172,18 @@ class Mask(Mod):
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _operand(side: Any, sign: str) -> Mask:
+    if isinstance(side, torch.Tensor):
+        return Mask.of(side)  # type: ignore[arg-type]  # says what to do with a tensor
+    if isinstance(side, bool) or not callable(side):
+        raise errors.WrongComposition(
+            f"{sign} joins masks, got {type(side).__name__}; a mask is a Mask or a callable (b, h, q, kv)"
+        )
+    if arity(side) == 5:
+        raise errors.WrongComposition(f"{sign} joins masks, got a score mod; pass it as score_mod=")
+    return Mask.of(side)
 
 
 ALL = Mask(const(True), "all")

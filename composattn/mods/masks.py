@@ -20,6 +20,7 @@ from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
 from .arguments import Number, choice, count_at, integer, offsets_of, sequence, shown, tensor
 from .mask import Mask
+from .ready import ready
 
 Window = int | Scalar | torch.Tensor | tuple[Any, Any] | None
 
@@ -54,11 +55,12 @@ def _causal(align: str) -> Mask:
 _CAUSAL = {align: _causal(align) for align in ("top_left", "bottom_right")}
 
 
+@ready
 def sliding_window(window: Window, align: str = "top_left") -> Mask:
     """Keys near the query: `q - left <= kv <= q + right`, both ends included.
 
     `window` is `left` alone, which limits the past only (join it with `causal()`), or `(left, right)`; None is
-    no limit. Each is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (H,) with one width a head.
+    no limit. Each is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (H,) with one width per head.
     `left` counts the keys before the query, as FlashAttention does: a window of W tokens that counts the query
     itself (Mistral, transformers) is `sliding_window(W - 1)`. `align` is that of `causal`.
 
@@ -85,10 +87,11 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
     return Mask.of(sliding_window, name=f"sliding_window({shown(window)})")
 
 
+@ready
 def prefix_lm(prefix: Number) -> Mask:
     """A prefix that all attend to, causal after it: `(kv < prefix) | (kv <= q)`.
 
-    `prefix` is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (B,) with one prefix a batch entry.
+    `prefix` is an int, a `ca.scalar`, a 0-d int tensor, or an int tensor (B,) with one prefix per batch entry.
 
     Source: Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", section 3.2.1 and figure 3.
@@ -99,6 +102,7 @@ def prefix_lm(prefix: Number) -> Mask:
     return Mask.of(lambda b, h, q, kv: (kv < length(b)) | (q >= kv), name=f"prefix_lm({shown(prefix)})")
 
 
+@ready
 def document(
     ids: torch.Tensor | None = None,
     kv_ids: torch.Tensor | None = None,
@@ -153,6 +157,7 @@ def _by_row(offsets: torch.Tensor, of_document: torch.Tensor) -> torch.Tensor:
     return of_document.repeat_interleave(offsets[1:] - offsets[:-1]).to(torch.int32)
 
 
+@ready
 def block_diagonal(block: int, kv_block: int | None = None) -> Mask:
     """Blocks along the diagonal: `q // block == kv // kv_block`; `kv_block` defaults to `block`.
 
@@ -166,6 +171,7 @@ def block_diagonal(block: int, kv_block: int | None = None) -> Mask:
     return Mask.of(lambda b, h, q, kv: q // rows == kv // columns, name=f"block_diagonal({rows}, {columns})")
 
 
+@ready
 def chunked(size: int, left: int | None = 0) -> Mask:
     """The query's own chunk and `left` chunks before it: `0 <= q // size - kv // size <= left`; None: all before.
 
@@ -189,6 +195,7 @@ def chunked(size: int, left: int | None = 0) -> Mask:
     return Mask.of(chunked, name=f"chunked({n}, {before})")
 
 
+@ready
 def dilated_window(window: Window, dilation: int) -> Mask:
     """Every `dilation`-th key of a window: `sliding_window(window) & ((q - kv) % dilation == 0)`.
 
@@ -204,6 +211,7 @@ def dilated_window(window: Window, dilation: int) -> Mask:
     return (near & every).named(f"dilated_window({shown(window)}, {step})")
 
 
+@ready
 def global_tokens(tokens: int | Scalar | torch.Tensor, sides: str = "both") -> Mask:
     """Some positions see all and are seen by all: `is_global(q) | is_global(kv)`.
 
@@ -247,6 +255,7 @@ def _membership(tokens: Any) -> Any:
     return lambda b, position: position < count(0)
 
 
+@ready
 def padding(lengths: torch.Tensor, q_lengths: torch.Tensor | None = None) -> Mask:
     """Keys that exist: `kv < lengths[b]`, and with `q_lengths` also `q < q_lengths[b]`.
 
@@ -269,6 +278,7 @@ def padding(lengths: torch.Tensor, q_lengths: torch.Tensor | None = None) -> Mas
     return (keys & (lambda b, h, q, kv: q < of_q[b])).named("padding")
 
 
+@ready
 def neighborhood(
     shape: Sequence[int],
     kernel: Sequence[int] | int,
@@ -278,10 +288,10 @@ def neighborhood(
     """The nearest neighbours on a grid: along each axis the `kernel` positions around the query.
 
     With `shape` = (rows, columns) (one, two or three axes; positions are row-major) and, on an axis of length n,
-    query coordinate i, kernel k and dilation d: only coordinates of the query's residue `i % d` count. Among those,
-    `i // d` is the query's place and m how many there are; places
-    `start <= place < start + k` are visible, `start = clamp(i // d - k // 2, 0, m - k)`: at an edge the
-    window moves inwards and keeps its k positions. On a causal axis `i // d - k < place <= i // d` instead.
+    query coordinate i, kernel k and dilation d: only coordinates of the query's residue `i % d` count. There are m of
+    them, and the query's place among them is `i // d`. Visible are the places `start <= place < start + k` with
+    `start = clamp(i // d - k // 2, 0, m - k)`: at an edge the window moves inwards and keeps its k positions. On a
+    causal axis visible are `i // d - k < place <= i // d`.
 
     Source: Hassani et al. 2023, "Neighborhood Attention Transformer", section 3.1; dilation: Hassani and Shi 2022,
     "Dilated Neighborhood Attention Transformer", section 3.1; causal axes and even kernels: NATTEN.
@@ -337,6 +347,7 @@ def _per_axis(value: Any, name: str, axes: int | None) -> list[int]:
     return [integer(v, name, 1) for v in values]
 
 
+@ready
 def shared_prefix(offsets: torch.Tensor, prefix_of: torch.Tensor | None = None) -> Mask:
     """Packed documents that continue a common prompt, which is stored once.
 

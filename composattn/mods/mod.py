@@ -48,10 +48,10 @@ class Mod:
     @classmethod
     def joined(cls, kind: str, name: str, *parts: Mod) -> Self:
         """Mods joined by one of `graph.form.JOINS`."""
-        leaves: tuple[Any, ...] = ()
-        for part in parts:
-            leaves = leaves + part.leaves
-        return cls.formed(joined(kind, *[part.form for part in parts]), leaves, name)
+        if len(parts) == 1:
+            return cls.formed(joined(kind, parts[0].form), parts[0].leaves, name)
+        a, b = parts
+        return cls.formed(joined(kind, a.form, b.form), a.leaves + b.leaves, name)
 
     def named(self, name: str) -> Self:
         """The same by another name."""
@@ -171,19 +171,23 @@ _lock = threading.Lock()
 
 
 def formed(
-    fn: Callable[..., Any], trace: Callable[[Callable[..., Any]], Expr], names: Sequence[str]
-) -> tuple[str, tuple[Any, ...]]:
-    """(form, leaves) of a function: known by its fingerprint, traced by `trace`, or written down while compiling."""
+    fn: Callable[..., Any],
+    name: str | None,
+    trace: Callable[[Callable[..., Any]], Expr],
+    names: Sequence[str],
+) -> tuple[str, tuple[Any, ...], str]:
+    """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
     if torch.compiler.is_compiling():
-        return record(fn, names)
+        return *record(fn, names), name or "mod"  # which matters to nobody there
+    name = name or str(getattr(fn, "__name__", None) or type(fn).__name__)
     mark = fingerprint(fn)
     if mark is None:
-        return form_of(trace(fn))
+        return *form_of(trace(fn)), name
     key = (trace, mark.key)
     known = _traced.get(key)
     if known is not None:
         form, places, _ = known
-        return form, tuple([mark.leaves[n] for n in places])
+        return form, tuple([mark.leaves[n] for n in places]), name
     form, leaves = form_of(trace(fn))
     at = places_of(leaves, mark.leaves)
     if at is not None:
@@ -191,9 +195,4 @@ def formed(
             _traced[key] = form, at, mark.codes
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
-    return form, leaves
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """What a mod made of `fn` is called; nothing of it matters while compiling."""
-    return "mod" if torch.compiler.is_compiling() else str(getattr(fn, "__name__", type(fn).__name__))
+    return form, leaves, name

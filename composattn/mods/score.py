@@ -12,7 +12,7 @@ from ..graph.expr import Expr, score
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_score
 from .mask import Mask
-from .mod import Mod, asked_by_dynamo, formed, name_of
+from .mod import Mod, asked_by_dynamo, formed
 
 _LEAVES = ("score", "b", "h", "q", "kv")
 
@@ -48,7 +48,7 @@ class Score(Mod):
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
-        return Score.formed(*formed(fn, trace_score, _LEAVES), name or name_of(fn))
+        return Score.formed(*formed(fn, name, trace_score, _LEAVES))
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None
@@ -106,18 +106,20 @@ def _operand(side: Any, sign: str) -> Score:
             f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "
             "a factor is mods.scores.temperature"
         )
-    if not isinstance(side, (Score, Mask)) and arity(side) == 4:
+    if not isinstance(side, Mask) and arity(side) == 4:
         raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")
     return Score.of(side)
 
 
 def _then(left: Any, right: Any) -> Score:
-    a, b = _operand(left, ">>"), _operand(right, ">>")
+    a = left if isinstance(left, Score) else _operand(left, ">>")
+    b = right if isinstance(right, Score) else _operand(right, ">>")
     return Score.joined("then", f"({a.name} >> {b.name})", a, b)
 
 
 def _both(left: Any, right: Any) -> Score:
-    a, b = _operand(left, "+"), _operand(right, "+")
+    a = left if isinstance(left, Score) else _operand(left, "+")
+    b = right if isinstance(right, Score) else _operand(right, "+")
     return Score.joined("plus", f"({a.name} + {b.name})", a, b)
 
 

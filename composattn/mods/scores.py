@@ -13,9 +13,11 @@ import torch
 from ..errors import InvalidModArgument
 from ..graph.scalar import Scalar
 from .arguments import integer, positive, shown, tensor
+from .ready import ready
 from .score import Score
 
 
+@ready
 def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:
     """A penalty that grows with distance: `score + slope[h] * (kv - q)`.
 
@@ -43,7 +45,7 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:
 
 
 def _paper_slope(h: Any, heads: int) -> Any:
-    """The slope as an expression of the head, which a kernel computes once a head; no table to move to a device."""
+    """The slope as an expression of the head, which a kernel computes once per head; no table to move to a device."""
     below = 2 ** (heads.bit_length() - 1)
     first = torch.exp2((h + 1) * (-8.0 / below))
     if below == heads:
@@ -51,6 +53,7 @@ def _paper_slope(h: Any, heads: int) -> Any:
     return torch.where(h < below, first, torch.exp2((2 * (h - below) + 1) * (-4.0 / below)))
 
 
+@ready
 def softcap(cap: float | Scalar | torch.Tensor) -> Score:
     """Scores kept inside (-cap, cap): `cap * tanh(score / cap)`.
 
@@ -64,6 +67,7 @@ def softcap(cap: float | Scalar | torch.Tensor) -> Score:
     return Score.of(lambda score, b, h, q, kv: limit * torch.tanh(score / limit), name=f"softcap({shown(cap)})")
 
 
+@ready
 def relative_bias(table: torch.Tensor, bidirectional: bool = True) -> Score:
     """A learned number for each distance, clamped at the ends of the table.
 
@@ -88,6 +92,7 @@ def relative_bias(table: torch.Tensor, bidirectional: bool = True) -> Score:
     return Score.of(relative_bias, name="relative_bias")
 
 
+@ready
 def t5_bucket_bias(table: torch.Tensor, max_distance: int = 128, bidirectional: bool = True) -> Score:
     """T5's learned bias: one bucket for each short distance, then buckets that grow geometrically.
 
@@ -135,6 +140,7 @@ def t5_buckets(buckets: int, max_distance: int, bidirectional: bool) -> torch.Te
     return (bucket + (relative > 0) * one_way * bidirectional).to(torch.int32)
 
 
+@ready
 def bias(values: torch.Tensor) -> Score:
     """A full additive bias: `score + values[b, h, q, kv]`.
 
@@ -156,6 +162,7 @@ def bias(values: torch.Tensor) -> Score:
     return Score.of(bias)
 
 
+@ready
 def scale_by_head(factors: torch.Tensor) -> Score:
     """A factor for each head: `score * factors[h]`; `factors` is a float tensor (H,), learned or not.
 
@@ -168,6 +175,7 @@ def scale_by_head(factors: torch.Tensor) -> Score:
     return Score.of(lambda score, b, h, q, kv: score * table[h], name="scale_by_head")
 
 
+@ready
 def temperature(value: float | Scalar | torch.Tensor) -> Score:
     """A softmax that is sharper (below 1) or flatter (above 1): `score / value`.
 

@@ -1,18 +1,18 @@
 """From graph to CuTe: score mods and masks on a score tile, each part computed as rarely as it can be.
 
-The only place where the graph and the DSL meet. A value that depends on the head alone is computed once a work
-tile, one that depends on the row once a row, on the column once a column of a tile, the rest once an element.
+The only place where the graph and the DSL meet. A value that depends on the head alone is computed once per work
+tile, one that depends on the row once per row, on the column once per column of a tile, the rest once per element.
 
 Two more things make mods cheap. Positions are `tile start + constant`, so an integer expression linear in q and kv
 is one register and an immediate, in comparisons too. And in an additive score mod a term `head value * (a kv + b q)`
-(ALiBi) splits into a part a column and a part a row; softmax does not see the part a row, which returns in LSE.
+(ALiBi) splits into a part per column and a part per row; softmax does not see the latter, which returns in LSE.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -160,8 +160,11 @@ class Evaluator:
         """Drops what was computed for the current element, so that registers are not kept alive by mistake."""
         self.element.clear()
 
-    def prepare(self, *roots: Expr | None) -> None:
-        """Computes, now, everything under `roots` that does not change along kv."""
+    def prepare(self, *roots: Expr | None, along: Literal[Rate.ROW, Rate.COLUMN] = Rate.ROW) -> None:
+        """Computes, now, everything under `roots` that rows alone decide, or (`along`) columns alone."""
+        places = (
+            [(r, 0) for r in range(self.tile.rows)] if along is Rate.ROW else [(0, c) for c in range(self.tile.columns)]
+        )
         seen: set[Expr] = set()
         waiting = [root for root in roots[::-1] if root is not None]
         while waiting:
@@ -172,9 +175,9 @@ class Evaluator:
             often = self.rate(node)
             if often in (Rate.CONSTANT, Rate.HEAD):
                 self.value(node)
-            elif often is Rate.ROW and small_affine(node) is None:
-                for r in range(self.tile.rows):
-                    self.value(node, r)
+            elif often is along and small_affine(node) is None:
+                for r, c in places:
+                    self.value(node, r, c)
             else:
                 waiting += node.args[::-1]
 
@@ -202,7 +205,7 @@ class Evaluator:
         return self.start_float[form]
 
     def as_float(self, node: Expr, r: int, c: int) -> Any:
-        """`node` as fp32; positions convert once a tile, not once an element (conversions are quarter rate)."""
+        """`node` as fp32; positions convert once per tile, not once per element (conversions are quarter rate)."""
         form = small_affine(node) if node.rate in (Rate.ROW, Rate.COLUMN, Rate.ELEMENT) else None
         if form is not None:
             offset = self.offset(form, r, c)

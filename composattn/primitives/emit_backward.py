@@ -30,7 +30,7 @@ from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
 from .diagonals import Diagonals
-from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of, small_affine
+from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import CapturedSums
 from .emit_ops import convert
 from .exponential import LOG2_E, exp2
@@ -76,7 +76,7 @@ class BoundBackwardMods(Fixed):
         self.backward, self.mods, self.leaves = backward, backward.mods, leaves
         self.work = Evaluator(self.mods, leaves, tile)
         roots = [backward.mask, backward.slope, backward.score]
-        _prepare_columns(self.work, [root for root in roots if root is not None])
+        self.work.prepare(*roots, along=Rate.COLUMN)
 
     def evaluator(self, tile: ScoreTile) -> Evaluator:
         at = Evaluator(self.mods, self.leaves, tile)
@@ -231,24 +231,6 @@ def _sum(parts: list[Any]) -> Any:
     for part in parts:
         total = part if total is None else total + part
     return total
-
-
-def _prepare_columns(at: Evaluator, roots: list[Expr]) -> None:
-    """Computes, now, everything under `roots` that does not change along q."""
-    seen: set[Expr] = set()
-    waiting = roots[::-1]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node.is_const:
-            continue
-        seen.add(node)
-        if node.rate in (Rate.CONSTANT, Rate.HEAD):
-            at.value(node)
-        elif node.rate is Rate.COLUMN and small_affine(node) is None:
-            for c in range(at.tile.columns):
-                at.value(node, 0, c)
-        else:
-            waiting += node.args[::-1]
 
 
 __all__ = ["BackwardMods", "BoundBackwardMods"]

@@ -1,4 +1,4 @@
-"""Where kv tiles come from: rows that lie together, one copy a tile, or pages of a cache, one copy for each.
+"""Where kv tiles come from: rows that lie together, one copy per tile, or pages of a cache, one copy for each.
 
 A producer asks `source.locate(tile)` early, before it waits for room, and then starts the copies of K and later of V
 `at` what it got: for pages that is their numbers, which have to come from memory first.
@@ -72,7 +72,7 @@ class WholeTiles(Fixed):
 
 @dataclasses.dataclass
 class PagedKV(Fixed):
-    """Rows in pages, of which a tile has several, or a page several tiles."""
+    """Rows in pages: a tile has several pages, or a page several tiles."""
 
     keys: PagedSequence
     h: Int32

@@ -1,7 +1,7 @@
 """Softmax over tiles: running row maxima and sums in fp32, exact and safe for rows with nothing visible.
 
-Scores come in a unit of which `scale` makes log2 units (p = 2^(scale * s - scale * max)), so that scaling,
-subtraction and change of base are one FMA an element (Milakov and Gimelshein, "Online normalizer calculation
+Scores come in a unit that `scale` turns into log2 units (p = 2^(scale * s - scale * max)), so that scaling,
+subtraction and change of base are one FMA per element (Milakov and Gimelshein, "Online normalizer calculation
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
@@ -135,7 +135,7 @@ def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
 
 @cute.jit
 def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor):
-    """`rescale_rows`, left out by warps of which no row needs it."""
+    """`rescale_rows`, left out by warps where no row needs it."""
     needed = factors[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(factors)):
         needed = needed | (factors[r] != 1.0)

@@ -47,7 +47,7 @@ def counter_of(workspace: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout(1))
 
 
-# --- kernels with a block a tile of queries --------------------------------------------------------------------
+# --- kernels with a block per tile of queries --------------------------------------------------------------------
 
 
 def query_grid(workspace: cute.Tensor, work: cute.Tensor | None) -> tuple[Any, Any, Any]:

@@ -67,7 +67,7 @@ class Pieces(Bundle):
         return Int32(of_tile), Piece(choose(is_whole, Int32(0), Int32(index)), count, slot, is_whole)
 
     def note(self, work: Any, condition: Boolean) -> None:
-        """Whose pieces they are, once a tile, where the condition holds."""
+        """Whose pieces they are, once per tile, where the condition holds."""
         tile, _ = divmod(work.piece.slot, self.count)
         _note_if(self.places, tile, (work.b, work.kv_head, work.n), condition & (work.piece.index == 0))
 

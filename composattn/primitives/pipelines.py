@@ -1,6 +1,6 @@
 """Rings of shared-memory stages between roles of a kernel: who fills a stage, who drains it.
 
-An edge has a "full" and an "empty" mbarrier a stage. How many arrivals each waits for follows from the roles at the
+An edge has a "full" and an "empty" mbarrier per stage. How many arrivals each waits for follows from the roles at the
 edge's ends, never from a number beside them. `cutlass.pipeline` has rings too; its counts are handed in.
 """
 
@@ -60,7 +60,7 @@ class Role(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """One warp whose bulk copies bring `bytes` a stage: the barrier counts these beside the warp's own arrival.
+    """One warp whose bulk copies bring `bytes` per stage: the barrier counts these beside the warp's own arrival.
 
     With no bytes a stage holds no data, only that it is its turn.
     """
@@ -121,6 +121,10 @@ class BoundEdge(Fixed):
         self.edge = edge
         self.full = barriers
         self.empty = barriers + edge.stages
+
+    @property
+    def first(self) -> Slot:
+        return Slot.first(self.edge.stages)
 
     def init(self) -> None:
         """Called by one thread; see `start_edges`."""

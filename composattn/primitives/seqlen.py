@@ -5,7 +5,7 @@ Kernels ask `rows.sequence(b)` and get the same answers for both: `length`, `sta
 
 A bulk copy leaves out what is outside of its tensor: loads give zeros, stores are dropped. For a packed tensor that
 must also hold at the end of each sequence, with no branch and one descriptor for all. So the copies see the tensor
-(total, D, H) with two modes more: `entry`, at the rows' stride, and `back`, of which only the last entry is used:
+(total, D, H) with two modes more: `entry`, at the rows' stride, and `back`, where only the last entry is used:
 
     row coordinate r in [0, FAR), entry e in [0, total], back FAR  ->  row r + e - FAR of the tensor
 

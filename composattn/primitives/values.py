@@ -29,7 +29,7 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
 
 
 def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
-    """fp32 registers to 16-bit ones in the same order, two an instruction.
+    """fp32 registers to 16-bit ones in the same order, two per instruction.
 
     A vector conversion falls apart into single ones for lengths that are no power of two (91 more instructions
     and spills at 176 columns), so the paired instruction is written out.
@@ -42,6 +42,13 @@ def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
             write_only_types=[cutlass.Int32],
             read_only_args=[source[2 * i + 1], source[2 * i]],
         )
+
+
+def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
+    """fp32 registers, rounded to 16 bits."""
+    rounded = cute.make_rmem_tensor_like(sums, dtype)
+    narrow(rounded, sums)
+    return rounded
 
 
 def aligned(pointer: cute.Pointer) -> cute.Pointer:

@@ -55,6 +55,7 @@ LEARNED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]] = {
     "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 300, 300)),
 }
 
+LONG, SHORT = (16384, 16384), (512, 512)  # calls whose queries see few keys are cut into small tiles
 PACKED = Layout("packed", "packed")
 USED_Q = Layout("packed", "packed", used_q=True)
 USED = Layout("packed", "packed", used_q=True, used_kv=True)
@@ -85,7 +86,7 @@ def problem(heads: tuple[int, int], lengths: tuple[int, int], dims: tuple[int, i
 
 def forward(score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, **how: Any) -> Callable[[], Any]:
     """A forward plan, made when called; `options` go to `plan_forward`, the rest of `how` to the problem."""
-    heads, lengths = how.pop("heads", (4, 4)), how.pop("lengths", (512, 512))
+    heads, lengths = how.pop("heads", (4, 4)), how.pop("lengths", LONG)
     options = how.pop("options", {})
     return lambda: plan_forward(problem(heads, lengths, (d, dv or d), **how), program(score, mask), HOPPER, **options)
 
@@ -117,6 +118,12 @@ PLANS: dict[str, Callable[[], Any]] = {
     **{f"forward-full-d{d}": forward(d=d) for d in (64, 96, 128, 192, 256)},
     "forward-causal-d64": forward(mask="causal", d=64),
     "forward-causal-d128-fp16": forward(mask="causal", dtype=torch.float16),
+    "forward-short-full-d96": forward(d=96, lengths=SHORT),
+    "forward-short-causal-d64": forward(mask="causal", d=64, lengths=SHORT),
+    "forward-short-softcap-causal-d64": forward("softcap", "causal", d=64, lengths=SHORT),
+    "forward-short-causal-d128": forward(mask="causal", lengths=SHORT),
+    "forward-short-bias-d64": forward("bias", d=64, lengths=SHORT),
+    "forward-causal-documents-d128": forward(mask="causal-documents"),
     "forward-causal-d192-dv128": forward(mask="causal", d=192, dv=128),
     "forward-window-d128": forward(mask="window"),
     "forward-causal-documents-d64": forward(mask="causal-documents", d=64),

@@ -196,7 +196,7 @@ def test_parts_fill_the_multiprocessors_when_there_are_few_queries() -> None:
 
 def test_heads_share_rows_when_that_makes_fewer_tiles() -> None:
     def heads(p: Problem, mask: Any = None) -> int:
-        return forward_tiling(p, Program(None, mask and Mask.of(mask).expr), HOPPER).heads
+        return forward_tiling(p, Program(None, mask and Mask.of(mask).expr), HOPPER).packed_heads
 
     assert heads(problem(1, 32, 8, 1, 8192)) == 4
     assert heads(problem(1, 32, 8, 4096, 4096)) == 1

@@ -26,7 +26,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
 from composattn.mods import causal
-from composattn.primitives.exponential import exp2_of_column
+from composattn.primitives.exponential import COEFFICIENTS, exp2_of_column
 from composattn.primitives.exponential_units import HARDWARE, ExponentialUnits
 
 THREADS, EACH = 256, 16
@@ -130,3 +130,82 @@ def test_a_quarter_of_the_columns_is_a_quarter_of_the_exponentials() -> None:
     steps = counts[0] // elements  # copies of softmax in the kernel; each has two factors beside, but the first
     assert counts[0] == steps * elements + 2 * (steps - 1)
     assert counts[0] - counts[1] == steps * elements // 4
+
+
+def fused(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
+    """a·b + c of fp32 numbers, rounded once: fp64 holds the product, and its sum is rounded to odd before fp32.
+
+    (Boldo, Melquiond, Emulation of a FMA and correctly rounded sums, 2008.)
+    """
+    product, added = a.double() * b.double(), torch.tensor(c, dtype=torch.float32).double()
+    total = product + added
+    without = total - product
+    lost = (product - (total - without)) + (added - without)  # what the sum's rounding left out, exactly
+    bits = total.view(torch.int64)
+    toward = bits + torch.where((lost > 0) == (total > 0), 1, -1)
+    return torch.where((lost != 0) & (bits % 2 == 0), toward, bits).view(torch.float64).float()
+
+
+def test_a_fused_multiply_add_is_rounded_once() -> None:
+    tiny = 2.0**-24
+    cases = [  # a, b, c, and a·b + c to the nearest fp32
+        (1.0 + 2 * tiny, 1.0 + 2 * tiny, -1.0, 4 * tiny),  # 4 tiny², lost from the product alone, is half of a bit here
+        (1.0, tiny, 1.0, 1.0),  # half of a bit above 1: to even
+        (
+            tiny * (1.0 + 2 * tiny),
+            1.0 - 2 * tiny,
+            1.0 + 2 * tiny,
+            1.0 + 2 * tiny,
+        ),  # 2^-70 below half: twice rounded, up
+        (3.0, 2.0, 1.0, 7.0),
+    ]
+    for a, b, c, wanted in cases:
+        assert float(fused(torch.tensor([a]), torch.tensor([b]), c)) == wanted
+
+
+def in_exact_arithmetic(degree: int, x: torch.Tensor) -> torch.Tensor:
+    """What `polynomial_exp2` says step by step, for numbers from -126 to 1, as a device rounds it."""
+    whole = x.double().floor()  # both sums with `_WHOLE` are exact, rounded down as they are
+    rest = (x.double() - whole).float()
+    *first, last = COEFFICIENTS[degree]
+    total = torch.full_like(x, last)
+    for coefficient in (*first[::-1], 1.0):
+        total = fused(total, rest, coefficient)
+    return (total.double() * torch.exp2(whole)).float()
+
+
+# Table 2 of FlashAttention-4: largest and mean relative error of fp32, then of its bf16, and which part is the bf16
+# nearest to 2^x. What bf16 itself costs is 3.89e-3 and 1.41e-3. (flash-attn-4's coefficients of degree 3: 8.77e-5.)
+IDEAL = (3.89e-3, 1.41e-3)
+ERRORS = {
+    3: (8.57e-5, 5.44e-5, 3.90e-3, 1.41e-3, 0.99),
+    4: (2.96e-6, 1.84e-6, 3.89e-3, 1.41e-3, 0.9996),
+    5: (1.45e-7, 5.5e-8, 3.89e-3, 1.41e-3, 0.99998),
+}
+
+
+def relative_errors(found: torch.Tensor, wanted: torch.Tensor) -> list[float]:
+    apart = ((found.double() - wanted) / wanted).abs()
+    return [float(apart.max()), float(apart.mean())]
+
+
+@pytest.mark.parametrize(("degree", "count"), [(3, 1 << 22), (4, 1 << 20), (5, 1 << 20)])
+def test_errors_in_exact_fp32_arithmetic_are_those_of_the_papers_table(
+    degree: int, count: int, generator: torch.Generator
+) -> None:
+    """4 M numbers in [0, 1), as the paper has them: no bf16 is further than the next, and 99 % are the nearest."""
+    x = torch.rand(count, generator=generator)
+    wanted = torch.exp2(x.double())
+    found = in_exact_arithmetic(degree, x)
+    *errors, nearest = ERRORS[degree]
+    measured = [*relative_errors(found, wanted), *relative_errors(found.bfloat16(), wanted)]
+    assert measured == pytest.approx(errors, rel=0.02)
+    assert relative_errors(wanted.bfloat16(), wanted) == pytest.approx(IDEAL, rel=0.01)
+    apart = (found.bfloat16().view(torch.int16).int() - wanted.bfloat16().view(torch.int16).int()).abs()
+    assert int(apart.max()) <= 1 and float((apart == 0).float().mean()) >= nearest - 3e-4
+
+
+@pytest.mark.parametrize("degree", ERRORS)
+def test_the_kernel_computes_what_exact_fp32_arithmetic_gives(degree: int, generator: torch.Generator) -> None:
+    x = 126.0 * torch.rand(1 << 14, generator=generator) - 126.0
+    assert torch.equal(exponentials(ExponentialUnits(1, 1, degree), x), in_exact_arithmetic(degree, x))

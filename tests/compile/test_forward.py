@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +13,21 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+import composattn as ca
+from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import forward_tiling
+from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
+from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 
+LONG, SHORT = 16384, 512  # calls whose queries see few keys are cut into small tiles
 WINDOW = 512
 PACKED, PERSISTENT = Layout("packed", "packed"), Schedule(persistent=True, split_kv=1)
 SLOPES = torch.rand(4)
@@ -62,15 +68,29 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     layout: Layout = DENSE,
     schedule: Schedule = AUTO,
+    length: int = LONG,
 ) -> ForwardPlan:
     problem = Problem(
-        1, 4, 4, 512, 512, d, d if dv is None else dv, dtype, torch.device("cuda"), layout=layout, schedule=schedule
+        1,
+        4,
+        4,
+        length,
+        length,
+        d,
+        d if dv is None else dv,
+        dtype,
+        torch.device("cuda"),
+        layout=layout,
+        schedule=schedule,
     )
     return plan_forward(problem, program(score, mask), HOPPER)
 
 
 PLANS = {
     **{f"plain-full-d{d}": plan(d=d) for d in (8, 64, 96, 128, 192, 256)},
+    **{f"plain-causal-short-d{d}": plan(mask="causal", d=d, length=SHORT) for d in (64, 96, 128)},
+    "softcap-document-short-d96": plan("softcap", "document", d=96, length=SHORT),
+    "bias-full-short-d64": plan("bias", d=64, length=SHORT),
     "plain-causal-d64": plan(mask="causal", d=64),
     "plain-causal-d128-fp16": plan(mask="causal", dtype=torch.float16),
     "plain-window-d128": plan(mask="window"),
@@ -101,7 +121,7 @@ def test_compiles_lean(name: str, folder: Path) -> None:
     artifact = compile_offline(PLANS[name], folder)
     if artifact.registers is None or not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    inner = artifact.inner_loops(loops(artifact))
+    inner = loops_over_tiles(artifact)
     assert len(inner) == loops(artifact)
     assert [loop["LDL"] + loop["STL"] for loop in inner] == [0] * len(inner)
     # loads of a bias are started as early as registers allow; two values wait for the epilogue in local memory
@@ -118,6 +138,10 @@ def products_are_serialised(artifact: Artifact) -> bool:
     """Whether the compiler waits for every product by itself (its warning C7510), which costs half the speed."""
     # an arrival and a wait at each of two products in every loop, before the first one and after the last one
     return artifact.mnemonics["WARPGROUP"] > 4 * (loops(artifact) + 1)
+
+
+def loops_over_tiles(artifact: Artifact) -> list[Counter[str]]:
+    return [loop.counts for loop in inner_loops(artifact.instructions) if loop.multiplies]
 
 
 def loops(artifact: Artifact) -> int:
@@ -137,7 +161,7 @@ def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> N
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0
-    for loop in artifact.inner_loops(loops(artifact)):
+    for loop in loops_over_tiles(artifact):
         assert loop["LDG"] <= 9  # one for each 16 of 128 columns, and the number of the tile
         assert sum(loop.values()) < 800  # of masks with a value an element: 1000 to 1500
 
@@ -145,13 +169,35 @@ def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> N
 def test_roles_keep_within_the_register_file() -> None:
     for d in range(8, 257, 8):
         for dv in range(8, 257, 8):
-            for q_len in (1, 4096):
-                problem = Problem(1, 1, 1, q_len, 4096, d, dv, torch.bfloat16, torch.device("cuda"))
+            for q_len, kv_len in ((1, 4096), (300, 300), (4096, 4096)):
+                problem = Problem(1, 1, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
                 t = forward_tiling(problem, Program(), HOPPER)
-                assert 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= HOPPER.registers
-                assert t.shared_memory(2) <= HOPPER.shared_memory
+                registers = 128 * (t.warpgroups * t.consumer_registers + t.producer_registers)
+                assert t.blocks * registers <= HOPPER.registers
+                assert t.blocks * t.shared_memory(2) <= HOPPER.shared_memory
                 assert t.tile_n % 16 == 0
                 assert t.tile_n >= 64
+
+
+def cut(head_dim: int, length: int, mask: Mask | None = None, **schedule: Any) -> HopperTiling:
+    problem = Problem(4, 8, 8, length, length, head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+    problem = dataclasses.replace(problem, schedule=ca.Schedule(**schedule))
+    return forward_tiling(problem, ca.Attention(mask_mod=mask).program, HOPPER)
+
+
+def test_where_queries_see_few_keys_small_blocks_share_a_multiprocessor() -> None:
+    ids = torch.arange(8192) // 700
+    assert [cut(64, length, causal()).blocks for length in (256, 4096, 8192)] == [3, 3, 1]
+    assert [cut(96, length, causal()).blocks for length in (256, 2048, 4096)] == [3, 3, 1]
+    assert cut(64, 8192, causal() & sliding_window(1024)).blocks == 3
+    assert cut(128, 8192, causal() & document(ids)).blocks == 2
+    assert cut(256, 256, causal()).blocks == 1
+
+
+def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
+    assert [cut(128, length, causal()).persistent for length in (256, 1024, 2048)] == [True, True, False]
+    assert not cut(128, 256, causal(), persistent=False).persistent
+    assert cut(64, 256, causal(), persistent=True).persistent
 
 
 def test_a_plan_is_named_by_its_content() -> None:

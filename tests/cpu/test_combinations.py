@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.testing import combinations
-from composattn.testing.combinations import OK, Cell, cells, outcome
+from tests import combinations
+from tests.combinations import OK, Cell, cells, outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
 BACKENDS = ("reference", "streaming")

@@ -125,3 +125,17 @@ def test_block_mask_of_other_lengths_is_refused(generator: torch.Generator) -> N
     made = torchs.create_block_mask(causal, None, None, 64, 64, device="cpu")
     with pytest.raises(errors.BlockMaskMismatch, match="64"):
         ca.flex_attention(q, k, v, block_mask=made)
+
+
+def test_a_mask_mod_that_a_block_mask_was_given_since_is_seen(generator: torch.Generator) -> None:
+    x = inputs(generator)
+    blocks = torchs.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=128)
+    ca.flex_attention(*x, block_mask=blocks)
+    blocks.mask_mod = window
+    close(ca.flex_attention(*x, block_mask=blocks), theirs(*x, block_mask=blocks))
+
+
+@pytest.mark.parametrize("given", [5, "causal", [1], torch.ones(2, 2, dtype=torch.bool), causal])
+def test_what_is_no_block_mask_is_refused_by_name(given: Any, generator: torch.Generator) -> None:
+    with pytest.raises(errors.BlockMaskMismatch):
+        ca.flex_attention(*inputs(generator), block_mask=given)

@@ -15,7 +15,7 @@ kv = torch.arange(KV).view(1, 1, 1, KV)
 
 PATTERNS = {
     "a scalar": ((), []),
-    "a number a head": ((H,), [h]),
+    "one number per head": ((H,), [h]),
     "a row": ((H, Q), [h, q]),
     "a column": ((B, KV), [b, kv]),
     "a pair": ((Q, KV), [q, kv]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import composattn as ca
+from benchmarks import host
 from benchmarks.host_work import (
     LARGER,
     RECIPE,
@@ -56,6 +57,31 @@ def test_new_lengths_take_few_operations_and_new_totals_no_more() -> None:
     assert counted(step).counts.total() <= STEP + 50  # 136 before
     assert counted(other).counts == counted(step).counts
     assert len(other.attention._prepared) > len(other.attention._planned) == 1
+
+
+# Functions of Python that a call enters where nothing is new: forward; forward and backward, with 44 of torch's own.
+ENTRIES = {
+    "ca.Attention, causal": (24, 93),  # 41 and 157 before
+    "ca.attention, causal()": (32, 101),  # 54, 170
+    "ca.attention, lambda": (37, 106),  # 62, 178
+    "ca.Attention, alibi(slopes)": (28, 98),  # 45, 166
+    "ca.attention, a kept alibi(slopes)": (39, 114),  # 62, 191
+    "ca.attention, alibi(slopes)": (45, 120),  # 89, 218
+    "ca.attention, alibi(slopes) >> softcap(30.0), causal() & document(ids)": (91, 180),  # 188, 356
+    "ca.attention, lambda over a tensor": (51, 126),  # 78, 207
+    "flex_attention, score_mod": (54, 129),  # 82, 211
+    "flex_attention, block_mask": (61, 149),  # 89, 247
+    "ca.nn.Attention, score_mod as a method": (60, 135),  # 85, 214
+}
+ROOM = 6  # for other versions of Python and torch
+
+
+def test_every_entry_enters_few_functions_where_nothing_is_new() -> None:
+    found = {name: calls.python for name, calls, _ in host.counted(rounds=0)}
+    for name, (forward, both) in ENTRIES.items():
+        assert found.pop(f"host forward: {name}") <= forward + ROOM
+        assert found.pop(f"host forward and backward: {name}") <= both + ROOM
+    assert not found, "an entry without a bound"
 
 
 def read(attention: HostOnly) -> Iterator[torch.Tensor]:

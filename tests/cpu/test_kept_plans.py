@@ -308,6 +308,24 @@ def test_a_new_tensor_of_the_same_form_takes_over_the_plan(inputs: list[torch.Te
     assert counted == (0, 1)  # the reference's own
 
 
+def test_the_plan_of_the_last_call_is_taken_over_where_other_memory_ended_too(
+    inputs: list[torch.Tensor], work: Work
+) -> None:
+    def ids(seed: int) -> torch.Tensor:
+        return torch.randint(0, 3, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+
+    both_alive = ids(0), ids(1)
+    for table in both_alive:
+        ca.attention(*inputs, mask_mod=document(table))
+    del table, both_alive
+
+    def step(seed: int) -> None:
+        ca.attention(*inputs, mask_mod=causal() & document(ids(seed)))
+
+    step(2)
+    assert work.of(lambda: step(3)) == (0, 0)
+
+
 def test_a_plan_that_was_taken_over_checks_what_its_mods_read(inputs: list[torch.Tensor]) -> None:
     short = torch.zeros(LENGTH // 2)
 

@@ -148,6 +148,7 @@ def test_rooms_are_counted_by_who_imports_whom_when_it_runs() -> None:
         File("composattn.mods.mask", "if TYPE_CHECKING:\n    from ..api import attention\nfrom ..graph import expr\n"),
         File("composattn.api", "from importlib import import_module\nimport_module(f'composattn.{1}')\n"),
         File("composattn.backends.hopper.forward", "a = 1\n"),
+        File("composattn.backends.blackwell.forward", "a = 1\n"),
         File("composattn.backends.streaming", "a = 1\nb = 2\nc = 3\n"),
     )
     house = House({file.module: file for file in files})
@@ -161,6 +162,10 @@ def test_rooms_are_counted_by_who_imports_whom_when_it_runs() -> None:
     assert house.shared_by_architectures() == 0.75
     assert house.longest_function() == (3, "composattn.graph.expr.f")
     assert "| imports by a name given at run time | 1 |" in table(house)
+
+
+def test_three_quarters_of_the_backends_serve_another_architecture() -> None:
+    assert House.at(ROOT).shared_by_architectures() >= 0.75
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

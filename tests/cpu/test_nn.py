@@ -336,3 +336,36 @@ def test_options_and_functions_are_taken_as_attention_takes_them() -> None:
     assert "scale=0.5" in repr(module)
     out, lse = module(*x, return_lse=True)
     assert lse.shape == out.shape[:3]
+
+
+class Elsewhere(ca.nn.Attention):
+    """Its mask comes from where torch does not look."""
+
+    def __getattr__(self, name: str) -> Any:
+        return sliding_window(2) if name == "mask_mod" else super().__getattr__(name)
+
+
+class Called(torch.nn.Module):
+    def forward(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv <= 2) & (q >= 0)
+
+
+def test_a_mod_is_found_wherever_an_attribute_may_be() -> None:
+    x = inputs()
+    wanted = ca.attention(*x, mask_mod=sliding_window(2))
+    assert not torch.equal(wanted, ca.attention(*x))
+    module: Any = ca.nn.Attention()
+    plain: Any = ca.nn.Attention()
+    instance = Elsewhere()
+    module.mask_mod = Called()
+    plain.mask_mod = sliding_window(2)
+    for layer in (module, plain, instance):
+        torch.testing.assert_close(layer(*x), wanted)
+    for refused in (ca.nn.Attention(), ca.nn.Attention()):
+        refused.mask_mod = torch.nn.Parameter(torch.zeros(2))
+        with pytest.raises(errors.WrongComposition):
+            refused(*x)
+    buffered = ca.nn.Attention()
+    buffered.register_buffer("score_mod", torch.zeros(2))
+    with pytest.raises(errors.WrongComposition):
+        buffered(*x)

@@ -119,14 +119,14 @@ def test_second_derivatives_are_finite_where_the_mod_is_nan_at_hidden_pairs(gene
 
 
 def test_a_gradient_penalty_trains(generator):
-    q, k, v = qkv(generator=generator, q_len=70, dim=8, requires_grad=True)
+    q, k, v = qkv(generator=generator, q_len=70, dim=8, dtype=torch.float64, requires_grad=True)
     out = attend(q, k, v, mask_mod=causal())
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     dq.square().sum().backward()
     expected = ca.attention(q, k, v, mask_mod=causal(), backend="reference")
     (dq,) = torch.autograd.grad(expected.sum(), q, create_graph=True)
     (ddq,) = torch.autograd.grad(dq.square().sum(), q)
-    torch.testing.assert_close(q.grad, ddq, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(q.grad, ddq, rtol=1e-9, atol=1e-12)
 
 
 # --- tiles and memory ----------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.backends.fused.bulk import tidy
+from composattn.backends.fused.launch import memory_like
 from composattn.call.strides import in_order_of, ordered
 from composattn.mods import causal
 from tests.support import has_kernel_toolchain
@@ -76,3 +78,28 @@ def test_memory_in_order_and_a_copy_in_order_agree(generator: torch.Generator) -
     t = torch.randn(4, 2, 3, 6, generator=generator)
     assert in_order_of(form, t).stride() == ordered(form, 6).stride()
     assert torch.equal(in_order_of(form, t), t)
+
+
+def test_memory_for_a_kernel_lies_in_order_whatever_the_strides_of_single_rows() -> None:
+    rows = torch.zeros(2, 3, 5, 8)[:1].as_strided((1, 3, 5, 8), (7, 40, 8, 1))  # torch calls it contiguous
+    assert rows.is_contiguous() and rows.stride(0) == 7
+    assert memory_like(rows).stride() == (120, 40, 8, 1)
+    turned = torch.zeros(2, 5, 3, 8).transpose(1, 2)
+    assert memory_like(turned).stride() == turned.stride()
+    assert memory_like(turned[..., :4]).stride() == (60, 4, 12, 1)
+
+
+@pytest.mark.parametrize("unit", [8, 4])
+def test_bulk_copies_read_whole_16_bytes_alone(unit: int) -> None:
+    memory = torch.zeros(4096, dtype=torch.bfloat16 if unit == 8 else torch.float32)
+    for strides in itertools.product((0, 4, 8, 12, 24, 100), repeat=3):
+        given = memory.as_strided((2, 3, 4, 16), (*strides, 1))
+        if all(s and s % unit == 0 for s in strides):
+            assert tidy(given) is given
+        elif any(s % unit for s in strides):
+            assert tidy(given) is None
+        else:
+            assert 0 in strides
+    assert tidy(memory[1:].as_strided((2, 3, 16), (48, 16, 1), 1)) is None
+    single = tidy(memory.as_strided((2, 1, 4, 16), (64, 3, 16, 1)))
+    assert single is not None and single.stride() == (64, unit, 16, 1)

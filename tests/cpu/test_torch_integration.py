@@ -259,13 +259,13 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     said = attention.spoken
     assert said is not None
     operator = torch.ops.composattn.attend.default
-    for plan in (attention._number, -1):
+    for plan in (attention.number, -1):
         for with_max in (False, True):
             named = (said.form, plan, True, with_max)
             torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), *named))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    named = (said.form, attention._number, True, True)
+    named = (said.form, attention.number, True, True)
     torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
 
 
@@ -283,7 +283,7 @@ def test_copies_are_attentions_of_their_own(duplicate: Callable[[Any], Any], gen
     attention = ca.Attention(mask_mod=causal() & document(documents), score_mod=softcap(2.0))
     attention(*inputs)
     other = duplicate(attention)
-    assert other._number != attention._number
+    assert other.number != attention.number
     assert_same([torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs)], [attention(*inputs)])
 
 

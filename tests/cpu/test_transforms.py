@@ -17,6 +17,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils import _pytree as pytree
 
 import composattn as ca
+from composattn.dispatch.planned import Planned
 from composattn.mods import alibi, causal, document
 from composattn.testing import make_paged_case
 
@@ -378,13 +379,13 @@ def test_half_precision_stays_so_below_transforms(generator: torch.Generator) ->
 
 
 def test_repeated_calls_plan_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    slopes = torch.rand(H, generator=generator)
-    attention = ca.Attention(score_mod=alibi(slopes), mask_mod=causal())
+    slopes = torch.rand(B, H, generator=generator)  # by b, which folding another dimension into the batch rewrites
+    attention = ca.Attention(score_mod=lambda s, b, h, q, kv: s + slopes[b, h] * (kv - q), mask_mod=causal())
     inputs = qkv(generator, N, B)
     vmap(grad(loss(attention)))(*inputs)
     planned: list[Any] = []
-    begin = ca.Attention._begin
-    monkeypatch.setattr(ca.Attention, "_begin", lambda self, *mods: planned.append(self) or begin(self, *mods))
+    begin = Planned.__init__
+    monkeypatch.setattr(Planned, "__init__", lambda self, *given: planned.append(self) or begin(self, *given))
     vmap(grad(loss(attention)))(*inputs)
     assert planned == []
 
@@ -465,3 +466,18 @@ def test_dtensors_are_refused_by_name(generator: torch.Generator, tmp_path: Any)
             ca.attention(*inputs, score_mod=alibi(spread[3]))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_tensor_that_a_finished_transform_wrapped_is_taken_for_what_it_holds(generator: torch.Generator) -> None:
+    left: list[torch.Tensor] = []
+
+    def leaves_its_argument(x: torch.Tensor) -> torch.Tensor:
+        left.append(x)
+        return x.sum()
+
+    q, k = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    torch.func.grad(leaves_its_argument)(q)
+    k.requires_grad_()
+    (found,) = torch.autograd.grad(ca.attention(left[0], k, k).sum(), k)
+    (wanted,) = torch.autograd.grad(ca.attention(q, k, k).sum(), k)
+    torch.testing.assert_close(found, wanted)

@@ -17,7 +17,7 @@ import composattn as ca
 from composattn import errors
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import FUSED, Case, check, random_case
-from tests.support import outlier_normal
+from tests.support import cut_as_long_ones, outlier_normal
 
 pytestmark = pytest.mark.gpu
 
@@ -175,11 +175,13 @@ class Suite:
 
     @pytest.mark.parametrize("number", range(FUZZED))
     def test_random_calls(self, number: int, seed: int) -> None:
-        check(self.attention, random_case(seed + number, FUSED).without_gradients())
+        with cut_as_long_ones(number % 2 == 1):
+            check(self.attention, random_case(seed + number, FUSED).without_gradients())
 
     @pytest.mark.parametrize("number", range(FUZZED))
     def test_random_gradients(self, number: int, seed: int) -> None:
-        check(self.attention, random_case(seed + number, FUSED))
+        with cut_as_long_ones(number % 2 == 1):
+            check(self.attention, random_case(seed + number, FUSED))
 
 
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:

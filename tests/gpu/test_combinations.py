@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composattn.testing.combinations import Cell, cells, outcome
+from tests.combinations import Cell, cells, outcome
 
 RECORD = Path(__file__).parents[2] / "docs" / "combinations.json"
 SAMPLE = 12

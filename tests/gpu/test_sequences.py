@@ -20,6 +20,7 @@ from composattn.backends.fused import compile as compiled
 from composattn.mods import alibi, causal, neighborhood, sliding_window
 from composattn.testing import FUSED, check, make_paged_case, make_varlen_case, random_case
 from composattn.testing.tolerance import Case
+from tests.support import cut_as_long_ones
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,8 @@ def test_random_calls_are_right(layout: str, number: int, backend: str) -> None:
     space = dataclasses.replace(FUSED, layouts=(layout,), batches=(1, 2, 5))  # type: ignore[arg-type]
     case = random_case(seed, space)
     try:
-        check(functools.partial(ca.attention, backend=backend), case)
+        with cut_as_long_ones(number % 2 == 1):
+            check(functools.partial(ca.attention, backend=backend), case)
     except Exception as error:
         raise AssertionError(f"random_case({seed}): {case}") from error
 

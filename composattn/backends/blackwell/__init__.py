@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -12,11 +11,11 @@ from ..fused.target import BLACKWELL
 from .tiling import forward_tiling
 
 
-def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
-    from ..fused.kernels import combine
-    from . import forward
+def _kernels() -> Mapping[str, type[Kernel]]:
+    from ..fused.kernels.combine import Combine
+    from .forward import BlackwellForward
 
-    return {"forward": forward.kernel, "combine": combine.kernel}
+    return {"forward": BlackwellForward, "combine": Combine}
 
 
 ARCHITECTURE = Architecture(

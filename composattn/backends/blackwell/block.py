@@ -1,13 +1,12 @@
 """What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
 
-from typing import Any
-
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.values import Fixed
+from ..fused.kernels.forward import Role
 from ..fused.kernels.forward_call import Call
 from .roles import WARPGROUP
 from .tcgen05 import Commits, Operand, tile_layout
@@ -112,29 +111,9 @@ class Tile(Fixed):
         return self.block.factor(self.number * ROWS + self.row)
 
 
-class Role(Fixed):
-    """Some warps of a block, which do the same for each of its work tiles: `visit`, which carries slots along."""
+class MemoryRole(Role):
+    """A role of a block whose tensor memory begins at `memory`."""
 
     def __init__(self, kernel, call: Call, block: Block, memory: Int32):
-        self.kernel, self.call, self.block, self.memory = kernel, call, block, memory
-        self.plan, self.tiling = kernel.plan, block.tiling
-
-    def first_slots(self) -> tuple[Any, ...]:
-        """Where rings and counts are before the first work tile."""
-        raise NotImplementedError
-
-    def visit(self, work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One work tile; gives where rings and counts are behind it."""
-        raise NotImplementedError
-
-    @cute.jit
-    def run(self):
-        slots = self.first_slots()
-        number = cute.arch.block_idx()[0]
-        if const_expr(self.tiling.persistent):
-            while number < self.call.tiles:
-                if self.call.tile(number).exists:
-                    slots = self.visit(self.call.work(number), slots)
-                number += cute.arch.grid_dim()[0]
-        else:
-            self.visit(self.call.work(number), slots)
+        super().__init__(kernel, call, block)
+        self.memory = memory

@@ -4,13 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from ...primitives.kv_source import kv_source, partition
+from ...primitives.kv_source import partition
 from ...primitives.pipelines import Slot
-from .block import Role, of_tile
+from ..fused.kernels.forward import KeyCopies
+from .block import MemoryRole, of_tile
 from .tiling import ROWS
 
 
-class Load(Role):
+class Load(MemoryRole):
     """Q once a work tile, K tile by tile, V one tile behind K, as products want them."""
 
     def first_slots(self):
@@ -23,30 +24,28 @@ class Load(Role):
         q_slots, k_slot, v_slot = slots[:-2], slots[-2], slots[-1]
         tiles = self.kernel.tiles_of_all(self.call, work).all
         gQ = work.queries.tiles(tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
-        source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        keys = source.part(tmas.k, tensors.k, block.sK, tiling.d)
-        values = source.part(tmas.v, tensors.v, block.sV, tiling.dv)
+        copies = KeyCopies(self, work, block.k, block.v)
         if const_expr(tiling.persistent):
             for slot in q_slots:
                 block.q.wait_empty(slot)  # also where there is nothing to load: O will lie there
         if tiles.count > 0:
-            before = source.locate(tiles.first)
+            before = copies.source.locate(tiles.first)
             for t in cutlass.range_constexpr(tiling.query_tiles):
                 block.q.fill(q_slots[t])
                 tQsQ, tQgQ = partition(tmas.q, block.q_rows[t], gQ)
                 number = work.m * tiling.query_tiles + t
                 cute.copy(tmas.q, tQgQ[None, number], tQsQ, tma_bar_ptr=block.q.full + t)
                 if const_expr(t == 0):
-                    keys.start(before, k_slot.index, block.k.acquire(k_slot))
+                    copies.start_keys(before, k_slot)
             k_slot = k_slot.next()
             for i in cutlass.range(1, tiles.count, unroll=1):
-                at = source.locate(tiles.tile(i))
-                keys.start(at, k_slot.index, block.k.acquire(k_slot))
+                at = copies.source.locate(tiles.tile(i))
+                copies.start_keys(at, k_slot)
                 k_slot = k_slot.next()
-                values.start(before, v_slot.index, block.v.acquire(v_slot))
+                copies.start_values(before, v_slot)
                 v_slot = v_slot.next()
                 before = at
-            values.start(before, v_slot.index, block.v.acquire(v_slot))
+            copies.start_values(before, v_slot)
             v_slot = v_slot.next()
         elif const_expr(tiling.persistent):
             for t in cutlass.range_constexpr(tiling.query_tiles):
@@ -55,7 +54,7 @@ class Load(Role):
         return (*(slot.next() for slot in q_slots), k_slot, v_slot)
 
 
-class Store(Role):
+class Store(MemoryRole):
     """O by bulk copies, which leave out what is no query."""
 
     def first_slots(self):

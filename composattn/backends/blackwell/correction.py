@@ -8,7 +8,7 @@ from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.pipelines import Slot
 from ...primitives.values import Bundle, Fixed, narrow
 from ..fused.kernels.query_rows import Places, of_part
-from .block import Role, Tile, of_tile, put_words
+from .block import MemoryRole, Tile, of_tile, put_words
 from .roles import WARPGROUP
 from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
 from .tiling import ROWS
@@ -16,7 +16,7 @@ from .tiling import ROWS
 AT_ONCE = 16  # columns of O in registers: with 32, more than the 64 that a thread has were wanted
 
 
-class Correction(Role):
+class Correction(MemoryRole):
     """A warpgroup that has a row of every query tile in each thread."""
 
     def __init__(self, kernel, call, block, memory):

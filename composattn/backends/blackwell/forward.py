@@ -3,18 +3,14 @@
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from ...primitives.emit import Leaves, Mods
-from ...primitives.emit_tiles import BandTiles, Shared, kv_tiles_of
-from ...primitives.gqa_packing import HeadRows
+from ...primitives.emit import Leaves
+from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
 from ...primitives.values import choose
-from ..fused.arguments import ForwardArguments
-from ..fused.fake import fake_arguments
-from ..fused.kernels.forward_call import Call, Work, launched
+from ..fused.kernels.forward import Forward, prefetch
+from ..fused.kernels.forward_call import Call, Work
 from ..fused.plan import ForwardPlan
 from .block import Block
 from .copies import Load, Store
@@ -25,7 +21,7 @@ from .tcgen05 import allocate, fragment_shape, free, tile_layout
 from .tiling import ROWS, BlackwellTiling
 
 
-class BlackwellForward:
+class BlackwellForward(Forward[BlackwellTiling]):
     """Roles: a softmax warpgroup for each query tile of 128 rows, one that corrects O, a warp each for products, loads
     and stores.
 
@@ -36,64 +32,25 @@ class BlackwellForward:
     where the softmax of one runs under the products of the other. One query tile A has two places for scores:
 
         A K0ᵀ | A K1ᵀ, Pa V0 | A K2ᵀ, Pa V1 | ...
-
-    What parts of kv leave, where the plan splits it, see `composattn.backends.fused.arguments`.
     """
 
+    rows = ROWS
+
     def __init__(self, plan: ForwardPlan[BlackwellTiling]):
-        self.plan, self.tiling = plan, plan.tiling
-        self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
-        self.fragment = self.heads.fragment(fragment_shape(plan.tiling.tile_n))
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
-        self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
+        self.threads = plan.tiling.roles.threads
         bands = self.tiling.query_tiles > 1 and not plan.is_split and isinstance(self.visited, BandTiles)
         self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own
 
-    def __repr__(self):
-        return "forward"  # becomes part of the kernel's name
-
-    @cute.jit
-    def __call__(self, stream, *arguments):
-        given = ForwardArguments(*arguments)
-        self.dtype = given.q.element_type
-        found = launched(self.plan, given, self.heads, ROWS, tile_layout)
-        self.kernel(
-            found.tmas,
-            found.tensors,
-            given.lse,
-            given.max_scores,
-            found.order,
-            given.scale,
-            given.captured,
-            given.scalars,
-            found.queries,
-            found.keys,
-            found.splits,
-        ).launch(
-            grid=(found.blocks(self.plan), 1, 1),
-            block=(self.tiling.roles.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    @cute.kernel
-    def kernel(self, tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits):
-        call = Call(tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits)
-        if const_expr(order.table is None or self.tiling.persistent):
-            self.roles(call)
-        else:
-            if call.tile(cute.arch.block_idx()[0]).exists:
-                self.roles(call)
+    def tile_layout(self, rows, columns):
+        return tile_layout(rows, columns)
 
     @cute.jit
     def roles(self, call):
         roles, columns = self.tiling.roles, self.tiling.tensor_memory.allocated
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block = Block(self.tiling, self.dtype)
-        if warp == roles.load:
-            for tma in call.tmas:
-                if const_expr(tma is not None):
-                    cpasync.prefetch_descriptor(tma)
+        prefetch(call, warp == roles.load)
         if warp == roles.matrix:
             allocate(block.columns, columns)
         start_edges(block.edges, warp)
@@ -137,8 +94,3 @@ class BlackwellForward:
         m = work.m * self.tiling.query_tiles + t
         leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.tile_queries)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
-
-
-def kernel(plan: ForwardPlan[BlackwellTiling]) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return BlackwellForward(plan), fake_arguments(ForwardArguments.of(plan))

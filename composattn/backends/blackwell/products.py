@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from ...primitives.pipelines import Slot
 from ...primitives.values import Bundle, Fixed
-from .block import Block, Role, of_tile
+from .block import Block, MemoryRole, of_tile
 from .tcgen05 import after_wait, instruction, multiply
 from .tiling import STEP
 
@@ -31,7 +31,7 @@ class Progress(Bundle):
         return Progress(self.ahead, self.ready, Int32(0), Int32(0))
 
 
-class Multiply(Role):
+class Multiply(MemoryRole):
     """At kv tile j: O += P V of tile j - 1, then scores of tile j, for each query tile that needs them.
 
     With two places for scores these come first.

@@ -8,12 +8,12 @@ from ...primitives.online_softmax import OnlineSoftmax
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
 from ..fused.kernels.query_rows import QueryRows
-from .block import Role, Tile, of_tile
+from .block import MemoryRole, Tile, of_tile
 from .tcgen05 import after_wait, load, store, wait_stores
 from .tiling import ROWS, BlackwellTiling
 
 
-class Softmax(Role):
+class Softmax(MemoryRole):
     """A warpgroup for each query tile, all with the same code."""
 
     def __init__(self, kernel, call, block, memory):

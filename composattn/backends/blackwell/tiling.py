@@ -91,7 +91,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
         v_stages=v_stages,
         early_keys=tile_n * 3 // 4 // 32 * 32,
         l2=64 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=problem.schedule.persistent or False,
     )

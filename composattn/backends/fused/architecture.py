@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -21,7 +21,16 @@ CAPTURE_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool,
 )  # fmt: skip
-Kernel = tuple[Any, tuple[Any, ...]]  # a host function of the kernel language, and arguments to compile it with
+
+
+class Kernel(Protocol):
+    """A generated kernel, made of its plan: called on the host, with a stream and the fields of its `arguments`."""
+
+    arguments: ClassVar[Any]  # a record, of `composattn.backends.fused.arguments`
+
+    def __init__(self, plan: Any) -> None: ...
+
+    def __call__(self, stream: Any, *arguments: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Architecture:
     max_head_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
     backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling] | None
-    kernels: Callable[[], Mapping[str, Callable[[Any], Kernel]]]
+    kernels: Callable[[], Mapping[str, type[Kernel]]]
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""
@@ -90,6 +99,9 @@ def planned_for(backend: str | None) -> Target:
     return ARCHITECTURES.get(name, next(iter(ARCHITECTURES.values()))).target
 
 
-def kernel_of(plan: Plan) -> Kernel:
-    """The generated kernel of a plan, to be compiled; imports the kernel language."""
-    return architecture_of(plan.target).kernels()[plan.step](plan)
+def kernel_of(plan: Plan) -> tuple[Kernel, tuple[Any, ...]]:
+    """The generated kernel of a plan, and arguments to compile it with; imports the kernel language."""
+    from .fake import fake_arguments
+
+    kernel = architecture_of(plan.target).kernels()[plan.step](plan)
+    return kernel, fake_arguments(kernel.arguments.of(plan))

@@ -48,7 +48,7 @@ SCALE = NumberForm(DType.FLOAT)
 
 
 class ForwardArguments(NamedTuple):
-    """Of a forward kernel; see `composattn.backends.hopper.forward` for parts of a split."""
+    """Of a forward kernel; see `composattn.backends.fused.kernels.forward` for parts of a split."""
 
     q: Any  # (B, Hq, Sq, D), or packed (total, Hq, D)
     k: Any  # (B, Hkv, Skv, D), or packed, or pages (pages, Hkv, page_size, D)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 
 from ...errors import UnsupportedLayout
 
 
+def is_tidy(t: torch.Tensor) -> bool:
+    """Whether copies can read `t` as it is."""
+    strides = t.stride()
+    # address and strides together, as a number is a multiple of 16 by its last bits
+    return strides[-1] == 1 and 0 not in strides and not (gcd(*strides[:-1]) * t.element_size() | t.data_ptr()) % 16
+
+
 def tidy(t: torch.Tensor) -> torch.Tensor | None:
     """`t`, with harmless strides where sizes are 1, whose own may be anything; None where copies can't read it."""
+    if is_tidy(t):
+        return t
     unit = 16 // t.element_size()
     *strides, last = t.stride()
-    if t.data_ptr() % 16:
-        return None
-    if last == 1 and all([s and not s % unit for s in strides]):  # noqa: C419  a generator takes twice the time
-        return t
     strides = [unit if size == 1 else s for size, s in zip(t.shape, strides, strict=False)]
-    if (last != 1 and t.shape[-1] != 1) or any(s % unit for s in strides):
+    if t.data_ptr() % 16 or (last != 1 and t.shape[-1] != 1) or any(s % unit for s in strides):
         return None
     return t.as_strided(t.shape, (*strides, 1))
 
@@ -39,7 +46,7 @@ def readable(t: torch.Tensor, name: str) -> torch.Tensor:
 def copyable(t: torch.Tensor) -> torch.Tensor:
     """`t`, tidy, or a copy: gradients arrive in any form (`out.sum().backward()` expands one number)."""
     found = tidy(t)
-    if found is t:  # as nearly always
+    if found is t:
         return t
     if found is None or 0 in found.stride():
         return t.clone(memory_format=torch.contiguous_format)

@@ -45,39 +45,43 @@ class FusedCall:
         self.kernel_of = kernel_of
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
 
     @property
     def captures(self) -> list[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return [c.tensor for c in self.program.captures]
+        return [c.tensor for c in self._reads[0]]
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
         returned = (return_lse or return_max_scores, return_max_scores)
-        if returned not in self._launchers:
+        found = self._launchers.get(returned)
+        if found is None:
             lse, scores = returned
             plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
-            self._launchers[returned] = self.launches(plan, self.kernel_of)
-        return self._launchers[returned]
+            found = self._launchers[returned] = self.launches(plan, self.kernel_of)
+        return found
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, *_ = inputs
-        captures, scalars, sequences = self.captures, self.scalars(), inputs.sequences
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *captures)):
+        captures, numbers = self._reads
+        captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
+        sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
+        if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
             backward_of(self.target)
-            return attend(self.begin(scalars, sequences, asked.max_scores), q, k, v)
-        return self.launcher(*asked)(q, k, v, self.scale, captures, scalars, sequences)
+            return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
+        return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
     ) -> FusedAttend:
         """One differentiable call with these run-time numbers and sequences."""
-        return FusedAttend(self, scalars, sequences, return_max_scores)
+        return FusedAttend(self, self.captures, scalars, sequences, return_max_scores)
 
     def scalars(self) -> list[float | int]:
         """The values of now of the mods' run-time numbers."""
-        return [s.value for s in self.program.scalars]
+        return [s.value for s in self._reads[1]]
 
     @property
     def has_backward(self) -> bool:
@@ -103,17 +107,28 @@ class FusedCall:
         return FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
 
 
+def _requires_grad(*tensors: torch.Tensor) -> bool:
+    return True in [t.requires_grad for t in tensors]  # any() of a generator takes twice the time
+
+
 class FusedAttend:
-    """One differentiable call, with the run-time numbers and sequences of its moment: a `Differentiable`."""
+    """One differentiable call, with the tensors, run-time numbers and sequences of its moment: a `Differentiable`."""
+
+    __slots__ = ("call", "captures", "lending", "return_max_scores", "scalars", "sequences")
 
     differentiable_twice = False
-    lending: Lending | None = None
 
     def __init__(
-        self, call: FusedCall, scalars: Sequence[float | int], sequences: Sequences, return_max_scores: bool
+        self,
+        call: FusedCall,
+        captures: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        return_max_scores: bool,
     ) -> None:
-        self.call, self.captures, self.scalars, self.sequences = call, call.captures, scalars, sequences
+        self.call, self.captures, self.scalars, self.sequences = call, captures, scalars, sequences
         self.return_max_scores = return_max_scores
+        self.lending: Lending | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         launcher = self.call.launcher(True, self.return_max_scores)

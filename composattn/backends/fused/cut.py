@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 BLOCK, GATHER, PIECE = 2.0, 1.5, 0.03
 SHORTEST = 6  # query tiles of a piece
 MOST_PIECES = 16
-MANY = 4  # tiles a multiprocessor, of which none is cut
+MANY = 4  # tiles per multiprocessor; where there are more, none is cut
 
 
 @dataclasses.dataclass(frozen=True)

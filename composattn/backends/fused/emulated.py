@@ -19,7 +19,6 @@ from ...emulator.findings import EmulationTooLarge
 from ...emulator.launch import Result, Stream
 from ...emulator.program import KEPT
 from .architecture import kernel_of
-from .arguments import ForwardArguments
 from .call import FusedCall
 from .compile import compile_offline, content_hash
 from .launch import ForwardLauncher, has_unused_rows, tidied
@@ -100,12 +99,13 @@ class EmulatedForward(ForwardLauncher):
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Any] = EmulatedKernel) -> None:
         super().__init__(plan, kernel_of)
 
-    def launch(self, given: ForwardArguments) -> None:
+    def launch(self, *arguments: Any) -> None:
+        given = tidied(*arguments)
         if not has_unused_rows(self.plan, given.k):
             for t in (given.out, given.lse, given.max_scores):
                 if t is not None:
                     t.fill_(torch.nan)
-        super().launch(tidied(given))
+        super().launch(*given)
 
 
 class EmulatedCall(FusedCall):

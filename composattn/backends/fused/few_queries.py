@@ -42,18 +42,21 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
 
     Time is counted in kv tiles (1.5 µs on an H200): all rounds of blocks over the multiprocessors, each block its tiles
     and two more to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
+    A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
     """
     if problem.schedule.split_kv != "auto":
         return problem.schedule.split_kv
-    work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.heads) * problem.batch
+    work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
     tiles = -(-keys(problem) // tiling.tile_n)
+    rows = queries(problem) * slots(tiling.packed_heads)
+    each = 1.0 if rows <= tiling.tile_m or tiling.tile_m >= 128 else tiling.tile_m * tiling.tile_n / 128**2
     part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
 
     def time(n: int) -> float:
         rounds = -(-work * n // target.sms)
-        return rounds * (-(-tiles // n) + 2) + (0 if n == 1 else 3 + n * part)
+        return rounds * (each * -(-tiles // n) + 2) + (0 if n == 1 else 3 + n * part)
 
-    if work * tiles >= 0.9 * time(1) * target.sms:  # what no division goes below
+    if work * tiles * each >= 0.9 * time(1) * target.sms:  # what no division goes below
         return 1
     best = min(range(1, max(1, min(MOST_SPLITS, tiles // 2)) + 1), key=time)
     return best if time(best) < 0.9 * time(1) else 1

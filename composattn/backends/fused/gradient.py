@@ -8,7 +8,7 @@ sequences it reads the lengths on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class FusedGradient:
         self.kernel_of = kernel_of
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self._launchers: dict[Any, BackwardLauncher] = {}
-        self._summing: dict[frozenset[Capture], Program] = {}
+        self._summing: dict[frozenset[Capture], GradientProgram] = {}
         self.fusable = fused_reads(program)
 
     def launcher(
@@ -53,21 +53,20 @@ class FusedGradient:
         `summed`: of which captured tensors the kernel sums the gradient.
         """
         form = (has_dlse, deterministic, summed)
-        if form not in self._launchers:
-            plans = plan_backward(
-                self.problem, self.summing(summed), self.target, has_dlse=has_dlse, deterministic=deterministic
-            )
-            self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
-        return self._launchers[form]
+        found = self._launchers.get(form)
+        if found is None:
+            program = self.summing(summed) if summed else self.program
+            plans = plan_backward(self.problem, program, self.target, has_dlse=has_dlse, deterministic=deterministic)
+            found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
+        return found
 
-    def summing(self, summed: frozenset[Capture]) -> Program:
+    def summing(self, summed: frozenset[Capture]) -> GradientProgram:
         """The program, with sums of these captured tensors."""
-        if not summed:
-            return self.program
-        if summed not in self._summing:
+        found = self._summing.get(summed)
+        if found is None:
             reads = {c: reads for c, reads in self.fusable.items() if c in summed}
-            self._summing[summed] = GradientProgram(self.program, reads)
-        return self._summing[summed]
+            found = self._summing[summed] = GradientProgram(self.program, reads)
+        return found
 
     def describe(self) -> str:
         """Who sums the gradient of each captured tensor that the score mod is differentiable in, and in what memory."""
@@ -86,7 +85,7 @@ class FusedGradient:
     def deterministic(self) -> bool:
         """Whether dQ has to be bitwise repeatable: as the problem says, or as torch is set now."""
         asked = self.problem.deterministic
-        return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+        return torch._C._get_deterministic_algorithms() if asked is None else asked
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
@@ -96,35 +95,49 @@ class FusedGradient:
                 "whose gradients are"
             )
         captures, wanted = self.program.captures, known.wanted
+        if True not in wanted[3:]:
+            return *self._launched(known, scalars, sequences), *[None] * len(captures)
         asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
         summed = frozenset(c for c in asked if c in self.fusable)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
-        if any(wanted[:3]) or summed:
-            grads, found = self._fused(known, scalars, sequences, summed)
+        if summed:
+            grads, found = self._summed(known, scalars, sequences, summed)
+        elif any(wanted[:3]):
+            grads = self._launched(known, scalars, sequences)
         if len(found) < len(asked):
             also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
             streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
             found |= {c: g for c, g, want in zip(captures, streamed[3:], also, strict=True) if want}
         return (*grads, *(found.get(c) for c in captures))
 
-    def _fused(
+    def _launched(
+        self,
+        known: BackwardInputs,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        summed: frozenset[Capture] = frozenset(),
+        made: Mapping[Capture, torch.Tensor] | None = None,
+    ) -> Grads:
+        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`."""
+        q, k, v, out, lse, dout, dlse, captured, _ = known
+        if dout.dtype is not out.dtype:
+            dout = dout.to(out.dtype)
+        launcher = self.launcher(dlse is not None, self.deterministic(), summed)
+        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made)
+
+    def _summed(
         self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences, summed: frozenset[Capture]
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
-        q, k, v, out, lse, dout, dlse, captured, _ = known
-        dout = dout.to(out.dtype)
-        launcher = self.launcher(dlse is not None, self.deterministic(), summed)
         program = self.summing(summed)
-        inputs = q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences
-        if not isinstance(program, GradientProgram):
-            return launcher(*inputs), {}
-        at_call = dict(zip(self.program.captures, captured, strict=True))
-        made = {program.units: self._units(program, known._replace(dout=dout), sequences)}
+        at_call = dict(zip(self.program.captures, known.captured, strict=True))
+        known = known._replace(dout=known.dout.to(known.out.dtype))
+        units = self._units(program, known, sequences)
+        made = {program.units: units}
         for c, total in program.totals.items():
-            made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=q.device)
-        grads = launcher(*inputs, made)
-        units = made[program.units]
+            made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
+        grads = self._launched(known, scalars, sequences, summed, made)
         return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
 
     def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Artifact:
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The machine code in order; empty where nvdisasm is not installed."""
-        return _instructions(self.cubin_path)
+        return machine_code(self.cubin_path)
 
     @functools.cached_property
     def mnemonics(self) -> Counter[str]:
@@ -76,32 +76,18 @@ class Artifact:
         """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
         return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
 
-    def inner_loops(self, count: int) -> list[Counter[str]]:
-        """Mnemonics of the `count` shortest loops that multiply matrices, in program order.
-
-        A loop ends before the last product of all, which stands after it; code that waits out of line, at the very
-        end, jumps back too.
-        """
-        found: list[tuple[int, int]] = []
-        multiply = [n for n, i in enumerate(self.instructions) if i.name in ("HGMMA", "UTCHMMA")]
-        last = multiply[-1] if multiply else 0
-        spans = [
-            (i.target, n) for n, i in enumerate(self.instructions) if i.target is not None and i.target <= n < last
-        ]
-        for start, stop in sorted(spans, key=lambda span: span[1] - span[0]):
-            apart = all(stop < a or start > b for a, b in found)
-            if len(found) < count and apart and any(start <= n <= stop for n in multiply):
-                found.append((start, stop))
-        return [Counter(i.name for i in self.instructions[a : b + 1]) for a, b in sorted(found)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text."""
+    """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text.
+
+    `predicate`: what decides whether it is carried out, as `@!P0`; empty where nothing does.
+    """
 
     name: str
     target: int | None
     text: str
+    predicate: str = ""
 
 
 def _find(pattern: str, text: str, kind: Callable[[str], Any]) -> Any:
@@ -124,23 +110,31 @@ def _binary_tool(name: str) -> str | None:
     return next((str(f.locate()) for f in files if f.name == name), None)
 
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _JUMP = re.compile(r"\((\.L_x_\d+)\)")
 
 
-def _instructions(cubin: Path) -> tuple[Instruction, ...]:
+def machine_code(cubin: Path) -> tuple[Instruction, ...]:
+    """What nvdisasm says of a cubin, in order; empty where it is not installed."""
     tool = _binary_tool("nvdisasm")
     if tool is None:
         return ()
-    text = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    rows: list[tuple[str, str | None, str]] = []
+    return disassembled(subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout)
+
+
+def disassembled(text: str) -> tuple[Instruction, ...]:
+    """The instructions of nvdisasm's text."""
+    rows: list[tuple[str, str | None, str, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         label, found = _LABEL.match(line), _INSTRUCTION.match(line)
         if label:
             labels[label.group(1)] = len(rows)
         elif found:
-            jump = _JUMP.search(found.group(2)) if found.group(1) == "BRA" else None
-            rows.append((found.group(1), jump.group(1) if jump else None, found.group(1) + found.group(2)))
-    return tuple(Instruction(name, labels.get(jump) if jump else None, text) for name, jump, text in rows)
+            predicate, name, rest = found.groups(default="")
+            jump = _JUMP.search(rest) if name == "BRA" else None
+            rows.append((name, jump.group(1) if jump else None, name + rest, predicate.strip()))
+    return tuple(
+        Instruction(name, labels.get(jump) if jump else None, text, predicate) for name, jump, text, predicate in rows
+    )

@@ -94,8 +94,20 @@ def queries_of_a_key(problem: Problem, program: Program) -> float:
 
     Of packed sequences, if all were as long as their mean.
     """
-    if not problem.layout.is_dense:
-        q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
-        problem = dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)
-    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), 128, 1)
-    return float(problem.q_len if visits is None else visits.float().mean())
+    mean = _of_mean_length(problem)
+    visits = fixed_visits(mirror(mean), exchanged(program.of_keys[0]), 128, 1)
+    return float(mean.q_len if visits is None else visits.float().mean())
+
+
+def keys_of_a_query(problem: Problem, program: Program) -> float | None:
+    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`; None where tensors decide."""
+    visits = fixed_visits(_of_mean_length(problem), program.intervals, 128, 1)
+    return None if visits is None else float(visits.float().mean())
+
+
+def _of_mean_length(problem: Problem) -> Problem:
+    """Packed sequences as a batch of their mean length."""
+    if problem.layout.is_dense:
+        return problem
+    q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
+    return dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)

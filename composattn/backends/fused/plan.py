@@ -116,7 +116,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def direct_store(self) -> bool:
         """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
-        return self.is_split or (self.layout.q == "packed" and self.tiling.heads > 1)
+        return self.is_split or (self.layout.q == "packed" and self.tiling.packed_heads > 1)
 
     @property
     def combine(self) -> CombinePlan:
@@ -125,7 +125,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
 
     def __str__(self) -> str:
         t = self.tiling
-        of_heads = f" of {t.heads} heads" if t.heads > 1 else ""
+        of_heads = f" of {t.packed_heads} heads" if t.packed_heads > 1 else ""
         together = (
             f"{t.heads_together} key/value heads" if t.heads_together else f"heads with {t.l2 >> 20} MiB of K and V"
         )
@@ -133,7 +133,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "exp2": str(t.exponential) if t.exponential.polynomial else "",
-            "schedule": f"{'persistent' if t.persistent else 'one block a tile'}, {self.order}; {together} at a time",
+            "schedule": f"{'persistent' if t.persistent else 'one block per tile'}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "kv tiles": self._kv_tiles(),
             "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",
@@ -186,7 +186,7 @@ def plan_forward(
     lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
-    heads = problem.q_heads // tiling.heads
+    heads = problem.q_heads // tiling.packed_heads
     order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target)
     parts = splits(problem, tiling, target)
     return ForwardPlan(

@@ -60,7 +60,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return self._text(rows)
 
     def _blocks(self) -> str:
-        text = "blocks that stay take tiles of keys" if self.tiling.persistent else "one block a tile of keys"
+        text = "blocks that stay take tiles of keys" if self.tiling.persistent else "one block per tile of keys"
         cut = self.cut
         return text if cut is None else f"{text}, of {cut.tiles} the last {cut.cut} in {cut.pieces} pieces"
 

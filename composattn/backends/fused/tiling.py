@@ -44,18 +44,18 @@ class Tiling(abc.ABC):
 class ForwardTiling(Tiling):
     """A block owns `tile_m` query rows and walks over keys.
 
-    `heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
+    `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
     `exponential`: which columns of a thread take their exponentials from multiply-adds.
     """
 
     kernel: str = "forward"
-    heads: int = 1
+    packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
 
     @property
     def slots(self) -> int:
         """Rows of a tile that one query takes."""
-        return slots(self.heads)
+        return slots(self.packed_heads)
 
     @property
     def queries(self) -> int:

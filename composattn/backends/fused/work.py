@@ -176,18 +176,19 @@ class WorkTables:
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
         read = sequences.queries if self.order == "in_order" else (*sequences, counts)
         sources = [t for t in read if t is not None]
-        key = (rows, *[id(t) for t in sources])  # which nothing else can have as long as the table's entry holds them
-        stamp: list[Hashable] = [version(t) for t in sources]
-        if self.captures:
-            stamp += [stamp_of(c) for c in self.captures]
+        key = (rows, *map(id, sources))  # which nothing else can have as long as the table's entry holds them
+        stamp: list[Hashable] = [*map(version, sources), *map(stamp_of, self.captures)]
         if self.scalars:
             stamp += [s.value for s in self.scalars]
         made = self._own.made
-        kept = made.get(key) or Refreshed(None, device=self.problem.device)
+        kept = made.get(key)
+        if kept is not None:
+            made.move_to_end(key)
+            return kept(stamp, lambda: self._make(sequences, counts, rows), sources)  # type: ignore[return-value]
+        kept = Refreshed(None, device=self.problem.device)
         table = kept(stamp, lambda: self._make(sequences, counts, rows), sources)
         if kept.value is not None:
             made[key] = kept
-            made.move_to_end(key)
             if len(made) > MOST_TABLES:
                 made.popitem(last=False)
         return table  # type: ignore[return-value]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -13,18 +12,22 @@ from .backward_tiling import backward_tiling
 from .tiling import forward_tiling
 
 
-def _kernels() -> Mapping[str, Callable[[Any], Kernel]]:
-    from ..fused.kernels import combine, preprocess
-    from . import backward, backward_gather, backward_wide, forward, postprocess
+def _kernels() -> Mapping[str, type[Kernel]]:
+    from ..fused.kernels.combine import Combine
+    from ..fused.kernels.preprocess import Preprocess
+    from .backward import HopperBackward
+    from .backward_wide import HopperBackwardWide
+    from .forward import HopperForward
+    from .rounding import HopperGather, HopperPostprocess
 
     return {
-        "forward": forward.kernel,
-        "combine": combine.kernel,
-        "preprocess": preprocess.kernel,
-        "backward": backward.kernel,
-        "backward_wide": backward_wide.kernel,
-        "postprocess": postprocess.kernel,
-        "backward_gather": backward_gather.kernel,
+        "forward": HopperForward,
+        "combine": Combine,
+        "preprocess": Preprocess,
+        "backward": HopperBackward,
+        "backward_wide": HopperBackwardWide,
+        "postprocess": HopperPostprocess,
+        "backward_gather": HopperGather,
     }
 
 

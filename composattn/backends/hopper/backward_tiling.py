@@ -68,7 +68,7 @@ class HopperBackwardTiling(BackwardTiling):
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
 
-    dK and dV of 64 keys take (d + dv) / 2 registers a thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
+    dK and dV of 64 keys take (d + dv) / 2 registers per thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if max(d, dv) > 128:
@@ -121,7 +121,7 @@ def _staying_gains(program: Program, tall: bool, deterministic: bool) -> bool:
 
 
 def _section_tiles(target: Target) -> int:
-    """Of heads that run together: with 24 query heads on 3, a section a head left 23 % of the multiprocessors idle."""
+    """Of heads that run together: with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle."""
     return 3 * target.sms // 2
 
 

@@ -6,16 +6,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
-from ...primitives.values import narrow, permuted
-from ..fused.arguments import MainArguments
-from ..fused.fake import fake_arguments
-from ..fused.plan_backward import BackwardPlan
+from ...primitives.register_chunks import store_part
+from ...primitives.values import narrow, narrowed, permuted
+from ..fused.kernels.key_tile import KeyTile
 from .backward import HopperBackward
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
-from .key_tile import Block, KeyTile, KeyWarpgroup, queries_first
-from .wgmma import MN, ROWS, WARPGROUP, issue, narrowed, product, put, send, store_matrix, store_part
+from .key_tile import Block, KeyWarpgroup, queries_first
+from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
 
 class HopperBackwardWide(HopperBackward):
@@ -37,9 +37,9 @@ class HopperBackwardWide(HopperBackward):
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
-            self.walk(call, block, ProbabilitySide(self.tiling, block, thread, 0))
+            self.consume_as(call, block, ProbabilitySide(self.tiling, block, thread, 0))
         else:
-            self.walk(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
+            self.consume_as(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
 
 
 class Side(KeyWarpgroup):
@@ -108,7 +108,7 @@ class ProbabilitySide(Side):
         block = self.block
         return block.sK, block.sQ, block.sdO, self.tiling.dv
 
-    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+    def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         scores = queries_first(tSrS)
@@ -150,7 +150,7 @@ class GradientSide(Side):
         block = self.block
         return block.sV, block.sdO, block.sQ, self.tiling.d
 
-    def step(self, call, m, tested: Boolean, q_slot, do_slot, ds_slot, turn_slot):
+    def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         block, stage = self.block, ds_slot.index
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         block.do_edge.wait(do_slot)
@@ -190,8 +190,3 @@ class GradientSide(Side):
     def scale_sums(self, call):
         for i in range(cute.size(self.total)):
             self.total[i] = self.total[i] * call.scale
-
-
-def kernel(plan: BackwardPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperBackwardWide(plan), fake_arguments(MainArguments.of(plan))

@@ -1,25 +1,18 @@
 """The forward kernel for Hopper: warp-specialised, fed by bulk tensor copies, products on the warpgroup unit."""
 
-import functools
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
-from ...primitives.emit import Mods
-from ...primitives.emit_tiles import kv_tiles_of
-from ...primitives.gqa_packing import HeadRows
-from ...primitives.kv_source import kv_source, partition
-from ...primitives.kv_tiles import TileSequence
+from ...primitives.bulk_stores import send
+from ...primitives.kv_source import partition
 from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.pipelines import Copies, Edge, Slot, start_edges
-from ...primitives.values import Fixed, narrow, permuted
-from ..fused.arguments import ForwardArguments
-from ..fused.fake import fake_arguments
-from ..fused.kernels.forward_call import Call, launched
+from ...primitives.pipelines import Copies, Edge, start_edges
+from ...primitives.values import Fixed, narrow, narrowed, permuted
+from ..fused.kernels.forward import Forward, KeyCopies, Role, prefetch
 from ..fused.kernels.query_rows import QueryRows, of_part
 from ..fused.plan import ForwardPlan
 from .ping_pong import PingPong
@@ -31,17 +24,15 @@ from .wgmma import (
     Warpgroup,
     fragment_shape,
     issue,
-    narrowed,
     product,
     put,
     row_column_view,
-    send,
     tile_layout,
     warps_of,
 )
 
 
-class HopperForward:
+class HopperForward(Forward[HopperTiling]):
     """Roles: warp 0 copies Q, K, V (one thread); each further warpgroup owns 64 rows of queries.
 
     Edges: q (1 stage), k and v (`stages` each). Timeline of a consumer for kv tiles 0, 1, 2, ...:
@@ -49,153 +40,86 @@ class HopperForward:
         S0 = Q K0ᵀ | softmax 0 | S1 = Q K1ᵀ, O += P0 V0 | softmax 1 (while P0 V0 runs) | S2, O += P1 V1 | ...
 
     and with two or more warpgroups and D <= 128 their turns interleave (one's products, the other's softmax).
-
-    Where the plan splits kv, a block has one part of a query tile's keys, and the output of each part is written apart,
-    in fp32: o (splits, B, Hq, Sq, Dv), or packed (splits, Hq, total, Dv), lse and max_scores likewise; `combine` makes
-    one of them.
     """
 
+    rows = ROWS
+
     def __init__(self, plan: ForwardPlan[HopperTiling]):
-        self.plan, self.tiling = plan, plan.tiling
-        self.heads = HeadRows(plan.tiling.heads, plan.tiling.slots)
-        self.fragment = self.heads.fragment(fragment_shape(plan.tiling.tile_n))
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
-        self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
+        self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
-    def __repr__(self):
-        return "forward"  # becomes part of the kernel's name
+    def tile_layout(self, rows, columns):
+        return tile_layout(self.dtype, rows, columns)
 
     @cute.jit
-    def __call__(self, stream, *arguments):
-        given, tiling = ForwardArguments(*arguments), self.tiling
-        dtype = self.dtype = given.q.element_type
-        q_layout = tile_layout(dtype, ROWS, tiling.d)
-        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
-        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
-        o_layout = tile_layout(dtype, ROWS, tiling.dv)
-        found = launched(self.plan, given, self.heads, ROWS, functools.partial(tile_layout, dtype))
-        self.kernel(
-            found.tmas,
-            found.tensors,
-            given.lse,
-            given.max_scores,
-            (q_layout, k_layout, v_layout, o_layout),
-            found.order,
-            given.scale,
-            given.captured,
-            given.scalars,
-            found.queries,
-            found.keys,
-            found.splits,
-        ).launch(
-            grid=(found.blocks(self.plan), 1, 1),
-            block=((tiling.warpgroups + 1) * WARPGROUP, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    @cute.kernel
-    def kernel(self, tmas, tensors, lse, max_scores, layouts, order, scale, captured, scalars, queries, keys, splits):
-        call = Call(tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits)
-        if const_expr(order.table is None or self.tiling.persistent):
-            self.roles(call, layouts)
-        else:
-            if call.tile(cute.arch.block_idx()[0]).exists:
-                self.roles(call, layouts)
-
-    @cute.jit
-    def roles(self, call, layouts):
-        tiling = self.tiling
+    def roles(self, call):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for tma in call.tmas:
-                if const_expr(tma is not None):
-                    cpasync.prefetch_descriptor(tma)
-        block = Block(tiling, layouts, self.dtype)
+        prefetch(call, warp == 0)
+        block = Block(self.tiling, self.dtype)
         start_edges(block.edges, warp)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tiling.producer_registers)
+            cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
             if warp == 0:
-                self.produce(call, block)
+                Load(self, call, block).run()
         else:
-            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            cute.arch.setmaxregister_increase(self.tiling.consumer_registers)
             self.consume(call, block)
-
-    def kv_tiles(self, call, work) -> TileSequence:
-        """The kv tiles of a work tile; producer and consumers ask alike."""
-        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
-
-    # --- producer ------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def produce(self, call, block):
-        slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
-        number = cute.arch.block_idx()[0]
-        if const_expr(self.tiling.persistent):
-            while number < call.tiles:
-                if call.tile(number).exists:
-                    slots = self.produce_tile(call, block, call.work(number), *slots)
-                number += cute.arch.grid_dim()[0]
-        else:
-            self.produce_tile(call, block, call.work(number), *slots)
-
-    @cute.jit
-    def produce_tile(self, call, block, work, q_slot, k_slot, v_slot):
-        tiling = self.tiling
-        tiles = self.kv_tiles(call, work)
-        tmas, tensors = call.tmas, call.tensors
-        gQ = work.queries.tiles(tensors.q, work.h, (self.heads.box(ROWS), tiling.d))
-        source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        keys = source.part(tmas.k, tensors.k, block.sK, tiling.d)
-        values = source.part(tmas.v, tensors.v, block.sV, tiling.dv)
-        if tiles.count > 0:
-            before = source.locate(tiles.first)  # V follows K one tile behind, as consumers want it
-            bar = block.k_edge.acquire(k_slot)
-            keys.start(before, k_slot.index, bar)
-            bar = block.q_edge.acquire(q_slot)
-            for w in cutlass.range_constexpr(tiling.warpgroups):
-                tQsQ, tQgQ = partition(tmas.q, block.sQ[None, None, w], gQ)
-                cute.copy(tmas.q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
-            q_slot = q_slot.next()
-            k_slot = k_slot.next()
-            for run in tiles.runs:
-                for i in cutlass.range(run.count, unroll=1):
-                    at = source.locate(run.tile(i))
-                    bar = block.k_edge.acquire(k_slot)
-                    keys.start(at, k_slot.index, bar)
-                    k_slot = k_slot.next()
-                    bar = block.v_edge.acquire(v_slot)
-                    values.start(before, v_slot.index, bar)
-                    v_slot = v_slot.next()
-                    before = at
-            bar = block.v_edge.acquire(v_slot)
-            values.start(before, v_slot.index, bar)
-            v_slot = v_slot.next()
-        return q_slot, k_slot, v_slot
-
-    # --- consumers -----------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         scale_log2 = self.mods.softmax_scale_log2(call.scale)
         me = Consumer(self.plan, self.heads, self.fragment, block, thread, scale_log2)
-        me.turns.start(me.warpgroup)
-        slots = (Slot.first(1), Slot.first(self.tiling.stages), Slot.first(self.tiling.stages))
-        number = cute.arch.block_idx()[0]
-        if const_expr(self.tiling.persistent):
-            while number < call.tiles:
-                if call.tile(number).exists:
-                    slots = self.consume_tile(call, me, call.work(number), *slots)
-                number += cute.arch.grid_dim()[0]
-        else:
-            self.consume_tile(call, me, call.work(number), *slots)
+        me.turns.start(me.number)
+        Consume(self, call, me).run()
         me.drain_stores()
 
+
+class Load(Role):
+    """The copying warp: Q once per work tile, after the first K."""
+
     @cute.jit
-    def consume_tile(self, call, me, work, q_slot, k_slot, v_slot):
-        tiles = self.kv_tiles(call, work)
-        rows = WarpgroupRows(me, self.mods, work, call.leaves(work, self.tiling.queries))
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        tiling, block, call = self.tiling, self.block, self.call
+        tiles = self.kernel.kv_tiles(call, work)
+        gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
+        copies = KeyCopies(self, work, block.k_edge, block.v_edge)
+        if tiles.count > 0:
+            before = copies.source.locate(tiles.first)
+            copies.start_keys(before, k_slot)
+            bar = block.q_edge.acquire(q_slot)
+            for w in cutlass.range_constexpr(tiling.warpgroups):
+                tQsQ, tQgQ = partition(call.tmas.q, block.sQ[None, None, w], gQ)
+                cute.copy(call.tmas.q, tQgQ[None, work.m * tiling.warpgroups + w], tQsQ, tma_bar_ptr=bar)
+            q_slot = q_slot.next()
+            k_slot = k_slot.next()
+            for run in tiles.runs:
+                for i in cutlass.range(run.count, unroll=1):
+                    at = copies.source.locate(run.tile(i))
+                    copies.start_keys(at, k_slot)
+                    k_slot = k_slot.next()
+                    copies.start_values(before, v_slot)
+                    v_slot = v_slot.next()
+                    before = at
+            copies.start_values(before, v_slot)
+            v_slot = v_slot.next()
+        return q_slot, k_slot, v_slot
+
+
+class Consume(Role):
+    """A warpgroup's rows of each work tile: `me`."""
+
+    def __init__(self, kernel, call, me):
+        super().__init__(kernel, call, me.block)
+        self.me = me
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        rows = WarpgroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             rows.first_scores(tiles.first, k_slot)
@@ -220,10 +144,11 @@ class HopperForward:
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
-    def __init__(self, tiling, layouts, dtype):
-        self.tiling = tiling
-        self.q_layout, self.k_layout, self.v_layout, self.o_layout = layouts
-        self.dtype = dtype
+    def __init__(self, tiling, dtype):
+        self.tiling, self.dtype = tiling, dtype
+        q_layout, o_layout = tile_layout(dtype, ROWS, tiling.d), tile_layout(dtype, ROWS, tiling.dv)
+        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
+        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         edges = (
@@ -241,13 +166,13 @@ class Block(Fixed):
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
         start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sQ = self._regions(start, self.q_layout, region)  # (64, D, warpgroup)
+        self.sQ = self._regions(start, q_layout, region)  # (64, D, warpgroup)
         if tiling.separate_o:
             region = ROWS * tiling.dv
             start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sO = self._regions(start, self.o_layout, region)  # (64, Dv, warpgroup)
-        self.sK = smem.allocate_tensor(dtype, self.k_layout.outer, 1024, swizzle=self.k_layout.inner)
-        self.sV = smem.allocate_tensor(dtype, self.v_layout.outer, 1024, swizzle=self.v_layout.inner)
+        self.sO = self._regions(start, o_layout, region)  # (64, Dv, warpgroup)
+        self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
+        self.sV = smem.allocate_tensor(dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
 
     def _regions(self, start, layout, region: int) -> cute.Tensor:
         outer = cute.append(layout.outer, cute.make_layout(self.tiling.warpgroups, stride=region))
@@ -286,7 +211,7 @@ class Consumer(Warpgroup):
         super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, heads, fragment
         self.turns = PingPong(plan.tiling.warpgroups if plan.tiling.pingpong else 1, block.turns)
-        self.products = Products(plan.tiling, block, self.warpgroup)
+        self.products = Products(plan.tiling, block, self.number)
         self.scale_log2 = scale_log2
         # row and column of this thread's first element in its warpgroup's tile
         self.row = (self.thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
@@ -298,7 +223,7 @@ class Consumer(Warpgroup):
         self.block.v_edge.wait(v_slot)
         sV = self.block.sV[None, None, v_slot.index]
         first, groups = kv_len - n * self.tiling.tile_n, self.tiling.warpgroups
-        for row in cutlass.range(first + self.warpgroup, self.tiling.tile_n, groups, unroll=1):
+        for row in cutlass.range(first + self.number, self.tiling.tile_n, groups, unroll=1):
             if self.thread < self.tiling.dv // 2:
                 for column in cutlass.range_constexpr(2):
                     sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
@@ -310,10 +235,10 @@ class WarpgroupRows(QueryRows[HopperTiling]):
     """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
 
     def __init__(self, me: Consumer, mods, work, leaves):
-        tiling, products = me.tiling, me.products
+        products = me.products
         self.me, self.block, self.products = me, me.block, products
-        first = work.m * tiling.tile_m + me.warpgroup * ROWS + me.row
-        super().__init__(tiling, me.shape, me.heads, mods, work, leaves, first, me.column)
+        first = work.m * me.tiling.tile_m + me.number * ROWS + me.row
+        super().__init__(me.tiling, me.shape, me.heads, mods, work, leaves, first, me.column)
         # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
         # product (its warning C7510)
         self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
@@ -353,13 +278,13 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         early = self.tiling.rescale_early
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
-        self.me.turns.take(self.me.warpgroup)
+        self.me.turns.take(self.me.number)
         tSrS = self.products.issue_scores(k_slot)
         if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
-        self.me.turns.give(self.me.warpgroup)
+        self.me.turns.give(self.me.number)
         warpgroup.wait_group(1)
         self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)
@@ -396,7 +321,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
 
     def store_output(self, call):
         """Through shared memory; the copy leaves out what is no query."""
-        sO = self.block.sO[None, None, self.me.warpgroup]
+        sO = self.block.sO[None, None, self.me.number]
         rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
         put(self.products.pv, rounded, sO, self.me.thread)
@@ -405,7 +330,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
     def outputs(self, call, sO):
         work = self.work
         gO = work.queries.tiles(call.tensors.out, work.h, (self.me.heads.box(ROWS), self.tiling.dv))
-        tile = work.m * self.tiling.warpgroups + self.me.warpgroup
+        tile = work.m * self.tiling.warpgroups + self.me.number
         yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
 
     def store_rows(self, call):
@@ -435,8 +360,3 @@ def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr
                 narrow(rounded, two)
                 two = rounded
             cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))
-
-
-def kernel(plan: ForwardPlan[HopperTiling]) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return HopperForward(plan), fake_arguments(ForwardArguments.of(plan))

@@ -1,50 +1,19 @@
-"""A tile of keys in the backward kernels: the shared memory of its block, and what all its consumers do alike."""
+"""What the backward kernels for Hopper have in shared memory, and how scores lie in their warpgroups' registers."""
 
-import abc
-import dataclasses
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
-from ...primitives.emit_backward import BackwardMods
-from ...primitives.padded_tiles import PaddedTiles
-from ...primitives.pieces import Piece
 from ...primitives.pipelines import Copies, Edge, Warps
-from ...primitives.score_tile import ScoreTile
-from ...primitives.seqlen import Sequence
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
+from ..fused.kernels.key_tile import KeyGroup
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns
-from .wgmma import (
-    ROWS,
-    WARPGROUP,
-    Warpgroup,
-    add_part,
-    fragment_shape,
-    product,
-    row_column_view,
-    tile_layout,
-    warps_of,
-)
-
-
-@dataclasses.dataclass
-class KeyTile(Fixed):
-    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`."""
-
-    n: Int32
-    count: Int32
-    b: Int32
-    kv_head: Int32
-    queries: Sequence
-    keys: Sequence
-    padded: PaddedTiles
-    piece: Piece | None
+from .wgmma import ROWS, WARPGROUP, Warpgroup, fragment_shape, product, row_column_view, tile_layout, warps_of
 
 
 class Layouts(NamedTuple):
@@ -132,14 +101,11 @@ class Block(Fixed):
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
 
 
-class KeyWarpgroup(Warpgroup, abc.ABC):
-    """What the consumers of both backward kernels share: where their scores lie, dQ's way out, how a tile ends.
+class KeyWarpgroup(Warpgroup, KeyGroup):
+    """What the consumers of both backward kernels share: their scores are those of a transposed product."""
 
-    Scores are (query, key) above the seam, in the registers of a transposed product.
-    """
-
-    apart = ROWS  # keys between the first ones of neighbouring warpgroups
-    row: Int32  # of this thread's first score in a tile
+    tiling: HopperBackwardTiling
+    apart = ROWS
 
     def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
         super().__init__(block, number, thread)
@@ -147,78 +113,6 @@ class KeyWarpgroup(Warpgroup, abc.ABC):
         self.mma_s = product(block.dtype, tiling.tile_m)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, tiling.tile_m))
         self.shape = fragment_shape(tiling.tile_m).transposed
-
-    def begin(self, work: KeyTile) -> None:
-        """Another tile of keys."""
-        self.work = work
-        first = work.n * self.tiling.tile_n + self.warpgroup * self.apart
-        self.first_kv = first + (self.thread // 32) * self.shape.warp_columns + self.shape.lane_column(self.lane)
-
-    def begin_head(self, mods: BackwardMods, head, leaves) -> None:
-        self.head = head
-        self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-
-    def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
-        return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
-
-    def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":
-        """This thread's rows of a statistic."""
-        return RowStatistic(shared[None, stage].iterator + self.row)
-
-    def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot) -> None:
-        """A part of dQ to memory, in this block's turn where the order is fixed."""
-        edge = self.block.turn_edge
-        if const_expr(edge is not None):
-            edge.wait(turn_slot)
-        padded = self.work.padded
-        add_part(call.dq_accum[padded.b, self.head, padded.first + m, None], tQrdQ, self.warpgroup, self.thread)
-        if const_expr(edge is not None):
-            cute.arch.sync_warp()
-            edge.release(turn_slot, self.lane)
-
-    def finish(self, call) -> None:
-        """dK and dV to memory: rounded, through shared memory, or as the sums of a piece."""
-        self.scale_sums(call)
-        if const_expr(call.pieces is None):
-            self.write_keys(call)
-        else:
-            _whole_or_piece(self, call, self.work.piece.is_whole)
-
-    def scale_sums(self, call) -> None:
-        """The factor that is left for the end."""
-
-    @abc.abstractmethod
-    def write_keys(self, call) -> None:
-        """This warpgroup's sums to their tensors."""
-
-    @abc.abstractmethod
-    def leave_piece(self, call) -> None:
-        """This warpgroup's sums to those of a piece."""
-
-
-@cute.jit
-def _whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Boolean):
-    if is_whole:
-        me.write_keys(call)
-    else:
-        me.leave_piece(call)
-
-
-class RowStatistic(Fixed):
-    """A number a query row, two rows an access of shared memory when first asked for: registers are scarce."""
-
-    def __init__(self, start: cute.Pointer):
-        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)
-        self.pairs: dict = {}
-
-    def __getitem__(self, r: int) -> Float32:
-        pair = r // 2
-        if pair not in self.pairs:
-            values = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.make_tensor(self.start + 8 * pair, cute.make_layout(2)), values)
-            self.pairs[pair] = values
-        return self.pairs[pair][r % 2]
 
 
 def queries_first(accumulator: cute.Tensor) -> cute.Tensor:

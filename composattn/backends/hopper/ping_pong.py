@@ -12,7 +12,7 @@ from ...primitives.values import Fixed, choose
 
 @dataclasses.dataclass(frozen=True)
 class PingPong(Fixed):
-    """A barrier a warpgroup, of two warpgroups' threads: its owner waits on it, the one before arrives.
+    """A barrier per warpgroup, of two warpgroups' threads: its owner waits on it, the one before arrives.
 
     One warpgroup has nobody to wait for.
     """

@@ -7,11 +7,18 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
+from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
-from ..fused.traits import has_opaque_test, padded, queries, reads_any, reads_pairs
+from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
 
 ROWS = 64  # of one warpgroup's product
+# Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
+# ends, and tiles of 64 queries visit less beside a mask's edge. D 64: 2,048 keys gain 4 %, 4,096 lose 2 %
+FEW_KEYS = {64: 2304, 96: 1152}
+# Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
+# of causal 2k it loses 7 %, as a fixed stride balances worse than one block a tile)
+SHORT_PERSISTENT = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +27,7 @@ class HopperTiling(ForwardTiling):
 
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
     computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
-    maximum may rise before the output is rescaled.
+    maximum may rise before the output is rescaled. `blocks`: how many a multiprocessor holds at once.
     """
 
     stages: int
@@ -30,6 +37,7 @@ class HopperTiling(ForwardTiling):
     pingpong: bool = False
     rescale_early: bool = False
     rescale_threshold: float = 8.0
+    blocks: int = 1
 
     @property
     def separate_o(self) -> bool:
@@ -45,7 +53,7 @@ class HopperTiling(ForwardTiling):
         rescale = "under the next scores" if self.rescale_early else "after the product"
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
-            f"registers {self.consumer_registers}/{self.producer_registers}",
+            f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
             "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}",
         }
 
@@ -57,13 +65,19 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if queries(problem) * slots(heads) <= ROWS:
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
+    seen = keys_of_a_query(problem, program)
+    if _is_short(problem, widest, seen):
+        return _small(problem, program, target, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
     gathers = reads_pairs(program.score)
     warpgroups = 3 if widest <= 96 and not gathers else 2
     tile_m = 64 * warpgroups
-    persistent = problem.schedule.persistent or False  # a fixed stride balances worse than one block a tile
+    persistent = problem.schedule.persistent
+    if persistent is None:
+        persistent = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
     rows = d + dv if persistent else widest
-    by_registers, by_memory = _by_registers(warpgroups, dv, program), _by_memory(target, tile_m, rows, d + dv)
+    registers = 160 if warpgroups == 3 else 240
+    by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
@@ -80,19 +94,57 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
     )
 
 
-def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
-    """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit."""
+def _is_short(problem: Problem, widest: int, seen: float | None) -> bool:
+    """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
+    if problem.schedule.persistent or problem.layout.kv == "paged":
+        return False
+    if seen is None:
+        return widest <= 128
+    return seen <= next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
+
+
+def _small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
+    """One warpgroup for each block, and two or three blocks on a multiprocessor."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    gathers = reads_pairs(program.score) or reads_pairs(program.mask)
-    tile_n = 128 if max(d, dv) <= 128 and not gathers else 64
+    narrow = max(d, dv) <= 96
+    registers = 136 if narrow else 216
+    # values of a score mod beside those of a mask: 6 spills with D 96 and 64 columns
+    both = 10 if program.score is not None and reads_any(program.mask) else 0
+    tile_n = min(_by_registers(registers - both, dv, program), 96 if max(d, dv) <= 64 else 64)
+    return HopperTiling(
+        tile_m=ROWS,
+        # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
+        tile_n=min(tile_n, 64) if reads_pairs(program.score) or keys(problem) <= 128 else tile_n,
+        d=d,
+        dv=dv,
+        stages=2,
+        warpgroups=1,
+        consumer_registers=registers,
+        producer_registers=24 if narrow else 40,
+        rescale_early=narrow,
+        blocks=3 if narrow else 2,
+        l2=32 << 20,
+        packed_heads=heads,
+        heads_together=problem.schedule.heads_together,
+    )
+
+
+def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
+    """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit.
+
+    Two blocks on a multiprocessor where their memory is enough: they fill each other's beginnings and ends.
+    """
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     persistent = problem.schedule.persistent or False
-    room = target.shared_memory - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
+    blocks = 2 if max(d, dv) <= 128 and not persistent else 1
+    tile_n = 64
+    room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return HopperTiling(
         tile_m=ROWS,
         tile_n=tile_n,
@@ -100,12 +152,13 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         dv=dv,
         stages=min(8, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
-        consumer_registers=240,
+        consumer_registers=240 if blocks == 1 else 216,
         producer_registers=40,  # page numbers beside what all copies need
         l2=32 << 20,
-        heads=heads,
+        packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
+        blocks=blocks,
     )
 
 
@@ -114,12 +167,12 @@ def _whole_pages(tile_n: int) -> int:
     return 1 << tile_n.bit_length() - 1
 
 
-def _by_registers(warpgroups: int, dv: int, program: Program) -> int:
-    """Columns that fit a thread: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
+def _by_registers(registers: int, dv: int, program: Program) -> int:
+    """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
     other = 30 if program.score is None and not reads_any(program.mask) else 36  # values on their way
     if has_opaque_test(program):
         other += 12  # of a test that is no bound: 25 spilled and read again with D 64 and 128 columns
-    free = (160 if warpgroups == 3 else 240) - other - dv // 2
+    free = registers - other - dv // 2
     return free * 4 // 3 // 16 * 16
 
 

@@ -1,17 +1,17 @@
 """The warpgroup's matrix unit: products, their operands in shared memory, and how their sums leave registers."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...primitives.kv_source import partition
+from ...primitives.bulk_stores import wait_read
 from ...primitives.pipelines import Warps
 from ...primitives.score_tile import FragmentShape
-from ...primitives.values import Fixed, aligned, narrow
+from ...primitives.values import Fixed
 
 ROWS = 64  # of one warpgroup's product
 WARPGROUP = 128  # threads
@@ -30,7 +30,7 @@ class Warpgroup(Fixed):
     """
 
     def __init__(self, block, number, thread):
-        self.block, self.warpgroup, self.thread = block, number, thread
+        self.block, self.number, self.thread = block, number, thread
         self.lane = cute.arch.lane_idx()
 
     def is_first_warp(self):
@@ -38,7 +38,7 @@ class Warpgroup(Fixed):
         return self.thread // 32 == 0
 
     def sync_warpgroup(self) -> None:
-        self.block.of_warpgroup[self.warpgroup].meet()
+        self.block.of_warpgroup[self.number].meet()
 
     def sync_consumers(self) -> None:
         self.block.of_consumers.meet()
@@ -98,13 +98,6 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
 # --- from registers to tensors ----------------------------------------------------------------------------------
 
 
-def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
-    """fp32 registers, rounded to 16 bits."""
-    rounded = cute.make_rmem_tensor_like(sums, dtype)
-    narrow(rounded, sums)
-    return rounded
-
-
 def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
     """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four at a time."""
     to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
@@ -117,63 +110,16 @@ def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, t
     cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
 
 
-def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
-    """What was put into shared memory to its tensors, once all who put it there `meet`.
+@dataclasses.dataclass
+class WarpgroupSums(Fixed):
+    """What a product of one warpgroup leaves of a tile of `shape`; `transposed`: the tile's rows are its columns."""
 
-    An output: (whether this warp starts the copy, the copy, shared memory, the tensor's tiles, which of them). The one
-    warp that does waits (`wait_read`) before the shared memory is used again or the block ends. What lies beyond a
-    tensor's end is left out.
-    """
-    cute.arch.fence_view_async_shared()
-    meet()
-    for mine, tma, shared, tiles, number in outputs:
-        source, target = partition(tma, shared, tiles)
-        _copy_if(mine, tma, source, target[None, number])
+    mma: cute.TiledMma
+    shape: tuple[int, int]
+    transposed: bool = False
 
+    def registers(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.mma.get_slice(0).partition_shape_C(self.shape), Float32)
 
-@cute.jit
-def _copy_if(condition: Boolean, tma, source, target):
-    if condition:
-        cute.copy(tma, source, target)
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def wait_read(condition: Boolean):
-    """Until the copies that this warp has started have read shared memory."""
-    if condition:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-# --- registers in fp32 memory -----------------------------------------------------------------------------------
-#
-# As the product left them: chunk j of thread t, 16 bytes, lies at 4 * (j * threads + t) of the warpgroup's part.
-
-
-def add_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """Registers added to memory that other blocks add to as well."""
-    count = cute.size(registers)
-    start = target.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
-    for j in range(count // 4):
-        cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[start + j * 4 * WARPGROUP, *(registers[4 * j + e] for e in range(4))],
-        )
-
-
-def store_part(target: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """Registers to memory that nobody else writes."""
-    for j, place in enumerate(_fours(target, registers, warpgroup_index, thread)):
-        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
-
-
-def load_part(source: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> None:
-    """What `add_part` and `store_part` have left."""
-    for j, place in enumerate(_fours(source, registers, warpgroup_index, thread)):
-        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
-
-
-def _fours(memory: cute.Tensor, registers: cute.Tensor, warpgroup_index, thread) -> list[cute.Tensor]:
-    count = cute.size(registers)
-    start = memory.iterator + (warpgroup_index * (count * WARPGROUP) + thread * 4)
-    return [cute.make_tensor(aligned(start + j * 4 * WARPGROUP), cute.make_layout(4)) for j in range(count // 4)]
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread) -> None:
+        put(self.mma, rounded, shared, thread, self.transposed)

@@ -8,7 +8,6 @@ from cutlass.memory import SmemAllocator
 from ....primitives.split import Weights
 from ....primitives.values import choose, narrow
 from ..arguments import CombineArguments
-from ..fake import fake_arguments
 from ..plan import CombinePlan
 
 WARPS = 4
@@ -17,10 +16,12 @@ WIDE = 4  # columns of fp32 that a lane reads at once
 
 
 class Combine:
-    """A block a query row: warp w sums parts w, w + 4, ... (a lane `WIDE` neighbouring columns), then all warps' sums.
+    """A block per query row: warp w sums parts w, w + 4, ... (`WIDE` columns per lane), then all warps' sums.
 
     The order of the sums is fixed, so the result is the same in every run.
     """
+
+    arguments = CombineArguments
 
     def __init__(self, plan: CombinePlan):
         self.plan = plan
@@ -31,7 +32,7 @@ class Combine:
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given = CombineArguments(*arguments)
+        given = self.arguments(*arguments)
         batch, heads, q_len, _ = given.out.shape
         self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
             grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
@@ -97,8 +98,3 @@ class Combine:
 def _store_if(condition, target, at: Int32, value: Float32):
     if condition:
         target[at] = value
-
-
-def kernel(plan: CombinePlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return Combine(plan), fake_arguments(CombineArguments.of(plan))

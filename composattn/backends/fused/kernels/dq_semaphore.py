@@ -6,11 +6,11 @@ the consumers add theirs, and says so. A block waits only for blocks that starte
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32
 
 from ....primitives.lanes import WARP, add, over_lanes
-from ....primitives.pipelines import Slot
 from ....primitives.q_tiles import ListedQueryRun
+from ....primitives.tile_queue import TileQueue
 from ....primitives.values import Fixed
 
 
@@ -22,22 +22,11 @@ class DqSemaphore(Fixed):
 
     @cute.jit
     def take(self, call, block):
-        slot, number = Slot.first(1), cute.arch.block_idx()[0]
-        if const_expr(not self.kernel.tiling.persistent):
-            self.take_tile(call, block, number, slot)
-        else:
-            lane = cute.arch.lane_idx()
-            next_slot = Slot.first(block.queue.edge.edge.stages)
-            while number < call.numbers:
-                if self.kernel.exists(call, number):
-                    slot = self.take_tile(call, block, number, slot)
-                number = block.queue.hear(next_slot, lane)
-                next_slot = next_slot.next()
+        self.kernel.walk(call, block, lambda *work: self.take_tile(block, *work), TileQueue.hear, block.turn_edge.first)
 
     @cute.jit
-    def take_tile(self, call, block, number, slot):
+    def take_tile(self, block, call, work, slot):
         """Turns of one tile of keys."""
-        work = self.kernel.work_tile(call, number)
         lane = cute.arch.lane_idx()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member

@@ -10,7 +10,6 @@ from ....primitives.padded_tiles import PaddedTiles, counter_of, query_grid, que
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, permuted
 from ..arguments import PreprocessArguments
-from ..fake import fake_arguments
 from ..plan_backward import COUNTER, PreprocessPlan
 
 THREADS = 256
@@ -18,10 +17,12 @@ ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
 class Preprocess:
-    """A block a query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
+    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
 
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
+
+    arguments = PreprocessArguments
 
     def __init__(self, plan: PreprocessPlan):
         self.plan, self.tiling = plan, plan.tiling
@@ -34,7 +35,7 @@ class Preprocess:
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given = PreprocessArguments(*arguments)
+        given = self.arguments(*arguments)
         queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
         out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
         if const_expr(work is not None):
@@ -129,8 +130,3 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
         log2, delta = row_statistics(row_lse, product, row_dlse)
         found[0][first + q] = log2
         found[1][first + q] = delta
-
-
-def kernel(plan: PreprocessPlan) -> tuple:
-    """(function to compile, arguments to compile it with)."""
-    return Preprocess(plan), fake_arguments(PreprocessArguments.of(plan))

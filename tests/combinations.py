@@ -17,15 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from .. import mods
-from ..api import attention
-from ..call.block_sparse import BlockSparse
-from ..errors import ComposattnError
-from ..mods.mask import Mask
-from ..mods.score import Score
-from .cases import make_case
-from .packed import make_paged_case, make_varlen_case
-from .tolerance import Case, check, run
+from composattn import BlockSparse, ComposattnError, Mask, Score, attention, mods
+from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case, run
 
 OK = "right"
 Q_LEN, KV_LEN, DIM = 150, 200, 64

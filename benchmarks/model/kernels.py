@@ -1,0 +1,127 @@
+"""Kernels, ours and the peer's, as what the model sees of them: machine code, threads, tiles; read alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case, Pattern, causal_mask
+from benchmarks.model.loops import Role, roles
+from benchmarks.model.peer import PeerCall, peer_kernel
+from composattn.analysis.program import Program
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.inspect import Instruction, machine_code
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import TARGETS as GPUS
+from composattn.backends.fused.target import Target
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
+
+PACKED = Layout("packed", "packed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A main kernel of one direction.
+
+    `rows` x `keys` is what a block computes at a time, and `queries` of the rows' queries; `d` and `dv` are what the
+    products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
+    tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys.
+    """
+
+    cubin: Path
+    threads: int
+    direction: str
+    rows: int
+    queries: int
+    keys: int
+    d: int
+    dv: int
+    heads: int = 1
+    interleaved: bool = True
+    pieces: int = 1
+
+    @property
+    def code(self) -> tuple[Instruction, ...]:
+        return _code(self.cubin)
+
+    @functools.cached_property
+    def roles(self) -> dict[str, list[Role]]:
+        """By job."""
+        found: dict[str, list[Role]] = {}
+        for role in roles(self.code):
+            found.setdefault(role.job, []).append(role)
+        return found
+
+    @property
+    def spills(self) -> int:
+        """Instructions that reach local memory."""
+        return sum(i.name in ("LDL", "STL") for i in self.code)
+
+
+@functools.cache
+def _code(cubin: Path) -> tuple[Instruction, ...]:
+    found = machine_code(cubin)
+    if not found:
+        raise FileNotFoundError("nvdisasm is needed: pip install nvidia-cuda-nvdisasm")
+    return found
+
+
+def target_of(arch: str) -> Target:
+    return next(t for t in GPUS.values() if t.arch == arch)
+
+
+def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kernel:
+    """Our kernel of a case; `packed`: documents as sequences, where they were a mask."""
+    target = target_of(arch)
+    mask = pattern.mask_mod
+    if packed:
+        mask = causal_mask if pattern.causal else None
+    score = pattern.score_mod
+    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    problem, group = _problem(case, packed), case.heads // case.kv_heads
+    plan: Any
+    if case.direction == "forward":
+        plan = plan_forward(problem, program, target)
+        queries, heads, pieces = plan.tiling.queries, plan.tiling.heads, 1
+    else:
+        plan = plan_backward(problem, program, target).main
+        queries, heads, pieces = plan.tiling.tile_m, group, 1 if plan.cut is None else plan.cut.pieces
+    made, cut = compile_offline(plan), plan.tiling
+    return Kernel(
+        made.cubin_path, made.threads, case.direction, cut.tile_m, queries, cut.tile_n, cut.d, cut.dv, heads,
+        pieces=pieces,
+    )  # fmt: skip
+
+
+def _problem(case: Case, packed: bool) -> Problem:
+    batch, length = (1, case.batch * case.q_len) if packed else (case.batch, case.q_len)
+    return Problem(
+        batch, case.heads, case.kv_heads, length, length, case.dim, case.v_dim, case.dtype, torch.device("cpu"),
+        layout=PACKED if packed else DENSE,
+    )  # fmt: skip
+
+
+def peers(case: Case, pattern: Pattern, arch: str) -> Kernel:
+    """flash-attn-4's of the same case; documents are sequences there.
+
+    Its forward packs the heads of a group into a tile's rows, its backward gives each a block of its own. Only its
+    causal forward starts the longest tiles of many heads first.
+    """
+    group, forward = case.heads // case.kv_heads, case.direction == "forward"
+    call = PeerCall(
+        case.direction, case.dim, case.v_dim, group, pattern.causal, pattern.left_window, pattern.softcap,
+        pattern.alibi_slopes is not None, bool(pattern.document_starts),
+    )  # fmt: skip
+    made = peer_kernel(call, arch)
+    rows, heads = made.tile_m * made.stages, group if forward else 1
+    return Kernel(
+        made.cubin, made.threads, case.direction, rows, rows // heads, made.tile_n, case.dim, case.v_dim, heads,
+        interleaved=forward and pattern.causal and not pattern.document_starts,
+    )  # fmt: skip

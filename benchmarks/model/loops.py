@@ -1,0 +1,164 @@
+"""The loops over tiles of a kernel's machine code, and whose they are: products, softmax, correction, copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from composattn.backends.fused.inspect import Instruction
+
+MATRIX = ("HGMMA", "UTCHMMA")
+COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")
+REDUCTIONS = ("UBLKRED", "UTMAREDG")
+SHORTEST = 16  # instructions: below it a loop only waits
+VOTE_AHEAD = 12  # instructions between a warp's vote and the branch that it decides
+ENDS = ("EXIT", "RET", "BRX", "KILL")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Instructions start to stop, both included, of which the last jumps back; `code` are all of the kernel."""
+
+    code: tuple[Instruction, ...]
+    start: int
+    stop: int
+
+    @property
+    def body(self) -> tuple[Instruction, ...]:
+        return self.code[self.start : self.stop + 1]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Names of the instructions."""
+        return Counter(i.name for i in self.body)
+
+    def path(self, tested: bool) -> tuple[Instruction, ...]:
+        """What a warp carries out of the body for a tile: the shortest way through it, or the longest if `tested`.
+
+        No way leaves out a product or an exponential that another takes, nor takes what a warp's vote skips: a rescale,
+        which few tiles need.
+        """
+        sign = -1 if tested else 1
+        best: dict[int, tuple[int, int, int]] = {self.stop + 1: (0, 0, -1)}  # less of both is better; and what follows
+        for n in range(self.stop, self.start - 1, -1):
+            i = self.code[n]
+            work = int(i.name == "MUFU" or i.name in MATRIX)
+            ways = [best[m] + (m,) for m in self._after(n) if m in best]
+            skipped, count, _, follows = min(ways, key=lambda way: way[:2])
+            best[n] = skipped - work, count + sign, follows
+        way, n = [], self.start
+        while n <= self.stop:
+            way.append(self.code[n])
+            n = best[n][2]
+        return tuple(way)
+
+    def _after(self, n: int) -> list[int]:
+        """Instructions of the body that may follow number n; jumps out of it wait, and come back to it."""
+        i = self.code[n]
+        ahead = i.target is not None and n < i.target <= self.stop
+        if ahead and self._is_voted(n):
+            return [i.target]  # type: ignore[list-item]
+        always = ahead and not _may_fall_through(i)
+        return ([] if always else [n + 1]) + ([i.target] if ahead else [])  # type: ignore[list-item]
+
+    def _is_voted(self, n: int) -> bool:
+        voted = any(v.name in ("VOTE", "VOTEU") for v in self.code[max(self.start, n - VOTE_AHEAD) : n])
+        return voted and _may_fall_through(self.code[n])
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has products of matrices."""
+        return any(self.counts[name] for name in MATRIX)
+
+    @property
+    def job(self) -> str:
+        """What the warps in it are there for; empty where that is nothing of a tile's."""
+        count = self.counts
+        if self.multiplies:
+            return "matrix and softmax" if count["MUFU"] >= SHORTEST else "matrix"
+        if count["MUFU"] >= SHORTEST:
+            return "softmax"
+        if count["LDTM"] and count["STTM"]:
+            return "correction"
+        if any(count[name] for name in REDUCTIONS):
+            return "reduce"
+        return "copies" if any(count[name] for name in COPIES) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """The loops of warps that do the same job: one after the other, or one within a loop over work tiles.
+
+    `plain` is the shortest, of tiles that need no test; `tested` the longest.
+    """
+
+    job: str
+    loops: tuple[Loop, ...]
+
+    @property
+    def plain(self) -> Loop:
+        return min(self.loops, key=lambda loop: len(loop.body))
+
+    @property
+    def tested(self) -> Loop:
+        return max(self.loops, key=lambda loop: len(loop.body))
+
+    def path(self, tested: bool) -> tuple[Instruction, ...]:
+        """What a warp carries out for a tile."""
+        return self.tested.path(True) if tested else self.plain.path(False)
+
+
+def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
+    """Loops that have a job and hold no other such loop, in program order.
+
+    Code behind the last EXIT waits out of line and jumps back into the kernel: that is no loop.
+    """
+    last = max((n for n, i in enumerate(code) if i.name == "EXIT"), default=len(code))
+    back = ((i.target, n) for n, i in enumerate(code[:last]) if i.target is not None and i.target <= n)
+    loops = (Loop(tuple(code), start, stop) for start, stop in back if stop - start >= SHORTEST - 1)
+    found: list[Loop] = []
+    for loop in sorted((x for x in loops if x.job), key=lambda x: x.stop - x.start):
+        if all(loop.stop < other.start or loop.start > other.stop for other in found):
+            found.append(loop)
+    return sorted(found, key=lambda x: x.start)
+
+
+def roles(code: Sequence[Instruction]) -> list[Role]:
+    """The loops over tiles by who runs them: loops of one job where the end of one leads to the other."""
+    found: list[list[Loop]] = []
+    for loop in inner_loops(code):
+        same = [r for r in found if r[0].job == loop.job and _leads(code, r[-1].stop, loop.start)]
+        if same:
+            same[0].append(loop)
+        else:
+            found.append([loop])
+    return [Role(loops[0].job, tuple(loops)) for loops in found]
+
+
+def _leads(code: Sequence[Instruction], start: int, stop: int) -> bool:
+    """Whether running on from instruction `start` may reach `stop`."""
+    seen, waiting = set(), [start]
+    while waiting:
+        n = waiting.pop()
+        if n == stop:
+            return True
+        if n not in seen and n < len(code):
+            seen.add(n)
+            waiting += _next(code, n)
+    return False
+
+
+def _next(code: Sequence[Instruction], n: int) -> Iterator[int]:
+    """The instructions that may follow number n."""
+    i = code[n]
+    if i.target is not None:
+        yield i.target
+    if _may_fall_through(i):
+        yield n + 1
+
+
+def _may_fall_through(i: Instruction) -> bool:
+    """`BRA.U !UP0` has its condition among its operands."""
+    conditional = bool(i.predicate) or "UP" in i.text or ".DIV" in i.text
+    return conditional or i.name not in ("BRA", *ENDS)

@@ -1,0 +1,68 @@
+"""What a tile must cost whatever the code is: products, operands from shared memory, exponentials, by its shape alone.
+
+FlashAttention-4 (2026), sections 3.1.1 and 3.2.1, whose tables 1 and 3 these formulas give. A product of the matrix
+unit is 128 x 128 at most, and each reads its operands again: both from shared memory, or the right one alone where the
+left one lies in tensor memory. Of a pair of multiprocessors each reads half of the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from benchmarks.model.clocks import Clocks
+
+SIDE = 128  # rows and columns of a product
+ELEMENT = 2  # bytes of bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """m x k times k x n; `left`: where its left operand lies. `paired`: half of the right one is the neighbour's."""
+
+    m: int
+    n: int
+    k: int
+    left: Literal["shared", "tensor"] = "shared"
+    paired: bool = False
+
+    def operations(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def read(self) -> float:
+        """Bytes of shared memory."""
+        down, across = max(1.0, self.m / SIDE), max(1.0, self.n / SIDE)
+        left = self.m * self.k * across if self.left == "shared" else 0.0
+        right = self.n * self.k * down / (2 if self.paired else 1)
+        return ELEMENT * (left + right)
+
+
+def cycles(products: Iterable[Product], exponentials: int, clocks: Clocks, moved: float = 0.0) -> dict[str, float]:
+    """Clocks of the matrix unit, of shared memory (`moved`: bytes beside operands), and of the exponential unit."""
+    made = list(products)
+    return {
+        "matrix": sum(p.operations() for p in made) / clocks.matrix,
+        "shared": (sum(p.read() for p in made) + moved) / clocks.shared,
+        "exp": exponentials / clocks.exp,
+    }
+
+
+def forward(m: int, n: int, d: int, dv: int, clocks: Clocks, paired: bool = False) -> dict[str, float]:
+    """A tile of m queries x n keys: scores from shared memory, then P, which lies in tensor memory, times V."""
+    products = Product(m, n, d, paired=paired), Product(m, dv, n, "tensor", paired)
+    return cycles(products, m * n, clocks)
+
+
+def backward(m: int, n: int, d: int, clocks: Clocks, paired: bool = False) -> dict[str, float]:
+    """A tile of m queries x n keys of one multiprocessor: S, dP, dV, dK, dQ; dS is written, dQ written and read.
+
+    With `paired` each of two multiprocessors has half of the rows of dQ over twice the keys, for which it sends half of
+    dS to the other and receives as much: a tile's worth is written in all, and half as much is read.
+    """
+    scores = [Product(n, m, d, paired=paired)] * 2
+    of_keys = [Product(n, d, m, "tensor", paired)] * 2
+    of_queries = Product(m // 2, d, 2 * n, paired=True) if paired else Product(m, d, n)
+    ds, dq = m * n * ELEMENT, 2 * m * d * 4
+    moved = ds + (1.5 * ds + dq / 2 if paired else dq)
+    return cycles([*scores, *of_keys, of_queries], m * n, clocks, moved)

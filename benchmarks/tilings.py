@@ -1,0 +1,155 @@
+"""Other tilings than the planner's, in turns with it: how a number in `backends/<architecture>/tiling.py` is chosen.
+
+    python -m benchmarks.tilings "forward D64 S8192 causal" "exponential=(1, 8)" "tile_n=112"
+    python -m benchmarks.tilings "backward D192 S8192 full" "tile_m=80 dq_split='transposed'" --peer flash-attn-4
+
+A case is named by a regular expression on `benchmarks/run.py --list`. A variant is fields of the tiling with values in
+Python (`exponential`: the arguments of `ExponentialUnits`). With a GPU each variant is checked against fp64 as in the
+harness, then timed; without one (or with --compile) it is compiled, and what it takes is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import composattn as ca
+from benchmarks.cases import CASES, Case, Pattern
+from benchmarks.implementations import Composattn, Implementation, Inputs, Job, available
+from benchmarks.model.loops import inner_loops
+from benchmarks.provenance import provenance
+from benchmarks.run import run_case, save, show
+from composattn.analysis.program import Program
+from composattn.backends.fused.architecture import ARCHITECTURES, Architecture, planned_for
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import Target
+from composattn.call.problem import Problem
+from composattn.primitives.exponential_units import ExponentialUnits
+
+Changes = dict[str, Any]
+_FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
+
+
+def changes_of(text: str) -> Changes:
+    """The fields of a variant, `tile_m=64 exponential=(1, 8)`, with their values."""
+    found = {name: ast.literal_eval(value) for name, value in _FIELD.findall(text)}
+    if not found:
+        raise SystemExit(f'a variant is fields with values, such as "tile_n=96 stages=3"; got {text!r}')
+    if "exponential" in found:
+        found["exponential"] = ExponentialUnits(*found["exponential"])
+    return found
+
+
+def changed(architecture: Architecture, direction: str, changes: Changes) -> Architecture:
+    """The architecture with these fields of its tilings of one direction."""
+    name = f"{direction}_tiling"
+    choose = getattr(architecture, name)
+
+    def other(*arguments: Any) -> Any:
+        return dataclasses.replace(choose(*arguments), **changes)
+
+    fields: Changes = {name: other}
+    return dataclasses.replace(architecture, **fields)
+
+
+@contextlib.contextmanager
+def planning_with(direction: str, changes: Changes) -> Iterator[None]:
+    """Inside, what is planned is cut so."""
+    before = dict(ARCHITECTURES)
+    ARCHITECTURES.update({name: changed(a, direction, changes) for name, a in before.items()})
+    try:
+        yield
+    finally:
+        ARCHITECTURES.update(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """This package with other numbers in one tiling."""
+
+    text: str
+    packed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.text
+
+    def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
+        job = Composattn(packed=self.packed).prepare(case, pattern, inputs)
+        with planning_with(case.direction, changes_of(self.text)):
+            out = job.forward(*job.leaves)  # plans are kept, so later calls are cut so too
+            if case.direction == "backward":
+                torch.autograd.grad(out, (*job.leaves, *job.learned), job.grad)
+        return job
+
+
+def resources(case: Case, variants: list[str]) -> None:
+    """Prints what the kernel of each variant takes, compiled for the GPU that is planned for where none is there."""
+    target = planned_for(None)
+    with torch.device("cpu"):
+        pattern = case.pattern(case, torch.device("cpu"))
+    attention = ca.Attention(score_mod=pattern.score_mod, mask_mod=pattern.mask_mod)
+    program = attention.program
+    for text in ("", *variants):
+        with planning_with(case.direction, changes_of(text) if text else {}):
+            plan = _plan(case, program, target)
+        made = compile_offline(plan)
+        loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
+        length, exponentials = min(loops, default=(0, 0))
+        print(
+            f"    {text or 'as planned':44} {made.registers} registers, {made.spills} spills, stack {made.stack}, "
+            f"{made.shared_memory} bytes shared; loop {length} instructions, {exponentials} MUFU",
+            flush=True,
+        )
+
+
+def _plan(case: Case, program: Program, target: Target) -> Any:
+    def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
+        return torch.empty(case.batch, heads, length, dim, dtype=case.dtype, device="meta")
+
+    q, k = tensor(case.heads, case.q_len, case.dim), tensor(case.kv_heads, case.kv_len, case.dim)
+    problem = Problem.of(q, k, tensor(case.kv_heads, case.kv_len, case.v_dim))
+    if case.direction == "backward":
+        return plan_backward(problem, program, target).main
+    return plan_forward(problem, program, target, return_lse=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", help="regular expression on the names of cases")
+    parser.add_argument("variants", nargs="*", help='such as "tile_n=96 stages=3"')
+    parser.add_argument("--packed", action="store_true", help="documents as sequences of a packed call")
+    parser.add_argument("--peer", nargs="+", default=[], help="implementations to time beside, by name")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one implementation of one case")
+    parser.add_argument("--compile", action="store_true", help="compile only, also where a GPU is")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {**provenance(device), "rows": []}
+    for case in (c for c in CASES if re.search(options.case, c.name)):
+        print(case.name, flush=True)
+        if options.compile or device.type == "cpu":
+            resources(case, options.variants)
+            continue
+        peers = [i for i in available(device, None) if i.name in options.peer]
+        variants = [Variant(v, options.packed) for v in options.variants]
+        measured: list[Implementation] = [Composattn(packed=options.packed), *variants, *peers]
+        rows = run_case(case, measured, device, None, options)
+        show(rows)
+        result["rows"] += rows
+        save(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The backward kernel but for its matrix unit: its host function, its work tiles, what comes in and what they visit."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from ....primitives.emit import Leaves
+from ....primitives.emit_backward import BackwardMods
+from ....primitives.emit_tiles import query_tiles_of
+from ....primitives.kv_source import partition
+from ....primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
+from ....primitives.pieces import Pieces
+from ....primitives.pipelines import Slot, start_edges
+from ....primitives.q_tiles import ListedQueryRun, QueryRun
+from ....primitives.seqlen import Rows, rows_of
+from ....primitives.tile_queue import TileQueue
+from ....primitives.tile_scheduler import TileScheduler
+from ....primitives.values import Fixed, permuted
+from ..arguments import MainArguments, PiecesArguments
+from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
+from ..tiling import BackwardTiling
+from .key_tile import KeyTile
+
+
+class Backward(abc.ABC, Generic[AnyTiling]):
+    """A block keeps a tile of keys and walks over the queries that see it.
+
+    One warp copies K, V once and Q, dO with their rows' statistics. Edges of its block: kv (1 stage), q (Q and LSE),
+    do (dO and D). What the other warps do is the architecture's (`share_roles`); all ask alike for their queries.
+
+    For a head group (GQA) the walk goes over the queries of all its heads, so dK and dV are summed without atomics.
+    Where tiles are few they are cut into pieces, runs of query tiles, which leave what they have of dK and dV apart, in
+    fp32 and in the order of registers; `backward_gather` sums it, in a fixed order too.
+
+    Where shared memory has room a block stays for many tiles (`TileQueue`): the next K, V, Q and dO arrive while dK and
+    dV leave.
+    """
+
+    arguments = MainArguments
+    threads: int  # of a block
+    stored_rows: int  # of dK and dV that leave in one copy
+
+    def __init__(self, plan: BackwardPlan[AnyTiling]):
+        self.plan, self.tiling = plan, plan.tiling
+        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured)
+        self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
+
+    def __repr__(self):
+        return "backward"  # becomes part of the kernel's name
+
+    @abc.abstractmethod
+    def layouts(self) -> Any:
+        """Of shared memory: q, dout in stages, k, v, and dk, dv that leave."""
+
+    @abc.abstractmethod
+    def block(self, layouts: Any, counter: cute.Tensor) -> Any:
+        """Shared memory and edges of a block."""
+
+    @abc.abstractmethod
+    def share_roles(self, call: "Call", block: Any, warp: Int32) -> None:
+        """What each warp of a block does; one of them `produce`s."""
+
+    @cute.jit
+    def __call__(self, stream, *arguments):
+        given, tiling = self.arguments(*arguments), self.tiling
+        self.dtype = given.q.element_type
+        queries, keys = rows_of(self.plan.layout, given.q, given.k, given.sequences)
+        mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]
+        mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
+        layouts = self.layouts()
+        row_layout = cute.make_layout((tiling.tile_m,))
+        statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        first = [0, 1]
+        copies = [
+            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.tile_n, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.tile_n, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
+        ]
+        for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
+            box = cute.select(layout, first)
+            copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (self.stored_rows, width)))
+        group = mQ.shape[2] // mK.shape[2]
+        order = self.order(given, mK, group)
+        pieces = pieces_of(tiling, given.pieces) if tiling.in_pieces else None
+        blocks = numbers = order.tiles if pieces is None else pieces.numbers
+        if const_expr(tiling.persistent):
+            blocks = cutlass.min(blocks, self.plan.target.sms)
+        self.kernel(
+            Operands(*(c[0] for c in copies)),
+            Operands(*(c[1] for c in copies)),
+            layouts,
+            statistics,
+            given.dq_accum,
+            given.turns,
+            counter_of(given.workspace),
+            order,
+            pieces,
+            numbers,
+            given.scale,
+            given.captured,
+            given.scalars,
+            queries,
+            keys,
+            group,
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
+        """Of the tiles of keys: heads whose queries stay in L2 together."""
+        tiling, kv_heads = self.tiling, mK.shape[2]
+        # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
+        q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
+        q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
+        section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
+        if given.work is None:
+            return TileScheduler.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
+        return TileScheduler.listed(given.work, kv_heads, kv_heads, *section)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tmas,
+        tensors,
+        layouts,
+        statistics,
+        dq_accum,
+        turns,
+        counter,
+        order,
+        pieces,
+        numbers,
+        scale,
+        captured,
+        scalars,
+        queries,
+        keys,
+        group,
+    ):
+        tiling = self.tiling
+        cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
+        given = statistics, dq_accum, turns, order, pieces, numbers, scale, captured, scalars, queries, keys, group
+        call = Call(tmas, tensors, *given)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma in tmas:
+                cpasync.prefetch_descriptor(tma)
+        block = self.block(layouts, counter)
+        start_edges(block.edges, warp)
+        if const_expr(order.table is None or tiling.persistent):
+            self.share_roles(call, block, warp)
+        else:
+            if order.tile(cute.arch.block_idx()[0]).exists:
+                self.share_roles(call, block, warp)
+
+    def work_tile(self, call, number) -> "KeyTile":
+        """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
+
+        In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
+        has the tiles of each sequence from the first to the last.
+        """
+        tile_n = self.tiling.tile_n
+        piece = None
+        if call.pieces is not None:
+            number, piece = call.pieces.split(number)
+        work = call.order.tile(number)
+        queries, keys = call.queries.sequence(work.b), call.keys.sequence(work.b)
+        dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
+        count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
+        n = work.m if dense == self.plan.deterministic else count - 1 - work.m
+        padded = PaddedTiles.of(queries, work.b, self.tiling.tile_m)
+        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece)
+
+    def exists(self, call, number):
+        """Whether a table has a tile of this number."""
+        return True if call.order.table is None else call.order.tile(number).exists
+
+    def leaves(self, call, work, head, n=None) -> Leaves:
+        q_len, kv_len = work.queries.length, work.keys.length
+        first = (work.n if n is None else n) * self.tiling.tile_n
+        last = cutlass.min(first + self.tiling.tile_n, kv_len) - 1
+        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
+
+    def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
+        """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
+        runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
+        if work.piece is None or n is not None:
+            return runs
+        return [run.piece(work.piece.index, work.piece.count) for run in runs]
+
+    # --- walks over tiles ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def walk(self, call, block, do: cutlass.Constexpr[Callable], following: cutlass.Constexpr[Callable], slots):
+        """The tiles of keys of this block, each by `do(call, work, slots)`, which returns the slots it came to.
+
+        Where a block stays, `following(queue, slot, lane)` is the number of its next tile.
+        """
+        number = cute.arch.block_idx()[0]
+        if const_expr(not self.tiling.persistent):
+            do(call, self.work_tile(call, number), slots)
+        else:
+            lane = cute.arch.lane_idx()
+            slot = block.queue.edge.first
+            while number < call.numbers:
+                if self.exists(call, number):
+                    slots = do(call, self.work_tile(call, number), slots)
+                number = following(block.queue, slot, lane)
+                slot = slot.next()
+
+    @cute.jit
+    def produce(self, call, block):
+        """The copying warp."""
+        edges = block.kv_edge, block.q_edge, block.do_edge
+        self.walk(call, block, lambda *work: self.produce_tile(block, *work), draw, tuple(e.first for e in edges))
+
+    @cute.jit
+    def visit(self, call, block, me, steps):
+        """A group `me` of those that hold scores; `steps`: the slots that each step takes one further."""
+        slots = (block.kv_edge.first, *steps)
+        self.walk(call, block, lambda *work: self.visit_tile(block, me, *work), TileQueue.hear, slots)
+
+    @cute.jit
+    def visit_tile(self, block, me, call, work, slots):
+        """All query tiles of all heads of the group, or of the tile's part of it."""
+        tiling = self.tiling
+        kv_slot, steps = slots[0], slots[1:]
+        me.begin(work)
+        ragged = (work.n + 1) * tiling.tile_n > work.keys.length
+        block.kv_edge.wait(kv_slot)
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            me.begin_head(self.mods, head, self.leaves(call, work, head))
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    me.step(call, run.tile(i), ragged | run.tested(i), *steps)
+                    steps = tuple(slot.next() for slot in steps)
+        if const_expr(tiling.persistent):
+            block.kv_edge.release(kv_slot, me.lane)
+        me.finish(call)
+        return kv_slot.next(), *steps
+
+    @cute.jit
+    def produce_tile(self, block, call, work, slots):
+        tiling = self.tiling
+        kv_slot, q_slot, do_slot = slots
+        tmas, tensors = call.tmas, call.tensors
+        gK = work.keys.tiles(tensors.k, work.kv_head, (tiling.tile_n, tiling.d))
+        gV = work.keys.tiles(tensors.v, work.kv_head, (tiling.tile_n, tiling.dv))
+        tKsK, tKgK = partition(tmas.k, block.sK, gK)
+        tVsV, tVgV = partition(tmas.v, block.sV, gV)
+        bar = block.kv_edge.acquire(kv_slot)
+        cute.copy(tmas.k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
+        cute.copy(tmas.v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
+        # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
+        cute.arch.griddepcontrol_wait()
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            gQ = work.queries.tiles(tensors.q, head, (tiling.tile_m, tiling.d))
+            gdO = work.queries.tiles(tensors.dout, head, (tiling.tile_m, tiling.dv))
+            gLse, gDelta = [
+                cute.local_tile(tensors.rows[None, head, work.padded.b, kind], (tiling.tile_m,), (None,))
+                for kind in range(2)
+            ]
+            tQsQ, tQgQ = partition(tmas.q, block.sQ, gQ)
+            tdOsdO, tdOgdO = partition(tmas.dout, block.sdO, gdO)
+            tLsLse, tLgLse = partition(tmas.rows, block.sLse, gLse, modes=1)
+            tDsDelta, tDgDelta = partition(tmas.rows, block.sDelta, gDelta, modes=1)
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.tile(i)
+                    padded = work.padded.first + m
+                    bar = block.q_edge.acquire(q_slot)
+                    cute.copy(tmas.q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
+                    q_slot = q_slot.next()
+                    bar = block.do_edge.acquire(do_slot)
+                    cute.copy(tmas.dout, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
+                    cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
+                    do_slot = do_slot.next()
+        return kv_slot.next(), q_slot, do_slot
+
+
+class Operands(NamedTuple):
+    """Of each tensor that lies in tiles: its bulk copy, or the tensor as that sees it."""
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    rows: Any  # row statistics
+    dk: Any
+    dv: Any
+
+    @property
+    def results(self) -> tuple[Any, Any]:
+        return self.dk, self.dv
+
+
+@dataclasses.dataclass
+class Call(Fixed):
+    """What the kernel was called with; `numbers`: how many pieces of work there are."""
+
+    tmas: Operands
+    tensors: Operands
+    statistics: cute.Tensor
+    dq_accum: cute.Tensor
+    turns: cute.Tensor | None
+    order: TileScheduler
+    pieces: Pieces | None
+    numbers: Int32
+    scale: Float32
+    captured: tuple
+    scalars: tuple
+    queries: Rows
+    keys: Rows
+    group: Int32
+
+
+def draw(queue: TileQueue, slot: Slot, lane: Int32) -> Int32:
+    """The number of this block's next tile, for the copying warp, which tells all others."""
+    cute.arch.griddepcontrol_wait()  # for the counter
+    number = queue.draw(lane)
+    queue.announce(slot, number, lane)
+    return number
+
+
+def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
+    """The pieces of a launch, on the host."""
+    return Pieces.of(given, tiling.tile_n * tiling.d, tiling.tile_n * tiling.dv)

@@ -1,0 +1,150 @@
+"""The forward kernel but for its matrix unit: its host function, its work tiles, how its roles go over them."""
+
+import abc
+from typing import Any, Generic
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from ....primitives.emit import Mods
+from ....primitives.emit_tiles import kv_tiles_of
+from ....primitives.gqa_packing import HeadRows
+from ....primitives.kv_source import kv_source
+from ....primitives.kv_tiles import TileSequence
+from ....primitives.pipelines import BoundEdge
+from ....primitives.score_tile import FragmentShape
+from ....primitives.values import Fixed
+from ..arguments import ForwardArguments
+from ..plan import AnyForwardTiling, ForwardPlan
+from .forward_call import Call, Work, launched
+
+
+class Forward(abc.ABC, Generic[AnyForwardTiling]):
+    """A block owns a tile of queries, in groups of `rows` of them, and walks over keys.
+
+    Where the plan splits kv, a block has one part of a query tile's keys, and the output of each part is written apart,
+    in fp32: o (splits, B, Hq, Sq, Dv), or packed (splits, Hq, total, Dv), lse and max_scores likewise; `combine` makes
+    one of them.
+    """
+
+    arguments = ForwardArguments
+    rows: int  # of queries that one copy brings, as one product takes them
+    threads: int  # of a block
+    blocks = 1  # on a multiprocessor at once
+    dtype: Any  # of q, k and v
+
+    def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
+        """`fragment`: how scores lie in a thread's registers."""
+        self.plan, self.tiling = plan, plan.tiling
+        self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
+        self.fragment = self.heads.fragment(fragment)
+        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
+        self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
+
+    def __repr__(self):
+        return "forward"  # becomes part of the kernel's name
+
+    @abc.abstractmethod
+    def tile_layout(self, rows: int, columns: int) -> Any:
+        """Of a tile in shared memory."""
+
+    @abc.abstractmethod
+    def roles(self, call: Call) -> None:
+        """What the warps of a block do."""
+
+    @cute.jit
+    def __call__(self, stream, *arguments):
+        given = self.arguments(*arguments)
+        self.dtype = given.q.element_type
+        found = launched(self.plan, given, self.heads, self.rows, self.tile_layout)
+        self.kernel(
+            found.tmas,
+            found.tensors,
+            given.lse,
+            given.max_scores,
+            found.order,
+            given.scale,
+            given.captured,
+            given.scalars,
+            found.queries,
+            found.keys,
+            found.splits,
+        ).launch(
+            grid=(found.blocks(self.plan), 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.blocks,
+            # said where there are several, else the kernel language asks the driver, which compiling must not need
+            preferred_smem_carveout=None if self.blocks == 1 else 100,
+        )
+
+    @cute.kernel
+    def kernel(self, tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits):
+        call = Call(tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits)
+        if const_expr(order.table is None or self.tiling.persistent):
+            self.roles(call)
+        else:
+            if call.tile(cute.arch.block_idx()[0]).exists:
+                self.roles(call)
+
+    def kv_tiles(self, call: Call, work: Work) -> TileSequence:
+        """The kv tiles of a work tile; all roles ask alike."""
+        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
+
+
+@cute.jit
+def prefetch(call: cutlass.Constexpr[Call], condition):
+    """The descriptors of the bulk copies, by the warp where the condition holds."""
+    if condition:
+        for tma in call.tmas:
+            if const_expr(tma is not None):
+                cpasync.prefetch_descriptor(tma)
+
+
+class Role(Fixed, abc.ABC):
+    """Some warps of a block, which do the same for each of its work tiles: `visit`, which carries slots along."""
+
+    def __init__(self, kernel: Any, call: Call, block: Any):
+        self.kernel, self.call, self.block = kernel, call, block
+        self.plan, self.tiling = kernel.plan, kernel.tiling
+
+    def first_slots(self) -> tuple[Any, ...]:
+        """Where rings and counts are before the first work tile."""
+        return tuple(edge.first for edge in self.block.edges)
+
+    @abc.abstractmethod
+    def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One work tile; gives where rings and counts are behind it."""
+
+    @cute.jit
+    def run(self):
+        slots = self.first_slots()
+        number = cute.arch.block_idx()[0]
+        if const_expr(self.tiling.persistent):
+            while number < self.call.tiles:
+                if self.call.tile(number).exists:
+                    slots = self.visit(self.call.work(number), slots)
+                number += cute.arch.grid_dim()[0]
+        else:
+            self.visit(self.call.work(number), slots)
+
+
+class KeyCopies(Fixed):
+    """K and V of a work tile on their way into rings of shared memory; products want V one tile behind K."""
+
+    def __init__(self, role: Role, work: Work, k_edge: BoundEdge, v_edge: BoundEdge):
+        tmas, tensors, tiling = role.call.tmas, role.call.tensors, role.tiling
+        self.k_edge, self.v_edge = k_edge, v_edge
+        self.source = kv_source(work.keys, work.kv_head, tiling.tile_n)
+        self.keys = self.source.part(tmas.k, tensors.k, role.block.sK, tiling.d)
+        self.values = self.source.part(tmas.v, tensors.v, role.block.sV, tiling.dv)
+
+    def start_keys(self, at, k_slot) -> None:
+        bar = self.k_edge.acquire(k_slot)
+        self.keys.start(at, k_slot.index, bar)
+
+    def start_values(self, at, v_slot) -> None:
+        bar = self.v_edge.acquire(v_slot)
+        self.values.start(at, v_slot.index, bar)

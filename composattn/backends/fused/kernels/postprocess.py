@@ -1,0 +1,84 @@
+"""After the backward kernel: the fp32 sums of dQ, scaled and rounded, into the tensor."""
+
+import abc
+from typing import Any, Generic
+
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from ....primitives.padded_tiles import PaddedTiles, query_grid, query_tile
+from ....primitives.register_chunks import THREADS, load_part
+from ....primitives.seqlen import rows_of
+from ..arguments import PostprocessArguments
+from ..plan_backward import AnyTiling, PostprocessPlan
+from .rounding import Exit, Sums, is_first_warp
+
+
+class Postprocess(abc.ABC, Generic[AnyTiling]):
+    """A block per query tile, `groups` of threads with a part of it each."""
+
+    arguments = PostprocessArguments
+    groups: int
+
+    def __init__(self, plan: PostprocessPlan[AnyTiling]):
+        self.plan, self.tiling = plan, plan.tiling
+
+    def __repr__(self):
+        return "postprocess"  # becomes part of the kernel's name
+
+    @abc.abstractmethod
+    def layout(self) -> Any:
+        """Of a tile of dQ in shared memory."""
+
+    @abc.abstractmethod
+    def sums(self) -> Sums:
+        """Of dQ, as a group of the main kernel has left them."""
+
+    @abc.abstractmethod
+    def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
+        """A group's part of the tile, as its `sums` have it."""
+
+    @cute.jit
+    def __call__(self, stream, *arguments):
+        given, tiling = self.arguments(*arguments), self.tiling
+        self.dtype = given.dq.element_type
+        layout = self.layout()
+        queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
+        tma, tensor = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (tiling.tile_m, tiling.d)
+        )
+        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work).launch(
+            grid=query_grid(given.dq_accum, given.work),
+            block=(self.groups * THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work):
+        cute.arch.griddepcontrol_wait()  # for the main kernel's sums
+        tile, head, b = query_tile(work)
+        if const_expr(work is None):
+            self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)
+        else:
+            if b >= 0:
+                self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)
+
+    @cute.jit
+    def finish(self, tma, tensor, layout, dq_accum, scale, queries, tile, head, b):
+        tiling = self.tiling
+        sequence = queries.sequence(b)
+        padded = PaddedTiles.of(sequence, b, tiling.tile_m)
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // THREADS)
+        thread = cute.arch.thread_idx()[0] % THREADS
+        way_out, sums = Exit(layout, self.dtype), self.sums()
+        registers = sums.registers()
+        load_part(dq_accum[padded.b, head, padded.first + tile, None], registers, group, thread)
+        for i in range(cute.size(registers)):
+            registers[i] = registers[i] * scale
+
+        def outputs(shared):
+            yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
+
+        way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)

@@ -1,0 +1,46 @@
+"""Sums in fp32 memory, in the order of a product's registers, on their way out: rounded, through shared memory."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import cutlass.cute as cute
+from cutlass import Boolean
+from cutlass.memory import SmemAllocator
+
+from ....primitives.bulk_stores import send, wait_read
+from ....primitives.values import Fixed, narrowed
+
+
+class Sums(Protocol):
+    """What a product of one architecture leaves in the registers of `THREADS` threads."""
+
+    def registers(self) -> cute.Tensor:
+        """Room for a thread's fp32 numbers."""
+
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        """Registers, rounded to 16 bits, to their tile in shared memory."""
+
+
+class Exit(Fixed):
+    """The shared memory of a tile through which a block's sums leave."""
+
+    def __init__(self, layout: Any, dtype: Any):
+        self.dtype = dtype
+        self.shared = SmemAllocator().allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+
+    def leave(
+        self,
+        sums: Sums,
+        registers: cute.Tensor,
+        part: Callable[[cute.Tensor], cute.Tensor],
+        thread: Any,
+        outputs: Callable[[cute.Tensor], Iterator[tuple]],
+    ) -> None:
+        """Registers to their `part` of the tile, and the tile to where `outputs` says (see `send`)."""
+        sums.put(narrowed(registers, self.dtype), part(self.shared), thread)
+        send(outputs(self.shared), cute.arch.sync_threads)
+        wait_read(is_first_warp())
+
+
+def is_first_warp() -> Boolean:
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0

@@ -1,0 +1,41 @@
+"""Sums that a Hopper backward kernel has left in fp32 memory, rounded into dQ, dK and dV."""
+
+import cutlass.cute as cute
+
+from ..fused.kernels.backward_gather import BackwardGather
+from ..fused.kernels.postprocess import Postprocess
+from ..fused.plan_backward import PostprocessPlan
+from .backward_tiling import HopperBackwardTiling
+from .dq import dq_columns, dq_part, dq_product
+from .wgmma import MN, ROWS, WarpgroupSums, product, tile_layout
+
+
+class HopperPostprocess(Postprocess[HopperBackwardTiling]):
+    """dQ: each warpgroup has the part that the one of its number had in the main kernel."""
+
+    def __init__(self, plan: PostprocessPlan[HopperBackwardTiling]):
+        super().__init__(plan)
+        self.groups = plan.tiling.warpgroups
+
+    def layout(self):
+        tiling = self.tiling
+        return tile_layout(self.dtype, tiling.tile_m, tiling.d, slice_columns=dq_columns(tiling))
+
+    def sums(self) -> WarpgroupSums:
+        mma, part = dq_product(self.tiling, self.dtype)
+        return WarpgroupSums(mma, part, transposed=self.tiling.dq_split == "transposed")
+
+    def part(self, shared: cute.Tensor, group) -> cute.Tensor:
+        return dq_part(self.tiling, shared, group, dq_product(self.tiling, self.dtype)[1])
+
+
+class HopperGather(BackwardGather[HopperBackwardTiling]):
+    """dK and dV: a warpgroup's keys."""
+
+    rows = ROWS
+
+    def layout(self, columns: int):
+        return tile_layout(self.dtype, ROWS, columns)
+
+    def sums(self, columns: int) -> WarpgroupSums:
+        return WarpgroupSums(product(self.dtype, columns, right=MN), (ROWS, columns))

@@ -1,0 +1,67 @@
+"""Mods that are traced once: what compiled code knows them by, how they are pickled, how their tensors are watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from .. import errors
+from ..analysis.program import Program
+from ..call.inputs import Asked, Inputs
+from ..mods.mask import Mask
+from ..mods.score import Score
+from . import operators
+from .planned import Options, Planned, refuse_flattened
+from .spoken import Spoken, spoken
+
+
+class Held(Planned):
+    """What `ca.Attention` is behind its front; `number`: what compiled code knows this object by."""
+
+    spoken: Spoken
+
+    def __init__(self, score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> None:
+        """`options`: scale, backend, deterministic, schedule."""
+        self._state = score, mask, options
+        program = Program(None if score is None else score.expr, None if mask is None else mask.expr)
+        super().__init__(program, Options(*options))
+        self.scale, self.backend, self.deterministic, self.schedule = options
+        self.spoken = spoken(score, mask, options)
+        self.number = operators.register(self)
+        self._seen = [_look(t) for t in self.spoken.tensors]
+        if not any(map(is_functorch_wrapped_tensor, self.spoken.tensors)):
+            program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._state
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        Held.__init__(self, *state)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the score mod and the mask are called."""
+        score, mask, _ = self._state
+        return "identity" if score is None else score.name, "all" if mask is None else mask.name
+
+    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
+        if self._seen:
+            self._watch()
+        return super().__call__(inputs, asked)
+
+    def _watch(self) -> None:
+        """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
+        refuse_flattened(self.spoken.tensors)
+        for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
+            if _look(tensor) != seen:
+                then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))
+                raise errors.CapturedTensorChanged(
+                    f"a captured tensor was {then} when this ca.Attention was made, and is {now}; make it anew, or use "
+                    "ca.attention or ca.nn.Attention, which look at the mods at each call"
+                )
+
+
+def _look(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

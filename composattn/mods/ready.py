@@ -1,0 +1,83 @@
+"""Ready mods are known by their arguments: one that was made of the like before is neither checked nor traced again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ..graph.fingerprint import TENSORS, places_of
+from ..graph.scalar import Scalar
+from .mod import Mod
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made", bound=Mod)
+
+_WORDS = (int, float, bool, str, type(None))
+_known: dict[Any, tuple[type[Mod], str, tuple[int, ...], str]] = {}  # class, form, places of leaves, name
+_KNOWN_LIMIT = 4096
+
+
+def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`make`, remembered by its arguments: numbers and words by value, tensors by type, dtype and shape.
+
+    Of a tensor `make` may look at nothing else, unless what the mod reads is another one (the places of tokens, the
+    offsets of documents): such a mod is made anew each time. So is one of other arguments, and of numpy's numbers.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **named: Given.kwargs) -> Made:
+        if torch.compiler.is_compiling():
+            return make(*args, **named)
+        leaves: list[Any] = []
+        parts: list[Any] = [make, *named]
+        if not _told((*args, *named.values()) if named else args, parts, leaves):
+            return make(*args, **named)
+        key = tuple(parts)
+        found = _known.get(key)
+        if found is None:
+            mod = make(*args, **named)
+            _remember(key, mod, leaves)
+            return mod
+        kind, form, places, name = found
+        return kind.formed(form, tuple([leaves[n] for n in places]) if places else (), name)  # type: ignore[return-value]
+
+    return made
+
+
+def _told(values: Any, parts: list[Any], leaves: list[Any]) -> bool:
+    """Whether `parts`, to which they are added, say all of these arguments but the leaves among them."""
+    for value in values:
+        kind = type(value)
+        if kind in _WORDS:
+            parts += (kind, value if value else repr(value))  # -0.0 is 0.0
+        elif kind in TENSORS or kind is Scalar:
+            for place, leaf in enumerate(leaves):
+                if leaf is value:
+                    parts.append(place)
+                    break
+            else:
+                leaves.append(value)
+                if kind is Scalar:
+                    parts += (kind, value.expr.dtype)
+                elif value.is_nested:
+                    return False
+                else:
+                    parts += (kind, value.dtype, value.shape)
+        elif kind is tuple:
+            parts += (kind, len(value))
+            if not _told(value, parts, leaves):
+                return False
+        else:
+            return False
+    return True
+
+
+def _remember(key: Any, mod: Mod, leaves: list[Any]) -> None:
+    places = places_of(mod.leaves, leaves)
+    if places is not None:
+        if len(_known) >= _KNOWN_LIMIT:
+            _known.clear()
+        _known[key] = type(mod), mod.form, places, mod.name

@@ -1,0 +1,41 @@
+"""Registers of a product's sums in fp32 memory, in their own order: no row or column is looked for.
+
+The sums of a product lie with groups of `THREADS` threads, and each group has a part of the memory: its threads' chunks
+of 16 bytes, chunk j of thread t at 4 * (j * THREADS + t) of the part. Whoever reads them must have registers of the
+same product.
+"""
+
+import cutlass.cute as cute
+
+from .values import aligned
+
+THREADS = 128  # four warps, whose sums a product of any matrix unit so far leaves
+
+
+def add_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
+    """Registers added to memory that other blocks add to as well."""
+    count = cute.size(registers)
+    start = target.iterator + (group * (count * THREADS) + thread * 4)
+    for j in range(count // 4):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[start + j * 4 * THREADS, *(registers[4 * j + e] for e in range(4))],
+        )
+
+
+def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
+    """Registers to memory that nobody else writes."""
+    for j, place in enumerate(_fours(target, registers, group, thread)):
+        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
+
+
+def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
+    """What `add_part` and `store_part` have left."""
+    for j, place in enumerate(_fours(source, registers, group, thread)):
+        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
+
+
+def _fours(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> list[cute.Tensor]:
+    count = cute.size(registers)
+    start = memory.iterator + (group * (count * THREADS) + thread * 4)
+    return [cute.make_tensor(aligned(start + j * 4 * THREADS), cute.make_layout(4)) for j in range(count // 4)]

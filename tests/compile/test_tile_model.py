@@ -1,0 +1,47 @@
+"""The cycle model of our own kernels, compiled with no GPU: counts that follow from the tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+
+from benchmarks.cases import causal, full
+from benchmarks.model import kernels
+from benchmarks.model.costs import tile_cost
+from benchmarks.tile_model import Counted, forward_cases
+from composattn.backends.fused.inspect import machine_code
+
+CASES = {case.name: case for case in forward_cases()}
+
+
+def kernel(name: str) -> kernels.Kernel:
+    case = CASES[name]
+    found = kernels.ours(case, case.pattern(case, torch.device("cpu")), "sm_90a")
+    if not machine_code(found.cubin):
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    return found
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("D64 full", full), ("D128 causal", causal)])
+def test_units_of_a_hopper_forward_are_those_of_its_tile(name: str, pattern: object) -> None:
+    found = kernel(name)
+    assert CASES[name].pattern is pattern and found.spills == 0
+    cost = tile_cost(found, "sm_90a", tested=False)
+    pairs = found.rows * found.keys
+    assert cost.clocks["matrix"] == 2 * pairs * (found.d + found.dv) / 4096
+    # an exponential for each pair, and two of each thread for its two rows' rescale
+    assert 1.0 < cost.clocks["exp"] / (pairs / 16) < 1.05
+    assert cost.bound == max(cost.clocks.values()) < cost.total
+
+
+def test_a_causal_forward_has_a_loop_for_tiles_with_a_test_and_one_for_those_without() -> None:
+    found = kernel("D128 causal")
+    (working,) = found.roles["matrix and softmax"]
+    plain, tested = working.path(tested=False), working.path(tested=True)
+    assert len(working.loops) == 2 and len(plain) < len(tested)
+    assert len(plain) < len(working.plain.body)  # the rescale is left out
+    lines = list(Counted.of(found, "sm_90a").lines())
+    assert lines[0] == "128 x 128 a block, 384 threads, 0 spills"
+    assert f"{len(working.plain.body)} plain, {len(working.tested.body)} tested" in "\n".join(lines)
