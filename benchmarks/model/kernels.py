@@ -89,7 +89,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     plan: Any
     if case.direction == "forward":
         plan = plan_forward(problem, program, target)
-        queries, heads, pieces = plan.tiling.queries, plan.tiling.heads, 1
+        queries, heads, pieces = plan.tiling.queries, plan.tiling.packed_heads, 1
     else:
         plan = plan_backward(problem, program, target).main
         queries, heads, pieces = plan.tiling.tile_m, group, 1 if plan.cut is None else plan.cut.pieces

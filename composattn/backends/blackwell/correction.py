@@ -49,7 +49,8 @@ class Correction(MemoryRole):
         )
 
     def finish(self, rows, shared, q_slot, at):
-        return tuple(row.finish(shared.of(t).count > 0, q_slot, at[t]) for t, row in enumerate(rows))
+        loaded = shared.all.count > 0
+        return tuple(row.finish(shared.of(t).count > 0, loaded, q_slot, at[t]) for t, row in enumerate(rows))
 
     @cute.jit
     def clear_values(self, work, tiles, v_slot):
@@ -140,7 +141,7 @@ class OutputRow(Fixed):
         store(address, cute.recast_tensor(scaled, Int32))
 
     @cute.jit
-    def finish(self, any_keys: Boolean, q_slot: Slot, at: OutputSlots):
+    def finish(self, any_keys: Boolean, loaded: Boolean, q_slot: Slot, at: OutputSlots):
         """O, its rows normalised, to shared memory for a bulk store, or row by row to its tensor."""
         normalizer, added = self.take_factor(at.factor), at.added
         if any_keys:
@@ -148,8 +149,8 @@ class OutputRow(Fixed):
             after_wait()
             added = added.next()
         else:
-            if const_expr(self.tiling.persistent):
-                self.block.q.wait(Slot(1, Int32(self.me.number), q_slot.phase))
+            # O lies where Q does, which may be on its way
+            self.wait_loads(loaded, Slot(1, Int32(self.me.number), q_slot.phase))
             self.clear()
         for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
             numbers = cute.make_rmem_tensor(AT_ONCE, Float32)
@@ -161,6 +162,14 @@ class OutputRow(Fixed):
         cute.arch.sync_warp()
         self.block.staged.fill(of_tile(self.me.number), self.me.lane)
         return OutputSlots(at.place, at.factor.next(), added)
+
+    @cute.jit
+    def wait_loads(self, loaded: Boolean, q_slot: Slot):
+        if const_expr(self.tiling.persistent):
+            self.block.q.wait(q_slot)  # also where there was nothing to load: the last O has left
+        else:
+            if loaded:
+                self.block.q.wait(q_slot)
 
     def clear(self) -> None:
         zeros = cute.make_rmem_tensor(AT_ONCE, Int32)

@@ -100,10 +100,15 @@ class Multiply(MemoryRole):
         self.block.v.release(v_slot, None)
         return Progress(ahead, after.ready, Int32(1), after.begun)
 
+    @cute.jit
     def last_output(self, products, progress, v_slot):
-        """For now: the correction may have it."""
+        """For now: the correction may have it, if there is any."""
         progress = self.output(products, progress, v_slot)
-        self.block.outputs.fill(of_tile(products.tile))
+        if const_expr(not self.kernel.apart):
+            self.block.outputs.fill(of_tile(products.tile))
+        else:
+            if progress.begun > 0:
+                self.block.outputs.fill(of_tile(products.tile))
         return progress
 
     @cute.jit
