@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute import math as cm
 
 from .lanes import add
 from .values import Fixed
 
+REPEATED = 16  # numbers of a line that stay in registers
 CHAINS = 4  # independent partial maxima and sums, so that latency overlaps
 
 
@@ -23,11 +26,23 @@ class Arithmetic(Protocol):
     def times(self, values: Sequence[Any], factor: Any) -> Iterable[Any]:
         """Each times `factor`."""
 
+    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
+        """`start` and `slope` times each of `offsets`, which are even steps."""
+
+    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
+        """Each times `factor`, plus its own of `added`."""
+
     def total(self, first: Any, values: Sequence[Any]) -> Any:
         """The sum of all, and of `first` unless that is None."""
 
 
 class OneByOne(Fixed):
+    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
+        return (cm.fma(slope, Float32(offset), start) for offset in offsets)
+
+    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
+        return (cm.fma(value, factor, more) for value, more in zip(values, added, strict=True))
+
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         return (value * factor - shift for value in values)
 
@@ -40,6 +55,19 @@ class OneByOne(Fixed):
 
 class InPairs(Fixed):
     """Neighbours are a pair; they are even in number."""
+
+    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
+        # a pair takes no immediates: `slope` times the first few offsets stays in registers, the rest is one number
+        first = _pairs([slope * float(offset) for offset in offsets[:REPEATED]])
+        for start_of in range(0, len(offsets), REPEATED):
+            rest = cm.fma(slope, Float32(offsets[start_of] - offsets[0]), start)
+            for pair, _ in zip(first, range(start_of, len(offsets), 2), strict=False):
+                yield from _add_pairs(pair, (rest, rest))
+
+    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
+        both = zip(_pairs(values), _pairs(added), strict=True)
+        found = (cute.arch.fma_packed_f32x2(p, (factor, factor), more) for p, more in both)
+        return (value for pair in found for value in pair)
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         less = -shift

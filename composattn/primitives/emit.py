@@ -11,6 +11,8 @@ is one register and an immediate, in comparisons too. And in an additive score m
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.linear import Affine, affine
+from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .exponential import LOG2_E
 from .score_tile import ScoreTile
@@ -311,6 +314,11 @@ class LinearTerm:
         offset = float(self.form.kv * at.tile.shape.column_offsets[c])
         return (at.float_start(self.form) + offset) * factor  # the sum first: it is exact
 
+    def line(self, at: Evaluator) -> tuple[Any, Any]:
+        """(the term at the thread's first row and column, what it rises by from column to column)."""
+        factor = self._factor(at)
+        return at.float_start(self.form) * factor, float(self.form.kv) * factor
+
     def row(self, at: Evaluator, r: int) -> Any:
         """What row `r` has more than the first row: not seen by softmax, added to LSE."""
         return float(self.form.q * at.tile.shape.row_offsets[r]) * self._factor(at)
@@ -426,7 +434,7 @@ class Mods:
 
     The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
-    `of_one_head`: whether a thread's rows are.
+    `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it.
     """
 
     def __init__(
@@ -435,8 +443,9 @@ class Mods:
         positive_scale: bool = True,
         of_one_head: bool = True,
         captured: tuple[Any, ...] | None = None,
+        arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.score, self.mask = program.score, program.mask
+        self.score, self.mask, self.arithmetic = program.score, program.mask, arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
         read = program.captures if captured is None else captured
@@ -518,6 +527,9 @@ class BoundMods(Fixed):
         tile = at.tile
         scale = self.leaves.scale
         factor = scale if shape.factor is None else convert(at.value(shape.factor), DType.FLOAT) * scale
+        if tile.rows == 1:
+            self._apply_to_row(at, shape, factor)
+            return
         for c in range(tile.columns):
             along: Any = None
             for term in shape.linear_terms:
@@ -534,6 +546,29 @@ class BoundMods(Fixed):
                 raw = tile.values[r, c]
                 tile.values[r, c] = raw * factor if added is None else cm.fma(raw, factor, Float32(added))
                 at.forget_element()
+
+    def _apply_to_row(self, at: Evaluator, shape: AdditiveScore, factor: Any) -> None:
+        """The additive score mod where a thread has one row: no other row shares what a column has."""
+        tile, arithmetic = at.tile, self.mods.arithmetic
+        columns = range(tile.columns)
+        scores = [tile.values[0, c] for c in columns]
+        added: list[Any] = [None] * tile.columns
+        lines = [term.line(at) for term in shape.linear_terms]
+        if lines:
+            start, slope = (functools.reduce(operator.add, parts) for parts in zip(*lines, strict=True))
+            added = list(arithmetic.line(start, slope, tile.shape.column_offsets))
+        for c in columns:
+            for sign, other in shape.others:
+                value = convert(at.value(other, 0, c), DType.FLOAT)
+                signed = value if sign > 0 else -value
+                added[c] = signed if added[c] is None else added[c] + signed
+            at.forget_element()
+        if lines or shape.others:
+            changed = arithmetic.times_plus(scores, factor, list(map(Float32, added)))
+        else:
+            changed = arithmetic.times(scores, factor)
+        for c, value in zip(columns, changed, strict=True):
+            tile.values[0, c] = value
 
     def apply_mask(self, tile: ScoreTile) -> None:
         """-inf where the mask is false or kv lies beyond the sequence, in place."""

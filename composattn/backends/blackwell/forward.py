@@ -4,6 +4,7 @@ import dataclasses
 
 import cutlass.cute as cute
 
+from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.emit import Leaves
 from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
@@ -37,7 +38,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
     rows = ROWS
 
     def __init__(self, plan: ForwardPlan[BlackwellTiling]):
-        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n), IN_PAIRS)
         self.threads = plan.tiling.roles.threads
         bands = self.tiling.query_tiles > 1 and not plan.is_split and isinstance(self.visited, BandTiles)
         self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own

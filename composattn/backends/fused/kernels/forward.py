@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
 from ....primitives.emit import Mods
 from ....primitives.emit_tiles import kv_tiles_of
 from ....primitives.gqa_packing import HeadRows
@@ -35,12 +36,14 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     blocks = 1  # on a multiprocessor at once
     dtype: Any  # of q, k and v
 
-    def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
+    def __init__(
+        self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape, arithmetic: Arithmetic = ONE_BY_ONE
+    ):
         """`fragment`: how scores lie in a thread's registers."""
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment)
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured)
+        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured, arithmetic)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
