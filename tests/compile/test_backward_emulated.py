@@ -114,8 +114,8 @@ TRANSPOSED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "softcap-gqa2-d192-dv128": (("softcap", torch.bfloat16, 2, 1, 150, 150, 192, 128, True, False), TRANSPOSED),
     "hidden-d192-dv128": (("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 128, True, False), TRANSPOSED),
     "alibi-d256-dv128": (("alibi", torch.float16, 2, 2, 150, 150, 256, 128, False, False), TRANSPOSED),
-    "causal-d192-meeting-once": (
-        ("causal", torch.bfloat16, 2, 1, 150, 150, 192, 192, True, False), TRANSPOSED | {"p_early": True},
+    "causal-d192-late": (
+        ("causal", torch.bfloat16, 2, 1, 150, 150, 192, 192, True, False), TRANSPOSED | {"p_early": False},
     ),
     "causal-d192-of-three": (("causal", torch.bfloat16, 1, 1, 200, 250, 192, 192, True, False), OF_THREE),
 }  # fmt: skip

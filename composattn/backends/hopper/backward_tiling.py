@@ -38,9 +38,8 @@ class HopperBackwardTiling(BackwardTiling):
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
     runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
-    derivative of a score looks at the score); "with_dv": transposed products for dV, of all keys' P, start before dS is
-    computed, for one more meeting of all warpgroups. `distances`: numbers in shared memory of their own through which
-    sums of gradients by distance pass.
+    derivative of a score looks at the score). `distances`: numbers in shared memory of their own through which sums of
+    gradients by distance pass.
     """
 
     q_stages: int
@@ -50,7 +49,7 @@ class HopperBackwardTiling(BackwardTiling):
     dq_split: Literal["columns", "rows", "transposed"]
     consumer_registers: int
     producer_registers: int
-    p_early: bool | Literal["with_dv"]
+    p_early: bool
     distances: int = 0
 
     @property
@@ -107,7 +106,10 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if max(d, dv) > 128:
-        return _shared_keys(d, dv, problem, target)
+        tiling = _shared_keys(d, dv, problem, target)
+        if not _takes_more_keys(d, dv, program):
+            return tiling
+        return dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True)
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
@@ -158,6 +160,17 @@ def _staying_gains(program: Program, tall: bool, deterministic: bool) -> bool:
 def _section_tiles(target: Target) -> int:
     """Of heads that run together: with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle."""
     return 3 * target.sms // 2
+
+
+def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
+    """Whether two warpgroups have registers for transposed sums of 96 keys: of 384 rows, 144 a thread.
+
+    They have none left where tensors are read at pairs (4 spills) or a mask's test costs much (ids of documents: 75),
+    and their scores lie so that sums by distance have no lines.
+    """
+    fits = d == 192 and dv in (128, 192)
+    reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_costly_test(program.mask)
+    return fits and not reads and not sums_by_distance(program)
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:

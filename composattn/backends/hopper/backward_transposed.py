@@ -33,18 +33,9 @@ class HopperBackwardTransposed(HopperBackward):
 
     What is added to memory for dQ, all of a tile once for every tile of keys, falls with the keys that a block has: of
     D 192, 96 keys where `HopperBackwardWide` has 64. P and dS go through shared memory, as each product but the scores
-    takes all keys. Edges as in `HopperBackward`. Timeline of two warpgroups for query tile i, P "with_dv" early; the
-    one with dVᵀ:
+    takes all keys. Edges as in `HopperBackward`. Timeline of a warpgroup for query tile i, P early:
 
-        S, dP issued | P written | all: P written | dVᵀ issued | dS written | all: dS written | dQ issued |
-        dQ to memory
-
-    and the one with dKᵀ, whose dS is computed and whose dQ leaves while products of the other one run:
-
-        S, dP issued | P written |                               dS written | all: dS written | dQ, dKᵀ issued |
-        dQ to memory
-
-    Else both are as the second one, and meet once.
+        S, dP issued | P written | dS written | all: both written | dQ issued | its blocks issued | dQ to memory
     """
 
     def __repr__(self):
@@ -127,15 +118,11 @@ class Sharer(KeyWarpgroup):
         lse, delta = self.statistics(block.sLse, q_slot.index), self.statistics(block.sDelta, do_slot.index)
         slots = q_slot, do_slot
         p_early = self.tiling.p_early and not self.mods.backward.one_pass
-        dv_early = self.tiling.p_early == "with_dv" and p_early
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
             self.write(tSrS, self.tSsP, stage)
-            if const_expr(dv_early):
-                self.meet_for_probabilities()
-                self.add_sums([DV], slots, stage)
-            warpgroup.wait_group(1 if dv_early and DV in self.results else 0)
+            warpgroup.wait_group(0)
             self.mods.score_gradients(at, gradients, delta)
         else:
             warpgroup.wait_group(0)
@@ -147,34 +134,24 @@ class Sharer(KeyWarpgroup):
         # with two buffers, whoever passes here has read the buffers that will be written next
         self.sync_consumers()
         tQrdQ = self.dq.issue(stage)
-        running = [r for r in self.results if not (dv_early and r == DV)]
-        self.add_sums(running, slots, stage)
-        warpgroup.wait_group(len(running))
-        self.release([r for r in (DK, DV) if r not in running], slots)
+        self.add_sums(slots, stage)
+        warpgroup.wait_group(len(self.results))
+        self.release([r for r in (DK, DV) if r not in self.results], slots)
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
-        self.release(running, slots)
+        self.release(self.results, slots)
 
     def write(self, values: cute.Tensor, places: cute.Tensor, stage) -> None:
         """Scores, rounded, to the operand of all."""
         rounded = narrowed(values, self.block.dtype)
         cute.copy(self.store, self.store.retile(rounded), places[None, None, None, stage])
 
-    def meet_for_probabilities(self) -> None:
-        """Who has blocks of dVᵀ waits for all others' P."""
-        cute.arch.fence_view_async_shared()
-        if DV in self.results:
-            self.block.of_probabilities.meet()
-        else:
-            self.block.of_probabilities.arrive()
-
-    def add_sums(self, results: list[int], slots, stage) -> None:
-        """Starts the products of its blocks of each result, if it has any."""
-        for result in results:
+    def add_sums(self, slots, stage) -> None:
+        """Starts the products of its blocks of each result."""
+        for result in self.results:
             at = (None, None, None, slots[result].index)
             products = [(mine.registers, mine.left[at]) for mine in self.sums if mine.result == result]
-            if products:
-                issue_together(self.mma_sum, products, self.right[result][None, None, None, stage], True)
+            issue_together(self.mma_sum, products, self.right[result][None, None, None, stage], True)
 
     def release(self, results: list[int], slots) -> None:
         """Tiles of Q and dO, which go into the sums of dK and dV."""

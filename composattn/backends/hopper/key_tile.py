@@ -76,7 +76,6 @@ class Block(Fixed):
         barriers = Barriers()
         self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
-        self.of_probabilities = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.transposed else None
         self.of_warpgroup = barriers.row(tiling.warpgroups, WARPGROUP)
 
         def row_statistics(stages):
