@@ -54,7 +54,8 @@ def test_the_order_of_more_tiles_than_run_at_once_takes_few_operations_more() ->
 
 def test_new_lengths_take_few_operations_and_new_totals_no_more() -> None:
     step, other = PackedStep(RECIPE), PackedStep(RECIPE, new_total=True)
-    assert counted(step).counts.total() <= STEP + 50  # 136 before
+    # 136 before; 15 of them as tiles of short queries are others than the backward's, with a table of their own
+    assert counted(step).counts.total() <= STEP + 65
     assert counted(other).counts == counted(step).counts
     assert len(other.attention._prepared) > len(other.attention._planned) == 1
 

@@ -9,7 +9,7 @@ from ...analysis.bands import EVERYTHING, TileInterval
 from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
-from ...graph.expr import index
+from ...graph.expr import index, inputs
 from .target import Target
 from .work import WorkTables, ascends, descends, entries, fixed_visits, work_tables
 
@@ -99,10 +99,16 @@ def queries_of_a_key(problem: Problem, program: Program) -> float:
     return float(mean.q_len if visits is None else visits.float().mean())
 
 
-def keys_of_a_query(problem: Problem, program: Program) -> float | None:
-    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`; None where tensors decide."""
-    visits = fixed_visits(_of_mean_length(problem), program.intervals, 128, 1)
-    return None if visits is None else float(visits.float().mean())
+def keys_of_a_query(problem: Problem, program: Program) -> float:
+    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`; all where tensors decide."""
+    mean = _of_mean_length(problem)
+    visits = fixed_visits(mean, program.intervals, 128, 1)
+    return float(mean.kv_len if visits is None else visits.float().mean())
+
+
+def tensors_decide(program: Program) -> bool:
+    """Whether what query tiles visit hangs on captured tensors or run-time numbers."""
+    return any(inputs(*(end for i in program.intervals for end in (i.begin, i.end))))
 
 
 def _of_mean_length(problem: Problem) -> Problem:

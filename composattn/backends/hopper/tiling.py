@@ -7,7 +7,7 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
-from ..fused.order import keys_of_a_query
+from ..fused.order import keys_of_a_query, tensors_decide
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
@@ -65,8 +65,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if queries(problem) * slots(heads) <= ROWS:
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
-    seen = keys_of_a_query(problem, program)
-    if _is_short(problem, widest, seen):
+    if _is_short(problem, program, widest):
         return _small(problem, program, target, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
     gathers = reads_pairs(program.score)
@@ -100,13 +99,14 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     )
 
 
-def _is_short(problem: Problem, widest: int, seen: float | None) -> bool:
+def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
-    if problem.schedule.persistent or problem.layout.kv == "paged":
+    if problem.schedule.persistent or problem.layout.kv == "paged" or widest > 128:
         return False
-    if seen is None:
-        return widest <= 128
-    return seen <= next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
+    if tensors_decide(program):
+        return True
+    few = next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
+    return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
 
 
 def _small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
