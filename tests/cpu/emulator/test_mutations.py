@@ -144,6 +144,12 @@ HARMLESS = {
     "wait skipped": 4, "arrival dropped": 4, "barrier dropped": 2, "coordinate wrong": 2, "wgmma fence dropped": 4,
     "commit dropped": 3, "comparison off by one": 17,
 }  # fmt: skip
+# Of Blackwell's, each of whose roles computes the range of tiles: also releases of slots that are not filled again, and
+# fences that another has made needless or behind which columns are only freed.
+HARMLESS_BLACKWELL = {
+    "wait skipped": 6, "arrival dropped": 4, "coordinate wrong": 1, "commit dropped": 5, "tensor fence dropped": 6,
+    "comparison off by one": 48,
+}  # fmt: skip
 
 
 @NEEDS_DSL
@@ -164,7 +170,8 @@ def test_mutants_are_caught(direction: str) -> None:
     survivors = [v for v in reached if not v.caught]
     assert len(reached) >= 30
     counts = Counter(v.mutant.kind for v in survivors)
-    assert all(n <= HARMLESS.get(kind, 0) for kind, n in counts.items()), [v.mutant.instr.where() for v in survivors]
+    harmless = HARMLESS_BLACKWELL if direction == "blackwell" else HARMLESS
+    assert all(n <= harmless.get(kind, 0) for kind, n in counts.items()), [v.mutant.instr.where() for v in survivors]
 
 
 def main(direction: str = "forward", dim: str = "64") -> None:
