@@ -121,7 +121,6 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-short-full-d96": forward(d=96, lengths=SHORT),
     "forward-short-causal-d64": forward(mask="causal", d=64, lengths=SHORT),
     "forward-short-softcap-causal-d64": forward("softcap", "causal", d=64, lengths=SHORT),
-    "forward-short-causal-d128": forward(mask="causal", lengths=SHORT),
     "forward-short-bias-d64": forward("bias", d=64, lengths=SHORT),
     "forward-causal-documents-d128": forward(mask="causal-documents"),
     "forward-causal-d192-dv128": forward(mask="causal", d=192, dv=128),

@@ -45,12 +45,14 @@ class ForwardTiling(Tiling):
     """A block owns `tile_m` query rows and walks over keys.
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
-    `exponential`: which columns of a thread take their exponentials from multiply-adds.
+    `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
+    multiprocessor holds at once.
     """
 
     kernel: str = "forward"
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
+    blocks: int = 1
 
     @property
     def slots(self) -> int:

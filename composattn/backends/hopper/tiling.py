@@ -27,7 +27,7 @@ class HopperTiling(ForwardTiling):
 
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
     computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
-    maximum may rise before the output is rescaled. `blocks`: how many a multiprocessor holds at once.
+    maximum may rise before the output is rescaled.
     """
 
     stages: int
@@ -37,7 +37,6 @@ class HopperTiling(ForwardTiling):
     pingpong: bool = False
     rescale_early: bool = False
     rescale_threshold: float = 8.0
-    blocks: int = 1
 
     @property
     def separate_o(self) -> bool:
@@ -101,7 +100,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
 
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
-    if problem.schedule.persistent or problem.layout.kv == "paged" or widest > 128:
+    if problem.layout.kv == "paged" or widest > 128:
         return False
     if tensors_decide(program):
         return True
@@ -132,6 +131,7 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
         l2=32 << 20,
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
+        persistent=problem.schedule.persistent or False,
     )
 
 
