@@ -161,9 +161,10 @@ _S = sympy.Symbol("s", real=True)
 def test_derivatives_of_random_mods_are_sympys(code: list[int], seed: int) -> None:
     program = ScoreProgram(code, seed)
     whole = to_sympy(program.expr)
-    if whole is None or len(str(whole)) > 600:
-        return
     at, values = point(program)
+    with torch.no_grad():
+        if whole is None or len(str(whole)) > 600 or not math.isfinite(evaluate(program.expr, at)):
+            return  # where there is no real number there is no derivative: sympy's is one of complex numbers, or 0
     slope = sympy.diff(whole, _S)
     if slope.has(sympy.Derivative, sympy.Subs, sympy.DiracDelta, sympy.Heaviside, sympy.Mod, sympy.floor):
         return  # a step, of which sympy's derivative is no number
