@@ -21,19 +21,14 @@ from typing import Any
 
 import torch
 
-import composattn as ca
 from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, available
+from benchmarks.model.kernels import plan_of
 from benchmarks.model.loops import inner_loops
 from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
-from composattn.analysis.program import Program
 from composattn.backends.fused.architecture import ARCHITECTURES, Architecture, planned_for
 from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import Target
-from composattn.call.problem import Problem
 from composattn.primitives.exponential_units import ExponentialUnits
 
 Changes = dict[str, Any]
@@ -93,16 +88,12 @@ class Variant:
         return job
 
 
-def resources(case: Case, variants: list[str]) -> None:
+def resources(case: Case, variants: list[str], packed: bool) -> None:
     """Prints what the kernel of each variant takes, compiled for the GPU that is planned for where none is there."""
-    target = planned_for(None)
-    with torch.device("cpu"):
-        pattern = case.pattern(case, torch.device("cpu"))
-    attention = ca.Attention(score_mod=pattern.score_mod, mask_mod=pattern.mask_mod)
-    program = attention.program
+    pattern = case.pattern(case, torch.device("cpu"))
     for text in ("", *variants):
         with planning_with(case.direction, changes_of(text) if text else {}):
-            plan = _plan(case, program, target)
+            plan = plan_of(case, pattern, planned_for(None), packed)
         made = compile_offline(plan)
         loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
         length, exponentials = min(loops, default=(0, 0))
@@ -111,17 +102,6 @@ def resources(case: Case, variants: list[str]) -> None:
             f"{made.shared_memory} bytes shared; loop {length} instructions, {exponentials} MUFU",
             flush=True,
         )
-
-
-def _plan(case: Case, program: Program, target: Target) -> Any:
-    def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
-        return torch.empty(case.batch, heads, length, dim, dtype=case.dtype, device="meta")
-
-    q, k = tensor(case.heads, case.q_len, case.dim), tensor(case.kv_heads, case.kv_len, case.dim)
-    problem = Problem.of(q, k, tensor(case.kv_heads, case.kv_len, case.v_dim))
-    if case.direction == "backward":
-        return plan_backward(problem, program, target).main
-    return plan_forward(problem, program, target, return_lse=False)
 
 
 def main() -> None:
@@ -140,7 +120,7 @@ def main() -> None:
     for case in (c for c in CASES if re.search(options.case, c.name)):
         print(case.name, flush=True)
         if options.compile or device.type == "cpu":
-            resources(case, options.variants)
+            resources(case, options.variants, options.packed)
             continue
         peers = [i for i in available(device, None) if i.name in options.peer]
         variants = [Variant(v, options.packed) for v in options.variants]

@@ -79,25 +79,28 @@ def target_of(arch: str) -> Target:
 
 def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kernel:
     """Our kernel of a case; `packed`: documents as sequences, where they were a mask."""
-    target = target_of(arch)
-    mask = pattern.mask_mod
-    if packed:
-        mask = causal_mask if pattern.causal else None
-    score = pattern.score_mod
-    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
-    problem, group = _problem(case, packed), case.heads // case.kv_heads
-    plan: Any
+    plan = plan_of(case, pattern, target_of(arch), packed)
     if case.direction == "forward":
-        plan = plan_forward(problem, program, target)
         queries, heads, pieces = plan.tiling.queries, plan.tiling.packed_heads, 1
     else:
-        plan = plan_backward(problem, program, target).main
+        group = case.heads // case.kv_heads
         queries, heads, pieces = plan.tiling.tile_m, group, 1 if plan.cut is None else plan.cut.pieces
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, cut.tile_n, cut.d, cut.dv, heads,
         pieces=pieces,
     )  # fmt: skip
+
+
+def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False) -> Any:
+    """The plan of our main kernel of a case; `packed`: documents as sequences, where they were a mask."""
+    score, mask = pattern.score_mod, pattern.mask_mod
+    if packed:
+        mask = causal_mask if pattern.causal else None
+    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    if case.direction == "forward":
+        return plan_forward(_problem(case, packed), program, target)
+    return plan_backward(_problem(case, packed), program, target).main
 
 
 def _problem(case: Case, packed: bool) -> Problem:
