@@ -48,7 +48,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
         return problem.schedule.split_kv
     work = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
     tiles = -(-keys(problem) // tiling.tile_n)
-    rows = queries(problem) * slots(tiling.packed_heads)
+    rows = queries(problem) * tiling.slots
     each = 1.0 if rows <= tiling.tile_m or tiling.tile_m >= 128 else tiling.tile_m * tiling.tile_n / 128**2
     part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
 

@@ -9,7 +9,7 @@ from ...analysis.bands import EVERYTHING, TileInterval
 from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
-from ...graph.expr import index, inputs
+from ...graph.expr import index
 from .target import Target
 from .work import WorkTables, ascends, descends, entries, fixed_visits, work_tables
 
@@ -104,11 +104,6 @@ def keys_of_a_query(problem: Problem, program: Program) -> float:
     mean = _of_mean_length(problem)
     visits = fixed_visits(mean, program.intervals, 128, 1)
     return float(mean.kv_len if visits is None else visits.float().mean())
-
-
-def tensors_decide(program: Program) -> bool:
-    """Whether what query tiles visit hangs on captured tensors or run-time numbers."""
-    return any(inputs(*(end for i in program.intervals for end in (i.begin, i.end))))
 
 
 def _of_mean_length(problem: Problem) -> Problem:

@@ -252,15 +252,20 @@ def descends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int,
 def fixed_visits(
     problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int
 ) -> torch.Tensor | None:
-    """How many tiles of keys each query tile visits: (B|1, tiles), on the host."""
-    ends = _ends(intervals)
-    if any(inputs(*ends)):
+    """How many tiles of keys each query tile visits: (B|1, tiles), on the host; None where tensors decide."""
+    if tensors_decide(intervals):
         return None
+    ends = _ends(intervals)
     # of keys in pages each sequence may have less, and all its tiles with it
     batch = problem.batch if any(end.deps & Dep.B for end in ends) else 1
     b, m = torch.arange(batch)[:, None], torch.arange(-(-problem.q_len // tile_m)).expand(batch, -1)
     tiles = QueryTiles(b, m, problem.q_len)
     return Visits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
+
+
+def tensors_decide(intervals: tuple[TileInterval, ...]) -> bool:
+    """Whether what query tiles visit hangs on captured tensors or run-time numbers."""
+    return any(inputs(*_ends(intervals)))
 
 
 def _ends(intervals: tuple[TileInterval, ...] | None) -> list[Expr]:

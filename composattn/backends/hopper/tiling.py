@@ -7,10 +7,11 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
-from ..fused.order import keys_of_a_query, tensors_decide
+from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
+from ..fused.work import tensors_decide
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -62,10 +63,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     heads = packed_heads(problem, program, ROWS)
     if queries(problem) * slots(heads) <= ROWS:
-        return _few_rows(problem, program, target, heads)
+        return _few_rows(problem, target, heads)
     widest = max(d, dv)
     if _is_short(problem, program, widest):
-        return _small(problem, program, target, heads)
+        return _small(problem, program, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
     gathers = reads_pairs(program.score)
     warpgroups = 3 if widest <= 96 and not gathers else 2
@@ -102,13 +103,13 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
     if problem.layout.kv == "paged" or widest > 128:
         return False
-    if tensors_decide(program):
+    if tensors_decide(program.intervals):
         return True
     few = next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
     return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
 
 
-def _small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
+def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
     """One warpgroup for each block, and two or three blocks on a multiprocessor."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     narrow = max(d, dv) <= 96
@@ -135,7 +136,7 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
     )
 
 
-def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
+def _few_rows(problem: Problem, target: Target, heads: int) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit.
 
     Two blocks on a multiprocessor where their memory is enough: they fill each other's beginnings and ends.
