@@ -40,10 +40,7 @@ class Load(MemoryRole):
             k_slot = k_slot.next()
             for i in cutlass.range(1, tiles.count, unroll=1):
                 at = copies.source.locate(tiles.tile(i))
-                copies.start_keys(at, k_slot)
-                k_slot = k_slot.next()
-                copies.start_values(before, v_slot)
-                v_slot = v_slot.next()
+                k_slot, v_slot = copies.follow(at, before, k_slot, v_slot)
                 before = at
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()

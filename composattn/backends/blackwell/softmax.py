@@ -102,7 +102,4 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         row_lse = cute.make_rmem_tensor(1, Float32)
         self.softmax.finish(normalizer, row_lse)
         self.publish(normalizer[0], factor)
-        if call.lse is not None:
-            self.store_statistic(call.lse, row_lse, self.me.lane)
-        if call.max_scores is not None:
-            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse), self.me.lane)
+        self.store_statistics(call, self.softmax, row_lse, self.me.lane)

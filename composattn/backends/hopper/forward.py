@@ -97,10 +97,7 @@ class Load(Role):
             for run in tiles.runs:
                 for i in cutlass.range(run.count, unroll=1):
                     at = copies.source.locate(run.tile(i))
-                    copies.start_keys(at, k_slot)
-                    k_slot = k_slot.next()
-                    copies.start_values(before, v_slot)
-                    v_slot = v_slot.next()
+                    k_slot, v_slot = copies.follow(at, before, k_slot, v_slot)
                     before = at
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()
@@ -314,10 +311,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
             self.store_rows(call)
         else:
             self.store_output(call)
-        if call.lse is not None:
-            self.store_statistic(call.lse, row_lse, self.me.lane)
-        if call.max_scores is not None:
-            self.store_statistic(call.max_scores, self.softmax.highest_scores(row_lse), self.me.lane)
+        self.store_statistics(call, self.softmax, row_lse, self.me.lane)
 
     def store_output(self, call):
         """Through shared memory; the copy leaves out what is no query."""

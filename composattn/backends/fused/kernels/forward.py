@@ -151,3 +151,10 @@ class KeyCopies(Fixed):
     def start_values(self, at, v_slot) -> None:
         bar = self.v_edge.acquire(v_slot)
         self.values.start(at, v_slot.index, bar)
+
+    def follow(self, at, before, k_slot, v_slot):
+        """K of a tile and V of the one before it; gives where their rings are behind them."""
+        self.start_keys(at, k_slot)
+        k_slot = k_slot.next()
+        self.start_values(before, v_slot)
+        return k_slot, v_slot.next()

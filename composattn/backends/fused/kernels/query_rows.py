@@ -10,10 +10,11 @@ from cutlass import Boolean, Float32, Int32
 from ....primitives.emit import Leaves, Mods
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE, TileSequence
+from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
 from ..plan import AnyForwardTiling
-from .forward_call import Work
+from .forward_call import Call, Work
 
 
 class Places(Fixed, Generic[AnyForwardTiling]):
@@ -74,7 +75,14 @@ class QueryRows(Places[AnyForwardTiling]):
             tests = [Test(tiles, True, holds, apply.apply_limits), Test(tiles, True, ~holds, apply.apply_mask)]
         return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(tiles, False, True, None)]
 
-    def store_statistic(self, target, of_rows, lane) -> None:
+    def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
+        """What is asked for of LSE and the largest score of each row."""
+        if call.lse is not None:
+            self._store_statistic(call.lse, row_lse, lane)
+        if call.max_scores is not None:
+            self._store_statistic(call.max_scores, softmax.highest_scores(row_lse), lane)
+
+    def _store_statistic(self, target, of_rows, lane) -> None:
         """A number a row, with what does not change along a row and was left out of the scores."""
         queries: Any = self.work.queries
         for r in range(self.shape.rows):
