@@ -1,4 +1,7 @@
-"""How the tests run: seeds that can be replayed, a share of the cores a worker, GPU tests only with a GPU."""
+"""How the tests run: inputs by a seed, a share of the cores per worker, GPU tests only with a GPU.
+
+The seed is fixed unless `--seed` says otherwise, so that a red run tells of the change and not of the draw.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +24,27 @@ NEEDS = {
     "compile": (has_kernel_toolchain, "nvidia-cutlass-dsl is not installed (extra: gpu)"),
 }
 
-hypothesis.settings.register_profile(
-    "composattn",
-    deadline=None,  # the first example of a shape may compile or warm caches
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
-    derandomize=False,
-)
-hypothesis.settings.load_profile("composattn")
+for profile in ("fixed", "random"):
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,  # the first example of a shape may compile or warm caches
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+        derandomize=profile == "fixed",
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="replay a run: the seed from its first lines")
+    parser.addoption("--seed", default="0", help="a number, the same inputs at each run; or random, others at each run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The seed is drawn once and handed to the xdist workers through the environment.
+    # The seed is drawn once and handed to the xdist workers through the environment, which they don't overwrite.
     given = config.getoption("--seed")
-    if given is not None:
-        os.environ["COMPOSATTN_TEST_SEED"] = str(given)
-    os.environ.setdefault("COMPOSATTN_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
+    hypothesis.settings.load_profile("random" if given == "random" else "fixed")
+    if not hasattr(config, "workerinput"):
+        drawn = random.SystemRandom().randrange(2**31)
+        os.environ["COMPOSATTN_TEST_SEED"] = str(drawn if given == "random" else int(given))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
@@ -67,11 +71,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+def seed_of(item: pytest.Item) -> int:
+    """A test's own: the same at each run with one --seed, whichever tests ran before it."""
+    return random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:{item.nodeid}").randrange(2**31)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(seed_of(item))
+    random.seed(seed_of(item))
+
+
 @pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
-    """Random numbers of this test alone: fresh in every run, the same again under --seed."""
-    seed = f"{os.environ['COMPOSATTN_TEST_SEED']}:{request.node.nodeid}"
-    return torch.Generator().manual_seed(random.Random(seed).randrange(2**31))
+    """Random numbers of this test alone."""
+    return torch.Generator().manual_seed(seed_of(request.node))
 
 
 @pytest.fixture
