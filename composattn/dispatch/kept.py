@@ -54,7 +54,7 @@ def planned_of(
     if leaves:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         refuse_flattened(tensors)
-        lending = lend(tensors, user)
+        lending = lend(tensors, user, key)
         if lending is None:
             return _made(forms, leaves, options), None
         captures = lending.captures

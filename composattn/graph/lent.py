@@ -132,10 +132,11 @@ _idle: OrderedDict[Lent, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
+def lent_for(tensor: torch.Tensor, user: str = "eager", place: Hashable = None) -> Lent | None:
     """The capture that stands for `tensor`, and for other tensors of the same memory and form.
 
-    A capture whose memory ended takes over new memory of its form: a new batch's mask is planned as the last one's was.
+    A capture whose memory ended takes over new memory of its form that is read at the same `place` of a plan: a new
+    batch's mask is planned as the last one's was, also where two masks read tensors of one form in turns.
     user: who reads it. What is derived from it is made again in place, which one user may do under another's eyes.
     None where no one can say when the memory ends: a wrapper without storage, a tensor of a torch.func transform.
     """
@@ -143,11 +144,11 @@ def lent_for(tensor: torch.Tensor, user: str = "eager") -> Lent | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    place = id(storage), tensor.storage_offset()
-    key = (*place, user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    memory = id(storage), tensor.storage_offset()
+    key = (*memory, user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
     capture = _known.get(key)
     if capture is None:
-        capture = _begin(key, (*key[2:], tensor.device), storage)
+        capture = _begin(key, (*key[2:], tensor.device, place), storage)
     if not capture.follows(tensor, storage):
         capture.follow(tensor, storage)
     return capture
@@ -194,11 +195,11 @@ def _drop(capture: Lent) -> None:
         forget(key)
 
 
-def lend(tensors: Sequence[torch.Tensor], user: str = "eager") -> Lending | None:
-    """A lending of all `tensors`; None where one of them can't be lent."""
+def lend(tensors: Sequence[torch.Tensor], user: str = "eager", reader: Hashable = None) -> Lending | None:
+    """A lending of all `tensors`, in the order in which `reader` reads them; None where one of them can't be lent."""
     captures = []
-    for tensor in tensors:
-        capture = lent_for(tensor, user)
+    for number, tensor in enumerate(tensors):
+        capture = lent_for(tensor, user, (reader, number))
         if capture is None:
             return None
         captures.append(capture)

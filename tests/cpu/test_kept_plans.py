@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -324,6 +326,27 @@ def test_the_plan_of_the_last_call_is_taken_over_where_other_memory_ended_too(
 
     step(2)
     assert work.of(lambda: step(3)) == (0, 0)
+
+
+def test_masks_that_read_tensors_of_one_form_in_turns_are_not_planned_again(
+    inputs: list[torch.Tensor], work: Work
+) -> None:
+    def both(
+        begin: torch.Tensor, ids: torch.Tensor, others: torch.Tensor, end: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        ca.attention(*inputs, mask_mod=lambda b, h, q, kv: (kv >= begin[q]) & (ids[q] == others[kv]))
+        ca.attention(*inputs, mask_mod=lambda b, h, q, kv: (kv < end[q]) | (kv == own[q]))
+
+    def step(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        tables = [torch.randint(0, LENGTH, (LENGTH,), generator=draw) for _ in range(5)]
+        both(*tables)
+        while tables:  # they end in any order
+            tables.pop(random.randrange(len(tables)))
+
+    step(0)
+    for seed in range(1, 4):
+        assert work.of(functools.partial(step, seed)) == (0, 0)
 
 
 def test_a_plan_that_was_taken_over_checks_what_its_mods_read(inputs: list[torch.Tensor]) -> None:
