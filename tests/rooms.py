@@ -33,6 +33,7 @@ ROOMS = {
     "dispatch": "dispatch",
     "front door": "__init__ __main__ api nn flex explain",
     "testing": "testing",
+    "integrations": "integrations",
 }
 """From the ground up, each room with its folders and files: a room imports from rooms before it alone."""
 
