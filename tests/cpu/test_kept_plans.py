@@ -331,9 +331,7 @@ def test_the_plan_of_the_last_call_is_taken_over_where_other_memory_ended_too(
 def test_masks_that_read_tensors_of_one_form_in_turns_are_not_planned_again(
     inputs: list[torch.Tensor], work: Work
 ) -> None:
-    def both(
-        begin: torch.Tensor, ids: torch.Tensor, others: torch.Tensor, end: torch.Tensor, own: torch.Tensor
-    ) -> None:
+    def both(begin: torch.Tensor, ids: torch.Tensor, others: torch.Tensor, end: torch.Tensor, own: torch.Tensor) -> Any:
         ca.attention(*inputs, mask_mod=lambda b, h, q, kv: (kv >= begin[q]) & (ids[q] == others[kv]))
         ca.attention(*inputs, mask_mod=lambda b, h, q, kv: (kv < end[q]) | (kv == own[q]))
 
