@@ -1,1 +1,1 @@
-"""Where models meet composattn under other libraries' names. Each module imports its library when it is imported."""
+"""composattn under the names and with the arguments of other libraries; each module imports the one it needs."""

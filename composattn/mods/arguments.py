@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
-from ..graph.expr import DType, has_no_shape
-from ..graph.proxies import Symbolic
+from ..graph.expr import DType, has_no_shape, index
+from ..graph.ops import apply
+from ..graph.proxies import Proxy, Symbolic
 from ..graph.scalar import Scalar
 
 Number = int | float | Scalar | torch.Tensor
@@ -125,3 +126,10 @@ def shown(value: Any) -> str:
     if isinstance(value, Scalar):
         return "ca.scalar"  # not what it says now
     return ", ".join(map(shown, value)) if isinstance(value, tuple) else str(value)
+
+
+def shift_of(align: str) -> Any:
+    """What is added to a query's position to compare it with keys: 0, or Skv - Sq where they end together."""
+    if choice(align, "align", "top_left", "bottom_right") == "top_left":
+        return 0
+    return Proxy(apply("sub", index("kv_len"), index("q_len")))

@@ -13,23 +13,16 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.dynamo import teach_dynamo
-from ..graph.expr import const, index, size
+from ..graph.expr import const, size
 from ..graph.lent import capture_of
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
-from .arguments import Number, choice, count_at, integer, offsets_of, sequence, shown, tensor
+from .arguments import Number, choice, count_at, integer, offsets_of, sequence, shift_of, shown, tensor
 from .mask import Mask
 from .ready import ready
 
 Window = int | Scalar | torch.Tensor | tuple[Any, Any] | None
-
-
-def _shift(align: str) -> Any:
-    """What is added to a query's position to compare it with keys: 0, or Skv - Sq."""
-    if choice(align, "align", "top_left", "bottom_right") == "top_left":
-        return 0
-    return Proxy(apply("sub", index("kv_len"), index("q_len")))
 
 
 def causal(align: str = "top_left") -> Mask:
@@ -48,7 +41,7 @@ def causal(align: str = "top_left") -> Mask:
 
 
 def _causal(align: str) -> Mask:
-    shift = _shift(align)
+    shift = shift_of(align)
     return Mask.of(lambda b, h, q, kv: q + shift >= kv, name="causal" if align == "top_left" else f"causal({align})")
 
 
@@ -74,7 +67,7 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
         raise InvalidModArgument("a window without both ends is no window; give left, or (left, right)")
     before = None if left is None else count_at(left, "left", "H")
     after = None if right is None else count_at(right, "right", "H")
-    shift = _shift(align)
+    shift = shift_of(align)
 
     def sliding_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
         distance = (q + shift) - kv

@@ -12,34 +12,37 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.scalar import Scalar
-from .arguments import integer, positive, shown, tensor
+from .arguments import integer, positive, shift_of, shown, tensor
 from .ready import ready
 from .score import Score
 
 
 @ready
-def alibi(slopes: torch.Tensor | int, symmetric: bool = False) -> Score:
+def alibi(slopes: torch.Tensor | int, symmetric: bool = False, align: str = "top_left") -> Score:
     """A penalty that grows with distance: `score + slope[h] * (kv - q)`.
 
-    `slopes` is a float tensor (H,), learned or not, or the number of heads: then the slopes of the paper, a
+    `slopes` is a float tensor (H,) or (B, H), learned or not, or the number of heads: then the slopes of the paper, a
     geometric sequence `2^(-8 (h + 1) / H)` (for H that is no power of two, those of the power of two below and
     every other one of the power above). `symmetric=True` takes `-|kv - q|`, for attention that is not causal.
+    `align="bottom_right"` puts the last query at the last key (FlashAttention; decoding with a cache), as in `causal`.
 
     Source: Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
     Extrapolation", section 3.
 
-    Raises: `InvalidModArgument` for fewer than one head or slopes that are not a float tensor (H,).
+    Raises: `InvalidModArgument` for fewer than one head, slopes that are not a float tensor of these shapes, or
+    another `align`.
     """
+    shift = shift_of(align)
     if isinstance(slopes, torch.Tensor):
-        table = tensor(slopes, "slopes", "float", ("H",))
-
-        def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return score + table[h] * (-abs(kv - q) if symmetric else kv - q)
+        table = tensor(slopes, "slopes", "float", ("H",), ("B", "H"))
+        slope = (lambda b, h: table[h]) if table.ndim == 1 else (lambda b, h: table[b, h])
     else:
         heads = integer(slopes, "slopes", 1)
+        slope = lambda b, h: _paper_slope(h, heads)  # noqa: E731
 
-        def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return score + _paper_slope(h, heads) * (-abs(kv - q) if symmetric else kv - q)
+    def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        distance = kv - (q + shift)
+        return score + slope(b, h) * (-abs(distance) if symmetric else distance)
 
     return Score.of(alibi, name="alibi")
 

@@ -102,7 +102,7 @@ def test_numbers_that_are_equal_but_not_the_same_are_told_apart() -> None:
 def test_a_tensor_that_is_another_one_now_is_checked_again() -> None:
     slopes = torch.rand(HEADS)
     mods.alibi(slopes)
-    for data in (torch.rand(HEADS, 3), torch.zeros(HEADS, dtype=torch.int64), torch.zeros(0)):
+    for data in (torch.rand(2, HEADS, 3), torch.zeros(HEADS, dtype=torch.int64), torch.zeros(0)):
         other = torch.rand(HEADS)
         other.data = data
         with pytest.raises(InvalidModArgument):

@@ -71,6 +71,11 @@ def test_alibi_with_learned_slopes(symmetric: bool) -> None:
     assert captures(mod.expr)[0].tensor is slopes
 
 
+def test_alibi_with_slopes_of_each_sequence() -> None:
+    slopes = parameter(B, H)
+    check(scores.alibi(slopes), lambda x, b, h, q, kv: x + slopes[b, h] * (kv - q), slopes)
+
+
 @pytest.mark.parametrize("form", ["number", "scalar", "tensor"])
 def test_softcap(form: str) -> None:
     cap: Any = {
@@ -185,7 +190,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "alibi of no head": lambda: scores.alibi(0),
     "alibi of a float": lambda: scores.alibi(8.0),  # type: ignore[arg-type]
     "alibi of integer slopes": lambda: scores.alibi(torch.arange(3)),
-    "alibi of a matrix": lambda: scores.alibi(torch.ones(2, 2)),
+    "alibi of three dimensions": lambda: scores.alibi(torch.ones(2, 2, 2)),
     "alibi of nothing": lambda: scores.alibi(torch.ones(0)),
     "softcap of 0": lambda: scores.softcap(0.0),
     "softcap below 0": lambda: scores.softcap(-30.0),

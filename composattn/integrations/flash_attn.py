@@ -1,0 +1,120 @@
+"""`flash_attn_func` and `flash_attn_varlen_func` with flash-attn's arguments, computed by composattn.
+
+    from composattn.integrations.flash_attn import flash_attn_func
+
+    out = flash_attn_func(q, k, v, causal=True, window_size=(1024, 0))       # (B, S, H, D)
+
+Positions are aligned at the end, as there: where Sq is not Skv, the last query stands at the last key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api import attention
+from ..call.sequences import Varlen
+from ..errors import UnsupportedOption, WrongRank
+from ..mods.mask import Mask
+from ..mods.masks import causal as causal_mask
+from ..mods.masks import sliding_window
+from ..mods.scores import alibi
+from ..mods.scores import softcap as soft_cap
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """out (B, Sq, Hq, Dv) of q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv).
+
+    window_size: (left, right) keys beside the query's own that it sees, -1 all of that side.
+    softcap: c·tanh(score / c), 0 none. alibi_slopes: (H,) or (B, H) fp32, score - slope·|q + Skv - Sq - kv|.
+    return_attn_probs: gives (out, lse, None), lse (B, Hq, Sq); weights are never formed.
+    backend: as of `ca.attention`. Source: flash_attn.flash_attn_func, version 2.8.
+
+    Raises: `UnsupportedOption` for dropout, `WrongRank`, and what `ca.attention` raises.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise WrongRank(f"{name} needs (B, S, H, D), got {tuple(tensor.shape)}")
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    got: Any = attention(*heads_first, return_lse=return_attn_probs, backend=backend, **options)
+    return (got[0].transpose(1, 2), got[1], None) if return_attn_probs else got.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """out (total_q, Hq, Dv) of packed q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
+
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `ca.Varlen`. With `return_attn_probs` lse (Hq,
+    total_q). Other arguments as of `flash_attn_func`. Source: flash_attn.flash_attn_varlen_func, version 2.8.
+
+    Raises: `UnsupportedOption` for dropout and block_table, and what `ca.Varlen` and `ca.attention` raise.
+    """
+    if block_table is not None:
+        raise UnsupportedOption("block_table is not taken here; keys in pages: ca.attention(..., paged=ca.Paged(...))")
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    got: Any = attention(q, k, v, varlen=varlen, return_lse=return_attn_probs, backend=backend, **options)
+    return (*got, None) if return_attn_probs else got
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """The same said to `ca.attention`."""
+    if dropout_p:
+        raise UnsupportedOption(f"composattn has no dropout, got dropout_p={dropout_p}; call with 0.0")
+    left, right = (None if side < 0 else side for side in window_size)
+    masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
+    if left is not None or right is not None:
+        masks.append(sliding_window((left, right), align="bottom_right"))
+    mask_mod = masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
+    score_mod = soft_cap(softcap) if softcap else None
+    if alibi_slopes is not None:
+        biased = alibi(alibi_slopes, symmetric=True, align="bottom_right")
+        score_mod = biased if score_mod is None else score_mod >> biased
+    return {
+        "scale": softmax_scale,
+        "mask_mod": mask_mod,
+        "score_mod": score_mod,
+        "deterministic": deterministic or None,
+    }
