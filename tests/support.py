@@ -48,7 +48,8 @@ def on_few_multiprocessors(backend: str, count: int = 3) -> Iterator[None]:
 
     target = dataclasses.replace(planned_for(backend), sms=count)
     few = dataclasses.replace(
-        backends.BACKENDS[backend], prepare=lambda problem, program, scale: EmulatedCall(problem, program, scale, target)
+        backends.BACKENDS[backend],
+        prepare=lambda problem, program, scale: EmulatedCall(problem, program, scale, target),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, backend, few)

@@ -12,6 +12,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +75,7 @@ class Call:
                     found.append(dict(zip(names, attend(case.q, case.k, case.v), strict=True)))
         return found
 
-    def attention(self, backend: str):
+    def attention(self, backend: str) -> Callable[..., Any]:
         case = self.case
         held = ca.Attention(
             score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale, backend=backend, schedule=self.schedule
