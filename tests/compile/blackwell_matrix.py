@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import composattn as ca
+from benchmarks import provenance
 from composattn import mods
 from composattn.backends.blackwell.tensor_memory import COLUMNS
 from composattn.backends.fused import toolchain
@@ -161,25 +162,32 @@ def row(cell: Cell) -> Row:
 
 @dataclasses.dataclass
 class Record:
-    """Rows by the names of their cells, and what made them."""
+    """Rows by the names of their cells, and what made them: `sources` is the hash of all that a kernel depends on."""
 
     language: str
     sources: str
+    commit: str
     rows: dict[str, Row]
 
     @staticmethod
     def read() -> Record:
         """Of what compiles here: without rows that other sources made."""
-        here = Record(language(), toolchain.source_hash(), {})
+        here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
         kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         same = (kept.get("language"), kept.get("sources")) == (here.language, here.sources)
-        return Record(here.language, here.sources, kept["rows"]) if same else here
+        if not same:
+            return here
+        rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
+        return dataclasses.replace(here, commit=kept["commit"], rows=rows)
 
     def write(self) -> None:
+        """A line a row, its values in the order of `fields`."""
         RECORD.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in self.rows.items())
-        head = f'{{\n "language": {json.dumps(self.language)},\n "sources": "{self.sources}",\n'
-        RECORD.write_text(f'{head} "rows": {{\n{rows}\n }}\n}}\n')
+        head: dict[str, object] = {"language": self.language, "sources": self.sources, "commit": self.commit}
+        head["fields"] = list(next(iter(self.rows.values())))
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(list(row.values()))}" for name, row in self.rows.items())
+        RECORD.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
 
 
 def main(arguments: list[str]) -> int:

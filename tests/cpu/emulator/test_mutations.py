@@ -35,11 +35,11 @@ FEW = dataclasses.replace(HOPPER, sms=2)
 
 # (queries, keys, query heads) of the trials, one key head each. The first has several tiles of both, cut. In the others
 # what a kernel compares comes out equal: whole tiles, one more or less, ends at either of the rows (r, r + 8) that a
-# thread has of each 16, a group of one head. For Blackwell, whose blocks have two query tiles of 128 rows: a last block
-# whose second tile has no queries, or one; keys that end with the first tile's; one key.
+# thread has of each 16, a group of one head.
 ON_HOPPER = ((400, 500, 2), (192, 256, 2), (196, 129, 2), (191, 385, 1), (385, 384, 2))
-ON_BLACKWELL = ((400, 500, 2), (384, 384, 1), (256, 256, 1), (129, 128, 1), (257, 129, 1), (384, 256, 1), (640, 300, 1),
-                (130, 1, 1))  # fmt: skip
+# Blocks with two query tiles of 128 rows: a last block whose second tile has no queries or one, more kv tiles than the
+# rings have slots, a second tile with no keys beside a first with one tile of them, one key.
+ON_BLACKWELL = ((384, 384, 1), (129, 128, 1), (384, 128, 1), (257, 129, 2), (640, 640, 1), (130, 1, 1))
 SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL}
 
 
