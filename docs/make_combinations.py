@@ -26,7 +26,7 @@ from tests import combinations
 from tests.combinations import OK, Cell, cells, outcome
 
 PAGE, RECORD = Path(__file__).with_name("combinations.md"), Path(__file__).with_name("combinations.json")
-BACKENDS = ("reference", "streaming", "hopper-emulated", "hopper")
+BACKENDS = ("reference", "streaming", "hopper-emulated", "hopper", "blackwell-emulated")
 
 Outcomes = dict[str, dict[str, str]]
 """Backend → cell → what came out."""

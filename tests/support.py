@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -35,6 +36,23 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
         if really:
             patch.setattr(tiling, "_is_short", lambda *_: False)
             patch.setattr(tiling, "SHORT_PERSISTENT", 0)
+        yield
+
+
+@contextlib.contextmanager
+def on_few_multiprocessors(backend: str, count: int = 3) -> Iterator[None]:
+    """Inside, an emulated backend plans for so many, so that persistent blocks walk over several tiles each."""
+    from composattn import backends
+    from composattn.backends.fused.architecture import planned_for
+    from composattn.backends.fused.emulated import EmulatedCall
+
+    target = dataclasses.replace(planned_for(backend), sms=count)
+    few = dataclasses.replace(
+        backends.BACKENDS[backend],
+        prepare=lambda problem, program, scale: EmulatedCall(problem, program, scale, target),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backends.BACKENDS, backend, few)
         yield
 
 

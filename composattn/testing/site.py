@@ -41,13 +41,14 @@ class Seeded:
 class Space:
     """What cases are drawn from.
 
-    Lengths: 1, primes, powers of two and their neighbours, up to `longest`. `gradients`: whether cases have gradients
-    of out and lse; `learned`: whether captured float tensors may require grad. `layouts`: how sequences lie, each as
-    likely as it is often named; "paged" cases have no gradients.
+    Lengths: 1, primes, powers of two and their neighbours, from `shortest` to `longest`. `gradients`: whether cases
+    have gradients of out and lse; `learned`: whether captured float tensors may require grad. `layouts`: how sequences
+    lie, each as likely as it is often named; "paged" cases have no gradients.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     head_dims: tuple[int, ...] = (1, 3, 8, 16)
+    shortest: int = 1
     longest: int = 40
     kv_heads: tuple[int, ...] = (1, 2, 3)
     groups: tuple[int, ...] = (1, 2, 3)
@@ -137,7 +138,7 @@ def site_of(
 
 def draw_site(choices: Choices, space: Space = SMALL) -> Site:
     """Shapes, dtype and a source of numbers."""
-    lengths = [n for n in (*_LENGTHS, *_LONG) if n <= space.longest]
+    lengths = [n for n in (*_LENGTHS, *_LONG) if space.shortest <= n <= space.longest]
     q_len = choices.choice(lengths)
     kv_len = q_len if choices.integer(0, 1) else choices.choice(lengths)
     return Site(

@@ -21,6 +21,7 @@ from composattn.call.schedule import AUTO, Schedule
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
+from tests.compile.blackwell_matrix import Cell, cells, faults, frees_what_it_allocates
 
 B300 = TARGETS[10, 3]
 PACKED = Layout("packed", "packed")
@@ -58,32 +59,10 @@ MORE = {
 }
 
 
-def leaves_on_every_path_what_it_allocates(artifact: Artifact) -> bool:
-    """One warp allocates and frees as much; no path ends between, and all threads meet before it is freed."""
-    text = artifact.ptx
-    asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[%r\d+\], \1;", text)
-    freed = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.dealloc\S+ \t%r\d+, \1;", text)
-    held = text[text.index("tcgen05.alloc") : text.index("tcgen05.dealloc")]
-    meets = held.rindex("bar.sync") > max(held.rindex(name) for name in ("tcgen05.ld", "tcgen05.mma", "mbarrier.try"))
-    plan = artifact.plan
-    assert isinstance(plan, ForwardPlan)
-    columns = str(plan.tiling.tensor_memory.allocated)  # type: ignore[attr-defined]
-    return [n for _, n in asked] == [n for _, n in freed] == [columns] and "ret;" not in held and meets
-
-
 def check_lean(artifact: Artifact) -> None:
     if artifact.registers is None or not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    assert (artifact.spills, artifact.stack) == (0, 0)
-    assert artifact.shared_memory <= BLACKWELL.shared_memory
-    assert artifact.registers * artifact.threads <= BLACKWELL.registers
-    assert artifact.mnemonics["UTCHMMA"] > 0, "no products into tensor memory"
-    assert artifact.mnemonics["LDTM"] > 0 and artifact.mnemonics["STTM"] > 0, "tensor memory is not read and written"
-    assert artifact.mnemonics["UTMALDG"] > 0, "no bulk tensor loads"
-    plan = artifact.plan
-    assert isinstance(plan, ForwardPlan)
-    assert plan.direct_store or artifact.mnemonics["UTMASTG"] > 0, "no bulk tensor store"
-    assert leaves_on_every_path_what_it_allocates(artifact)
+    assert not list(faults(artifact))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -95,6 +74,23 @@ def test_compiles_lean(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more_compile_lean(name: str, folder: Path) -> None:
     check_lean(compile_offline(MORE[name], folder))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", cells(), ids=str)
+def test_every_cell_of_the_matrix_compiles_lean(cell: Cell, folder: Path) -> None:
+    check_lean(compile_offline(cell.plan, folder))
+
+
+def test_a_kernel_that_keeps_its_tensor_memory_is_not_lean(folder: Path) -> None:
+    text = compile_offline(PLANS["plain-d128"], folder).ptx
+    assert frees_what_it_allocates(text, 512) and not frees_what_it_allocates(text, 256)
+    for kept in (
+        re.sub(r"tcgen05\.dealloc.*", "", text),
+        text.replace("\n\ttcgen05.relinquish", "\n\tret;\n\ttcgen05.relinquish"),
+        "".join(text.rpartition("bar.sync")[::2]),
+    ):
+        assert kept != text and not frees_what_it_allocates(kept, 512)
 
 
 def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> None:

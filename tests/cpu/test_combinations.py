@@ -38,7 +38,7 @@ def test_the_page_is_made_of_what_is_recorded(maker: ModuleType) -> None:
 
 
 def test_every_cell_is_recorded_where_no_gpu_is_needed(maker: ModuleType) -> None:
-    for backend in (*BACKENDS, "hopper-emulated"):
+    for backend in (*BACKENDS, "hopper-emulated", "blackwell-emulated"):
         assert set(maker.recorded()[backend]) == {str(cell) for cell in cells()}
 
 

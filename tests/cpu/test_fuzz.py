@@ -69,3 +69,8 @@ def test_mods_of_ones_own_are_checked_on_shapes_of_ones_own() -> None:
 def test_a_seed_is_one_case() -> None:
     assert repr(random_case(7)) == repr(random_case(7))
     assert len({repr(random_case(seed)) for seed in range(50)}) == 50
+
+
+def test_lengths_are_those_of_the_space() -> None:
+    drawn = [random_case(seed, Space(shortest=31, longest=64)) for seed in range(50)]
+    assert {case.q.shape[2] for case in drawn} == {31, 32, 33, 37, 61, 64}

@@ -1,50 +1,111 @@
-"""Random calls of the forward kernels, emulated in four modes: within the tolerance, and the same bits in each."""
+"""Random calls of the forward kernels, emulated in four modes: within the tolerance, and the same bits in each.
+
+`python -m tests.cpu.emulator.test_fuzz_forward blackwell-emulated 0 300` runs so many, and prints each.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
 import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import composattn as ca
+from composattn.call.schedule import ORDERS
 from composattn.emulator.cluster import EAGER, LATE, random_mode
-from composattn.testing import Space, check, random_case
-from tests.support import cut_as_long_ones
+from composattn.testing import Case, Space, assert_attention_close
+from composattn.testing.cases import draw_case
+from composattn.testing.site import Seeded
+from tests.support import cut_as_long_ones, on_few_multiprocessors
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
 )
 
-SPACE = Space(
-    dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 96, 128), longest=200, kv_heads=(1, 2), groups=(1, 2),
-    batches=(1, 2), gradients=False, learned=False,
+FEW_ROWS = Space(
+    dtypes=(torch.bfloat16, torch.float16), head_dims=(*range(8, 257, 8), 64, 64, 96, 128, 128, 128, 192, 256),
+    longest=129, kv_heads=(1, 2), groups=(1, 2, 4), batches=(1, 2), layouts=("dense", "dense", "varlen", "paged"),
+    gradients=False, learned=False,
 )  # fmt: skip
+SEVERAL_TILES = dataclasses.replace(
+    FEW_ROWS, shortest=129, longest=311, kv_heads=(1,), groups=(1, 2), batches=(1, 1, 2)
+)
 BACKENDS = {"hopper-emulated": 4, "blackwell-emulated": 2}  # calls by default: seconds each, nearly all to compile
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
-def held_in_every_mode(seed: int, backend: str) -> None:
-    from composattn.backends.fused.emulated import emulating
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A case, how its work is divided, whether the largest scores are asked for; `cut`: see `cut_as_long_ones`."""
 
-    case = random_case(seed, SPACE)
-    attend = functools.partial(ca.attention, backend=backend)
-    results = []
+    case: Case
+    schedule: ca.Schedule
+    max_scores: bool
+    cut: bool
+
+    @staticmethod
+    def of(seed: int) -> Call:
+        choices = Seeded(seed)
+        case = draw_case(choices, choices.choice((FEW_ROWS, SEVERAL_TILES)))
+        schedule = ca.Schedule(
+            order=choices.choice(("auto", *ORDERS)),
+            persistent=choices.choice((None, None, True)),
+            heads_together=choices.choice((None, 1)),
+            split_kv=choices.choice(("auto", "auto", 1, 2, 3)),
+            pack_gqa=choices.choice((None, None, False)),
+        )
+        return Call(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1)
+
+    def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
+        """What the call returns in each mode, by name."""
+        from composattn.backends.fused.emulated import emulating
+
+        case, found = self.case, []
+        names = ("out", "lse", "max_scores") if self.max_scores else ("out", "lse")
+        with torch.no_grad(), on_few_multiprocessors(backend), cut_as_long_ones(self.cut):
+            attend = self.attention(backend)
+            for mode in MODES:
+                with emulating(mode):
+                    found.append(dict(zip(names, attend(case.q, case.k, case.v), strict=True)))
+        return found
+
+    def attention(self, backend: str) -> Callable[..., Any]:
+        case = self.case
+        held = ca.Attention(
+            score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale, backend=backend, schedule=self.schedule
+        )
+        asked = {"return_lse": True, "return_max_scores": self.max_scores}
+        return functools.partial(held, varlen=case.varlen, paged=case.paged, **asked)
+
+    def check(self, backend: str) -> None:
+        """Raises: AssertionError where a result is off or differs between modes."""
+        results, case = self.results(backend), self.case
+        for mode, found in zip(MODES, results, strict=True):
+            for name, value in found.items():
+                assert torch.equal(value, results[0][name]), f"{name} differs in {mode} mode"
+        given = {name: getattr(case, name) for name in ("score_mod", "mask_mod", "scale", "varlen", "paged")}
+        top = results[0].pop("max_scores", None)
+        assert_attention_close(results[0], case.q, case.k, case.v, **given, name=repr(case))
+        if top is not None:
+            _, _, exact = self.attention("reference")(case.q, case.k, case.v)
+            torch.testing.assert_close(top, exact, rtol=1e-4, atol=1e-4, msg=lambda m: f"max_scores: {m}")
+
+
+def held_in_every_mode(seed: int, backend: str) -> Call:
+    call = Call.of(seed)
     try:
-        for mode in MODES:
-            with emulating(mode), torch.no_grad(), cut_as_long_ones(seed % 2 == 1):
-                if mode is EAGER:
-                    check(attend, case)
-                mods = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "scale": case.scale}
-                results.append(attend(case.q, case.k, case.v, **mods, return_lse=True))
+        call.check(backend)
     except Exception as error:
-        raise AssertionError(f"random_case({seed}): {case}") from error
-    for mode, (out, lse) in zip(MODES, results, strict=True):
-        assert torch.equal(out, results[0][0]), f"random_case({seed}): out differs in {mode} mode"
-        assert torch.equal(lse, results[0][1]), f"random_case({seed}): lse differs in {mode} mode"
+        raise AssertionError(f"Call.of({seed}): {call}") from error
+    return call
 
 
 def seeds(count: int) -> list[int]:
@@ -59,6 +120,23 @@ def test_random_calls(number: int, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", range(300))
 def test_many_random_calls(number: int, backend: str) -> None:
-    held_in_every_mode(seeds(200)[number], backend)
+    held_in_every_mode(seeds(300)[number], backend)
+
+
+def main(backend: str, first: str, last: str) -> None:
+    failed = 0
+    for number, seed in list(enumerate(seeds(int(last))))[int(first) :]:
+        begun = time.perf_counter()
+        try:
+            said = f"agrees: {held_in_every_mode(seed, backend)}"
+        except AssertionError as error:
+            failed += 1
+            said = f"FAILED: {error}: {error.__cause__!r}"
+        print(f"{number} {time.perf_counter() - begun:.1f} s {said}", flush=True)
+    print(f"{int(last) - int(first)} calls on {backend}, {failed} failed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,215 @@
+"""The Blackwell forward, compiled for each head dimension, dtype, mod, layout and target: is each kernel lean?
+
+    python -m tests.compile.blackwell_matrix --seconds 450            cells with no row yet, for so long; go on by again
+    python -m tests.compile.blackwell_matrix d128 sm_103a             cells with all these words in their names
+
+`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell. Rows of other sources are dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import composattn as ca
+from benchmarks import provenance
+from composattn import mods
+from composattn.backends.blackwell.tensor_memory import COLUMNS
+from composattn.backends.fused import toolchain
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.inspect import Artifact
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import BLACKWELL, TARGETS, Target
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.schedule import AUTO, Schedule
+from tests.compile.golden import language
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled" / "blackwell.json"
+LENGTH, HEADS = 2048, 8
+DIMS = {"d128": (128, 128), "d64": (64, 64), "d192/128": (192, 128), "d256": (256, 256), "d96": (96, 96),
+        "d192": (192, 192)}  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+IDS = torch.arange(LENGTH, dtype=torch.int32) // 300
+BLOCKS = torch.ones(1, 1, LENGTH // 128, LENGTH // 128, dtype=torch.bool).tril()
+MODS: dict[str, Callable[[], ca.Attention]] = {
+    "none": lambda: ca.Attention(),
+    "causal": lambda: ca.Attention(mask_mod=mods.causal()),
+    "documents": lambda: ca.Attention(mask_mod=mods.document(IDS)),
+    "block-sparse": lambda: ca.Attention(mask_mod=ca.BlockSparse(BLOCKS, 128, partial=mods.causal())),
+    "alibi": lambda: ca.Attention(score_mod=mods.alibi(HEADS), mask_mod=mods.causal()),
+    "softcap": lambda: ca.Attention(score_mod=mods.softcap(30.0), mask_mod=mods.causal()),
+    "relative-bias": lambda: ca.Attention(
+        score_mod=mods.relative_bias(torch.zeros(HEADS, 2 * 128 + 1)), mask_mod=mods.causal()
+    ),
+    "window": lambda: ca.Attention(mask_mod=mods.sliding_window(512)),
+}
+"""Score mods under a causal mask, so that tiles with a test and without are there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the sequences of a call lie, how many queries they have, how the work is divided."""
+
+    layout: Layout = DENSE
+    q_len: int = LENGTH
+    kv_heads: int = HEADS
+    schedule: Schedule = AUTO
+
+
+LAYOUTS = {
+    "dense": Form(),
+    "split": Form(q_len=8, kv_heads=2, schedule=Schedule(split_kv=2)),  # few queries: packed rows, one query tile
+    "paged": Form(Layout("dense", "paged", page_size=64, used_kv=True)),
+    "varlen": Form(Layout("packed", "packed")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One kernel, by the names of its parts."""
+
+    target: Target
+    dtype: str
+    layout: str
+    dim: str
+    mod: str
+
+    def __str__(self) -> str:
+        return f"{self.target.arch} {self.dtype} {self.layout} {self.dim} {self.mod}"
+
+    @property
+    def plan(self) -> ForwardPlan:
+        form, (d, dv) = LAYOUTS[self.layout], DIMS[self.dim]
+        problem = Problem(
+            2, HEADS, form.kv_heads, form.q_len, LENGTH, d, dv, DTYPES[self.dtype], torch.device("cpu"),
+            layout=form.layout, schedule=form.schedule,
+        )  # fmt: skip
+        return plan_forward(problem, MODS[self.mod]().program, self.target)
+
+
+def cells() -> list[Cell]:
+    """All 768, what differs most first: fp16 and sm_103a change single instructions of a kernel."""
+    targets = [TARGETS[10, minor] for minor in (0, 3)]
+    found = itertools.product(targets, DTYPES, LAYOUTS, DIMS, MODS)
+    return sorted((Cell(*names) for names in found), key=lambda cell: cell.dtype == "fp16")
+
+
+# --- what a kernel has to be ----------------------------------------------------------------------------------
+
+UNITS = {
+    "UTCHMMA": "products into tensor memory", "LDTM": "loads of tensor memory", "STTM": "stores to tensor memory",
+    "UTMALDG": "bulk tensor loads", "UTMASTG": "bulk tensor stores",
+}  # fmt: skip
+
+
+def faults(artifact: Artifact) -> Iterator[str]:
+    """What keeps a kernel from being lean, in words; none for one that fits, spills nothing and uses its units.
+
+    Wants cuobjdump and nvdisasm.
+    """
+    plan = artifact.plan
+    assert isinstance(plan, ForwardPlan) and artifact.registers is not None
+    if artifact.spills or artifact.stack:
+        yield f"{artifact.spills} moves of spilled registers, {artifact.stack} bytes of stack"
+    if artifact.shared_memory > BLACKWELL.shared_memory:
+        yield f"{artifact.shared_memory} bytes of shared memory"
+    if artifact.registers * artifact.threads > BLACKWELL.registers:
+        yield f"{artifact.registers} registers for each of {artifact.threads} threads"
+    for name, what in UNITS.items():
+        if not artifact.mnemonics[name] and not (name == "UTMASTG" and plan.direct_store):
+            yield f"no {what}"
+    columns = plan.tiling.tensor_memory.allocated  # type: ignore[attr-defined]
+    if columns > COLUMNS or not frees_what_it_allocates(artifact.ptx, columns):
+        yield f"{columns} columns of tensor memory, or not freed on every path"
+
+
+def frees_what_it_allocates(ptx: str, columns: int) -> bool:
+    """One warp asks for so many columns and frees as many; no path ends between, and all threads meet before."""
+    asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[%r\d+\], \1;", ptx)
+    freed = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.dealloc\S+ \t%r\d+, \1;", ptx)
+    if not [n for _, n in asked] == [n for _, n in freed] == [str(columns)]:
+        return False
+    held = ptx[ptx.index("tcgen05.alloc") : ptx.index("tcgen05.dealloc")]
+    used = max(held.rindex(name) for name in ("tcgen05.ld", "tcgen05.mma", "mbarrier.try"))
+    return "ret;" not in held and held.rindex("bar.sync") > used
+
+
+# --- the record -----------------------------------------------------------------------------------------------
+
+Row = dict[str, object]
+
+
+def row(cell: Cell) -> Row:
+    """What the compiler made of a cell, in numbers, and what is wrong with it."""
+    plan = cell.plan
+    made = compile_offline(plan)
+    return {
+        "spills": made.spills, "stack": made.stack, "registers": made.registers, "shared": made.shared_memory,
+        "columns": plan.tiling.tensor_memory.allocated,  # type: ignore[attr-defined]
+        "instructions": len(made.instructions), **{name: made.mnemonics[name] for name in UNITS},
+        "faults": list(faults(made)),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Record:
+    """Rows by the names of their cells, and what made them: `sources` is the hash of all that a kernel depends on."""
+
+    language: str
+    sources: str
+    commit: str
+    rows: dict[str, Row]
+
+    @staticmethod
+    def read() -> Record:
+        """Of what compiles here: without rows that other sources made."""
+        here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
+        kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        same = (kept.get("language"), kept.get("sources")) == (here.language, here.sources)
+        if not same:
+            return here
+        rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
+        return dataclasses.replace(here, commit=kept["commit"], rows=rows)
+
+    def write(self) -> None:
+        """A line a row, its values in the order of `fields`."""
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        head: dict[str, object] = {"language": self.language, "sources": self.sources, "commit": self.commit}
+        head["fields"] = list(next(iter(self.rows.values())))
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(list(row.values()))}" for name, row in self.rows.items())
+        RECORD.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
+    parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
+    asked = parser.parse_args(arguments)
+    record, end = Record.read(), time.monotonic() + asked.seconds
+    wanted = [cell for cell in cells() if all(word in str(cell).split() for word in asked.words)]
+    left = [cell for cell in wanted if str(cell) not in record.rows]
+    for cell in left:
+        if time.monotonic() > end:
+            break
+        begun = time.monotonic()
+        found = record.rows[str(cell)] = row(cell)
+        record.write()
+        print(f"{cell}: {time.monotonic() - begun:.1f} s {found}", flush=True)
+    rows = [record.rows[str(cell)] for cell in wanted if str(cell) in record.rows]
+    bad = sum(bool(found["faults"]) for found in rows)
+    print(f"of {len(wanted)} cells {len(rows)} are compiled, {bad} are not lean")
+    return int(bad > 0 or len(rows) < len(wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
