@@ -1,10 +1,10 @@
-"""The same Hopper kernels and inputs on a GPU and in the emulator: O and LSE side by side, over many configurations.
+"""The same kernels and inputs on a GPU and in the emulator: O and LSE side by side, over many configurations.
 
     python -m benchmarks.emulator_agreement [--out FILE]
 
-needs a Hopper GPU. What may differ: exp2 and the other approximate functions in their last bits, and the order in which
-products are summed. A different last bit of a score can round a probability, or an output, to the neighbouring 16-bit
-number; hence the bounds below.
+needs a Hopper or Blackwell GPU. What may differ: exp2 and the other approximate functions in their last bits, and the
+order in which products are summed. A different last bit of a score can round a probability, or an output, to the
+neighbouring 16-bit number; hence the bounds below.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ CONFIGS = tuple(
 
 def compare(c: Config) -> dict[str, Any]:
     """Runs a configuration on both and says how far they are apart, and what that may be."""
-    make = torch.Generator().manual_seed(CONFIGS.index(c))
+    make, backend = torch.Generator().manual_seed(CONFIGS.index(c)), ca.backends.default_for(torch.device("cuda"))
     dtype = getattr(torch, c.dtype)
 
     def tensor(heads: int, length: int) -> torch.Tensor:
@@ -90,9 +90,9 @@ def compare(c: Config) -> dict[str, Any]:
 
     q, k, v = tensor(c.heads, c.q_len), tensor(c.kv_heads, c.kv_len), tensor(c.kv_heads, c.kv_len)
     with torch.no_grad():
-        gpu = ca.Attention(backend="hopper", **mods_of(c, "cuda"))(q.cuda(), k.cuda(), v.cuda(), return_lse=True)
+        gpu = ca.Attention(backend=backend, **mods_of(c, "cuda"))(q.cuda(), k.cuda(), v.cuda(), return_lse=True)
         start = time.perf_counter()
-        here = ca.Attention(backend="hopper-emulated", **mods_of(c, "cpu"))(q, k, v, return_lse=True)
+        here = ca.Attention(backend=f"{backend}-emulated", **mods_of(c, "cpu"))(q, k, v, return_lse=True)
     seconds = time.perf_counter() - start
     out, lse = (t.cpu().double() for t in gpu)
     emulated, emulated_lse = (t.double() for t in here)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
-import importlib.metadata
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -17,12 +16,15 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.target import TARGETS, Target
+from composattn.call.inputs import Asked, Inputs
+from composattn.doctor import doctor, full
+from composattn.shaped import Shape, shaped
 
 if TYPE_CHECKING:
     from composattn.backends.fused.inspect import Artifact
+    from composattn.backends.fused.plan import Plan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")
 
 
 def mod_from(option: str, text: str | None) -> Any:
@@ -51,30 +53,43 @@ def mod_from(option: str, text: str | None) -> Any:
         ) from error
 
 
-def shape_from(text: str) -> tuple[int, ...]:
+def shape_from(text: str) -> Shape:
     """`B,Hq,Hkv,Sq,Skv,D[,Dv]`."""
     numbers = tuple(int(part) for part in text.split(","))
     if len(numbers) not in (6, 7):
         raise argparse.ArgumentTypeError(f"wanted B,Hq,Hkv,Sq,Skv,D or B,Hq,Hkv,Sq,Skv,D,Dv, got {text!r}")
-    return numbers if len(numbers) == 7 else (*numbers, numbers[5])
+    b, hq, hkv, sq, skv, d, *dv = numbers
+    return b, hq, hkv, sq, skv, d, dv[0] if dv else d
+
+
+def splits_from(text: str) -> Any:
+    """`auto`, or a number."""
+    return text if text == "auto" else count_from(text)
+
+
+def count_from(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"wanted a number from 1, got {text!r}")
+    return int(text)
 
 
 def attention_from(options: argparse.Namespace) -> ca.Attention:
     score, mask = mod_from("--score", options.score), mod_from("--mask", options.mask)
-    return ca.Attention(score_mod=score, mask_mod=mask, backend=options.backend)
+    return ca.Attention(
+        score_mod=score, mask_mod=mask, backend=options.backend, schedule=ca.Schedule(split_kv=options.split_kv)
+    )
 
 
-def empty_inputs(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors of the asked shapes; their memory is reserved, never touched. Raises: `InvalidCommandLine`."""
-    batch, heads, kv_heads, q_len, kv_len, dim, v_dim = options.shape
+def inputs_from(options: argparse.Namespace) -> Inputs:
+    """What the call is given. Raises: `InvalidCommandLine`, `UnsupportedPageSize`."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where: dict[str, Any] = {"dtype": DTYPES[options.dtype], "device": device}
+    if options.seqused and not options.varlen:
+        raise ca.errors.InvalidCommandLine("--seqused says how many rows of packed sequences are used; add --varlen")
+    layout = {"varlen": options.varlen, "seqused": options.seqused, "page_size": options.page_size}
     try:
-        return (
-            torch.empty(batch, heads, q_len, dim, **where),
-            torch.empty(batch, kv_heads, kv_len, dim, **where),
-            torch.empty(batch, kv_heads, kv_len, v_dim, **where),
-        )
+        return shaped(options.shape, DTYPES[options.dtype], device, **layout)
+    except ca.errors.ComposattnError:
+        raise
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # no such device, or not so much memory
         raise ca.errors.InvalidCommandLine(
             f"no tensors of --shape {options.shape} on --device {device}: {str(error).splitlines()[0]}; "
@@ -84,42 +99,79 @@ def empty_inputs(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tenso
 
 def explain(options: argparse.Namespace) -> int:
     """Print formula, dependence classes, loop bounds, tiles, FLOPs and the plan of one call."""
-    print(attention_from(options).explain(*empty_inputs(options)))
+    q, k, v, varlen, paged = inputs_from(options)
+    print(attention_from(options).explain(q, k, v, varlen=varlen, paged=paged))
     return 0
 
 
 def target_from(options: argparse.Namespace) -> Target:
-    """The GPU that is compiled for. Raises: `InvalidCommandLine` where --backend has no kernels for --target."""
-    from composattn.backends.fused.architecture import planned_for
+    """The GPU that is compiled for: as asked, else this machine's, else the first that is known.
 
-    if options.target is None:
-        return planned_for(options.backend)
-    target = next(target for target in TARGETS.values() if target.arch == options.target)
-    if options.backend not in (None, target.backend, f"{target.backend}-emulated"):
+    Raises: `InvalidCommandLine` where --backend has no kernels for it.
+    """
+    from composattn.backends.fused.architecture import ARCHITECTURES, planned_for
+
+    here, backend = torch.device("cuda"), options.backend
+    if backend is not None and backend.removesuffix("-emulated") not in ARCHITECTURES:
         raise ca.errors.InvalidCommandLine(
-            f'--target {target.arch} takes kernels of backend="{target.backend}", got --backend {options.backend}; '
+            f'backend="{backend}" is PyTorch and has no kernels to compile; take one of {", ".join(ARCHITECTURES)}'
+        )
+    if options.target is not None:
+        target = next(target for target in TARGETS.values() if target.arch == options.target)
+    elif backend is None and torch.cuda.is_available() and ca.backends.default_for(here) in ARCHITECTURES:
+        target = Target.of(here)
+    else:
+        target = planned_for(backend)
+    if backend not in (None, target.backend, f"{target.backend}-emulated"):
+        raise ca.errors.InvalidCommandLine(
+            f'--target {target.arch} takes kernels of backend="{target.backend}", got --backend {backend}; '
             "leave --backend out"
         )
-    return target
+    return target if options.sms is None else dataclasses.replace(target, sms=options.sms)
 
 
-def compile_kernel(options: argparse.Namespace) -> int:
-    """Compile the kernel of one call, GPU or not; print plan, resources, and where PTX and machine code lie."""
-    from composattn.backends.fused.compile import compile_offline
-    from composattn.backends.fused.plan import plan_forward
-    from composattn.call.problem import Problem
+def folder_from(options: argparse.Namespace) -> Path:
+    """Where kernels go. Raises: `InvalidCommandLine` where a process with that cache folder would not take them."""
+    from composattn.backends.fused import disk_cache
+
+    if options.out is None:
+        return disk_cache.usable()
+    why = disk_cache.unusable(options.out)
+    if why is not None:
+        raise ca.errors.InvalidCommandLine(f"--out {options.out} can't be a cache folder: {why}; name another one")
+    return Path(options.out)
+
+
+def compile_kernels(options: argparse.Namespace) -> int:
+    """Compile the kernels of one call, GPU or not, and keep them as the call itself would; print what they cost."""
+    from composattn.backends.fused import toolchain
+    from composattn.backends.fused.call import FusedCall
+    from composattn.backends.fused.compile import compile_ahead
+    from composattn.call.problem import softmax_scale
+    from composattn.dispatch.planned import check_captures, refuse_gradient
 
     options.device = options.device or "cpu"
-    problem = Problem.of(*empty_inputs(options))
-    plan = plan_forward(problem, attention_from(options).program, target_from(options))
-    start = time.perf_counter()
-    made = compile_offline(plan, options.out)
-    print(plan)
-    print(f"  compiled   {time.perf_counter() - start:.1f} s (0 when kept from before)")
-    registers, stack = (NO_CUOBJDUMP if n is None else n for n in (made.registers, made.stack))
-    print(f"  resources  {made.threads} threads; registers {registers}; bytes of stack {stack}")
-    print(f"  machine    {machine_words(made)}")
-    print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
+    target, folder, attention = target_from(options), folder_from(options), attention_from(options)
+    inputs = inputs_from(options)
+    if options.gradient and inputs.paged is not None:
+        refuse_gradient(inputs.q.requires_grad_())
+    problem, program = attention.problem(inputs), attention.program
+    check_captures(program, problem)
+
+    def compiled(plan: Plan) -> None:
+        start = time.perf_counter()
+        made = compile_ahead(plan, folder)
+        print(plan)
+        print(f"  compiled   {time.perf_counter() - start:.1f} s (0 when kept from before)")
+        registers, stack = (NO_CUOBJDUMP if n is None else n for n in (made.registers, made.stack))
+        print(f"  resources  {made.threads} threads; registers {registers}; bytes of stack {stack}")
+        print(f"  machine    {machine_words(made)}")
+        print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
+
+    call = FusedCall(problem.rounded, program, softmax_scale(None, problem.head_dim), target, compiled)
+    call.kernels(Asked(options.lse, options.max_scores), options.gradient)
+    print(f"A first call on a GPU of {target.sms} multiprocessors finds them where COMPOSATTN_CACHE_DIR={folder},")
+    print(f"with these sources, a processor of this kind, and {toolchain.versions()}")
     return 0
 
 
@@ -135,42 +187,6 @@ def machine_words(made: Artifact) -> str:
     units = [(name, made.mnemonics[name]) for name in (*products, copies) if made.mnemonics[name] or name == copies]
     frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
     return f"{sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}"
-
-
-def serves(backend: str) -> str:
-    """What a tiny call on this backend says: its error against fp64, or why it refuses."""
-    generator = torch.Generator().manual_seed(0)
-    eager = backend in ("reference", "streaming")
-    gpu = torch.cuda.is_available() and not eager and not backend.endswith("-emulated")
-    dtype = torch.float32 if eager else torch.bfloat16
-    q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).to("cuda" if gpu else "cpu", dtype) for _ in range(3))
-    try:
-        out, _ = ca.attention(q, k, v, return_lse=True, backend=backend)
-    except ca.errors.ComposattnError as refusal:
-        return f"no: {refusal}"
-    except Exception as failure:  # a toolchain that is broken on this machine is what a doctor is asked about
-        return f"broken: {type(failure).__name__}: {failure}"
-    truth = torch.softmax(q.double() @ k.double().mT / 8.0, dim=-1) @ v.double()
-    return f"yes (largest error of a tiny {str(dtype)[6:]} call: {(out - truth).abs().max().item():.1e})"
-
-
-def doctor(options: argparse.Namespace) -> int:
-    """Print versions, GPUs, and for each backend whether it serves here or why not."""
-    print(f"composattn {ca.__version__}")
-    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in PACKAGES:
-        try:
-            print(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{package} not installed")
-    if not torch.cuda.is_available():
-        print("no GPU")
-    for number in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(number)
-        print(f"GPU {number}: {facts.name}, compute capability {facts.major}.{facts.minor}")
-    for backend in ca.backends.BACKENDS:
-        print(f"backend {backend}: {serves(backend)}")
-    return 0
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -196,13 +212,23 @@ def parser() -> argparse.ArgumentParser:
     call.add_argument("--dtype", choices=DTYPES, default="bf16")
     call.add_argument("--device", help="default: the GPU where there is one")
     call.add_argument("--backend", choices=ca.backends.BACKENDS, help="default: what ca.attention picks for the device")
+    call.add_argument("--varlen", action="store_true", help="B packed sequences of Sq queries and Skv keys each")
+    call.add_argument("--seqused", action="store_true", help="packed, and only some first rows of each are used")
+    call.add_argument("--page-size", type=count_from, help="keys and values in pages of so many rows")
+    call.add_argument("--split-kv", type=splits_from, default="auto", help="parts of the keys, or auto")
     commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
-    kernel = commands.add_parser("compile", parents=[call], help=compile_kernel.__doc__)
+    kernel = commands.add_parser("compile", parents=[call], help=compile_kernels.__doc__)
     arches = [target.arch for target in TARGETS.values()]
-    kernel.add_argument("--target", choices=arches, help="machine code; default: that of the backend")
-    kernel.add_argument("--out", type=Path, help="folder to keep PTX and machine code in; default: the cache")
-    kernel.set_defaults(run=compile_kernel)
-    commands.add_parser("doctor", help=doctor.__doc__).set_defaults(run=doctor)
+    kernel.add_argument("--target", choices=arches, help="machine code; default: this GPU's, else the backend's")
+    kernel.add_argument("--sms", type=count_from, help="multiprocessors of the GPU, as doctor prints them there")
+    kernel.add_argument("--lse", action="store_true", help="for calls with return_lse")
+    kernel.add_argument("--max-scores", action="store_true", help="for calls with return_max_scores")
+    kernel.add_argument("--gradient", action="store_true", help="for calls that autograd records, backward too")
+    kernel.add_argument("--out", type=Path, help="a cache folder to keep them in, to be copied; default: the cache")
+    kernel.set_defaults(run=compile_kernels)
+    checks = commands.add_parser("doctor", help=doctor.__doc__)
+    checks.add_argument("--full", action="store_true", help=full.__doc__)
+    checks.set_defaults(run=lambda options: full() if options.full else doctor())
     commands.add_parser("bench", help=bench.__doc__, add_help=False)
     return made
 

@@ -235,3 +235,10 @@ class MissingDependency(ComposattnError, ImportError):
 
 class InvalidCommandLine(ComposattnError, ValueError):
     """An argument of `python -m composattn` that names no mod, or sizes that no tensor can have."""
+
+
+# --- warnings ----------------------------------------------------------------------------------------------
+
+
+class NeverRanOnDevice(UserWarning):
+    """Kernels that `backend=None` picked were checked with no device, and never ran on one."""

@@ -14,13 +14,13 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import has_hopper, has_kernel_toolchain
+from tests.support import has_gpu_backend, has_kernel_toolchain
 
 HERE = Path(__file__).parent
 
 # Folders that need something of the machine: name -> (is it there, what to say when not).
 NEEDS = {
-    "gpu": (has_hopper, "no Hopper GPU"),
+    "gpu": (has_gpu_backend, "no Hopper or Blackwell GPU"),
     "compile": (has_kernel_toolchain, "nvidia-cutlass-dsl is not installed (extra: gpu)"),
 }
 

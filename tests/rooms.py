@@ -31,7 +31,7 @@ ROOMS = {
     "backends/blackwell": "backends/blackwell",
     "backends, by name": "backends",
     "dispatch": "dispatch",
-    "front door": "__init__ __main__ api nn flex explain",
+    "front door": "__init__ __main__ api nn flex explain shaped doctor",
     "testing": "testing",
     "integrations": "integrations",
 }

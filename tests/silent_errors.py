@@ -20,6 +20,7 @@ import torch
 import composattn as ca
 from composattn.mods import causal, sliding_window
 from composattn.testing import Case, check, make_case, make_varlen_case
+from tests.support import as_served, needs_backward
 
 Mod = Callable[..., Any]
 
@@ -74,10 +75,11 @@ class Suite:
     def case(self, generator: torch.Generator, mask_mod: Mod, score_mod: Mod | None = None) -> Case:
         heads, kv_heads = self.heads
         seed = int(torch.randint(2**31, (), generator=generator))
-        return make_case(
+        made = make_case(
             seed, score_mod=score_mod, mask_mod=mask_mod, batch=1, heads=heads, kv_heads=kv_heads, q_len=self.length,
             dim=self.dim, dtype=self.dtype, device=self.device,
         )  # fmt: skip
+        return as_served(made, self.backend)
 
     @pytest.mark.parametrize("mask", MASKS)
     def test_masks(self, mask: str, generator: torch.Generator) -> None:
@@ -99,10 +101,11 @@ class Suite:
             score_mod=SCORES[score](table.to(self.device).requires_grad_()), mask_mod=causal(), heads=self.heads[0],
             kv_heads=self.heads[1], dim=self.dim, dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        check(self.attention(), case)
+        check(self.attention(), as_served(case, self.backend))
 
     @pytest.mark.parametrize("form", DOUTS)
     def test_strides_of_the_incoming_gradient(self, form: str, generator: torch.Generator) -> None:
+        needs_backward(self.backend)
         case = self.case(generator, causal())
         assert case.dout is not None
         check(self.attention(), dataclasses.replace(case, dout=DOUTS[form](case.dout)))

@@ -14,11 +14,41 @@ from typing import Any
 import pytest
 import torch
 
+from composattn.testing import Case
+
 
 @functools.cache
-def has_hopper() -> bool:
-    """Whether a Hopper GPU is there to run the generated kernels."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+def gpu_backend() -> str:
+    """Whose generated kernels run on the GPU that is there; "" where there is none that runs any."""
+    from composattn.backends import default_for
+    from composattn.backends.fused.architecture import ARCHITECTURES
+
+    found = default_for(torch.device("cuda")) if torch.cuda.is_available() else ""
+    return found if found in ARCHITECTURES else ""
+
+
+def has_gpu_backend() -> bool:
+    """Whether a GPU is there to run generated kernels."""
+    return gpu_backend() != ""
+
+
+def has_backward(backend: str) -> bool:
+    """Whether a backend computes gradients; an architecture's may not yet."""
+    from composattn.backends.fused.architecture import ARCHITECTURES
+
+    architecture = ARCHITECTURES.get(backend.removesuffix("-emulated"))
+    return architecture is None or architecture.backward_tiling is not None
+
+
+def needs_backward(backend: str) -> None:
+    """Skips the test, by name, where the backend computes no gradients."""
+    if not has_backward(backend):
+        pytest.skip(f'backend "{backend}" has no backward yet')
+
+
+def as_served(case: Case, backend: str) -> Case:
+    """The case, forward only where the backend computes no gradients."""
+    return case if has_backward(backend) else case.without_gradients()
 
 
 @functools.cache

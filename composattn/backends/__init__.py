@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -125,15 +127,32 @@ def check_name(name: str | None) -> None:
 def choose(name: str | None, problem: Problem) -> Backend:
     """The backend of that name; for None the generated kernels on Hopper and Blackwell, streaming elsewhere.
 
+    Warns: `NeverRanOnDevice`, where None picks kernels that nobody saw run.
     Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call).
     """
     check_name(name)
     backend = BACKENDS[name if name is not None else default_for(problem.device)]
+    if name is None:
+        _say_if_never_run(backend.name)
     why = backend.unavailable(problem.device)
     if why is not None:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
         raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
     return backend
+
+
+@functools.cache
+def _say_if_never_run(picked: str) -> None:
+    """Warns, once a process, that nobody saw the kernels of the backend that was picked run on a device."""
+    architecture = ARCHITECTURES.get(picked)
+    if architecture is not None and not architecture.ran:
+        warnings.warn(
+            f'backend=None picks "{picked}" for a {architecture.chip} GPU: its kernels were compiled, read in machine '
+            "code and emulated, and never ran on a device. `python -m composattn doctor --full` checks them on this "
+            f'one; backend="{picked}" takes them without this warning, backend="streaming" computes in PyTorch',
+            errors.NeverRanOnDevice,
+            stacklevel=2,
+        )
 
 
 def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, str]:

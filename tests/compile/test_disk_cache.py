@@ -52,6 +52,18 @@ def test_a_kept_kernel_is_loaded_without_the_kernel_language(tmp_path: Path) -> 
     assert [run(code, tmp_path / "kernels") for _ in range(2)] == ["True", "False"]
 
 
+def test_what_was_compiled_ahead_is_loaded_with_no_compiler_and_is_the_code_beside_it(tmp_path: Path) -> None:
+    ahead = "from composattn.backends.fused import compile; compile.compile_ahead(plan)"
+    assert run(ahead, tmp_path / "kernels") == ""
+    library, cubin = (next((tmp_path / "kernels").rglob(f"kernel-*{suffix}")) for suffix in (".so", ".cubin"))
+    assert cubin.read_bytes() in library.read_bytes()
+    later = (
+        "from composattn.backends.fused import compile; compile._run_compiler = None;"
+        "print(compile.compile_plan(plan) is not None, 'cutlass' in sys.modules)"
+    )
+    assert run(later, tmp_path / "kernels") == "True False"
+
+
 def test_compiling_reaches_nothing_that_the_key_leaves_out(tmp_path: Path) -> None:
     code = (
         "from composattn.backends.fused.compile import compile_plan; from composattn.backends.fused import toolchain;"

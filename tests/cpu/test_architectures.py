@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +27,7 @@ GPU = torch.device("cuda", 0)
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[int, int]:
     """There seems to be a GPU of this compute capability."""
     major, minor = request.param
-    facts = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=7, L2_cache_size=1 << 20)
+    facts = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=7)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -41,9 +43,44 @@ def test_a_gpu_gets_the_backend_of_its_capability(gpu: tuple[int, int], name: st
     assert backends.default_for(GPU) == name
 
 
+def picked(device: torch.device) -> str:
+    """What `backend=None` takes there; that there is no such device shows only when a call is planned."""
+    problem = Problem(1, 1, 1, 8, 8, 64, 64, torch.bfloat16, device)
+    return backends.choose(None, problem).name
+
+
+@pytest.mark.parametrize("gpu", [(10, 3)], indirect=True)
+def test_kernels_that_never_ran_are_picked_with_one_warning_a_process(
+    gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends._say_if_never_run.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    with pytest.warns(errors.NeverRanOnDevice) as said:
+        assert picked(GPU) == picked(torch.device("cuda", 1)) == "blackwell"
+    (warning,) = said
+    for words in ("never ran on a device", "doctor --full", 'backend="blackwell"', 'backend="streaming"'):
+        assert words in str(warning.message)
+    backends._say_if_never_run.cache_clear()
+
+
+@pytest.mark.parametrize("gpu", [(9, 0), (10, 0), (8, 0)], indirect=True)
+def test_who_names_a_backend_or_gets_one_that_ran_is_not_warned(
+    gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends._say_if_never_run.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    name = backends.default_for(GPU)
+    problem = Problem(1, 1, 1, 8, 8, 64, 64, torch.bfloat16, GPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.choose(name, problem).name == name
+        if gpu != (10, 0):
+            assert picked(GPU) == name
+
+
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
 def test_a_target_has_the_size_of_the_gpu_that_is_there(gpu: tuple[int, int]) -> None:
-    assert Target.of(GPU) == dataclasses.replace(HOPPER, sms=7, l2=1 << 20)
+    assert Target.of(GPU) == dataclasses.replace(HOPPER, sms=7)
 
 
 @pytest.mark.parametrize("gpu", [(8, 0), (10, 1)], indirect=True)

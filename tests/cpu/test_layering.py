@@ -168,6 +168,10 @@ def test_three_quarters_of_the_backends_serve_another_architecture() -> None:
     assert House.at(ROOT).shared_by_architectures() >= 0.75
 
 
+def test_an_architecture_of_its_own_is_small() -> None:
+    assert House.at(ROOT).lines_by_room()["backends/blackwell"] <= 2000
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     # the kernel language, the compiler of torch and algebra take seconds; who needs one waits for it then
     heavy = {"cutlass", "triton", "cuda", "matplotlib", "tvm_ffi", "sympy", "torch._dynamo", "torch._inductor"}

@@ -17,7 +17,7 @@ import composattn as ca
 from composattn import errors
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import FUSED, Case, check, random_case
-from tests.support import cut_as_long_ones, outlier_normal
+from tests.support import cut_as_long_ones, gpu_backend, needs_backward, outlier_normal
 
 pytestmark = pytest.mark.gpu
 
@@ -162,6 +162,7 @@ class Suite:
             )
 
     def test_gradients_of_everything(self, seed: int) -> None:
+        needs_backward(self.backend)
         made = case(seed, mask="window", lengths=(200, 200), dims=(64, 64))
         table = torch.randn(4, 401, device=DEVICE, requires_grad=True)
         check(
@@ -180,6 +181,7 @@ class Suite:
 
     @pytest.mark.parametrize("number", range(FUZZED))
     def test_random_gradients(self, number: int, seed: int) -> None:
+        needs_backward(self.backend)
         with cut_as_long_ones(number % 2 == 1):
             check(self.attention, random_case(seed + number, FUSED))
 
@@ -200,8 +202,8 @@ def _broadcast_free(x: torch.Tensor) -> torch.Tensor:
     return x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
 
 
-class TestHopper(Suite):
-    backend = "hopper"
+class TestGenerated(Suite):
+    backend = gpu_backend()
 
     def test_is_what_gpu_tensors_get(self, seed: int) -> None:
         made = case(seed)

@@ -1,4 +1,4 @@
-"""The fused backward on a Hopper GPU against fp64: dQ, dK, dV and captured gradients, for every kind of mod and shape.
+"""The fused backward on a GPU against fp64: dQ, dK, dV and captured gradients, for every kind of mod and shape.
 
 The bar is the DESIGN rule: at most twice the error of the same computation in plain PyTorch at the same precision,
 plus the rounding of the output type, of the parts of a sum where they cancel.
@@ -18,9 +18,15 @@ import composattn as ca
 from composattn.backends import reference
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from tests.support import outlier_normal, poison_cuda_memory, uncancelled_sizes
+from tests.support import gpu_backend, needs_backward, outlier_normal, poison_cuda_memory, uncancelled_sizes
 
+BACKEND = gpu_backend()
 LENGTH = 700  # longest in the cases below: tables are made for it
+
+
+@pytest.fixture(autouse=True)
+def backward() -> None:
+    needs_backward(BACKEND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +172,7 @@ def test_gradients_match_fp64(shape: str, mods: str, generator: torch.Generator)
 
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     poison_cuda_memory()
-    out, lse = ca.attention(*leaves, score_mod=score, mask_mod=mask, return_lse=True, backend="hopper")
+    out, lse = ca.attention(*leaves, score_mod=score, mask_mod=mask, return_lse=True, backend=BACKEND)
     ours = gradients(out, lse, dout, dlse, leaves + floats)
 
     exact_leaves = [t.double().requires_grad_() for t in (q, k, v)]
@@ -197,7 +203,7 @@ def test_gradients_match_fp64(shape: str, mods: str, generator: torch.Generator)
 def test_fully_masked_rows_give_zero_gradients(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(1, 2, 200, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
     out, lse = ca.attention(
-        q, k, v, mask_mod=lambda b, h, q, kv: (q >= 100) & (kv < 50), return_lse=True, backend="hopper"
+        q, k, v, mask_mod=lambda b, h, q, kv: (q >= 100) & (kv < 50), return_lse=True, backend=BACKEND
     )
     dq, dk, dv = torch.autograd.grad([out, lse], (q, k, v), [torch.randn_like(out), torch.randn_like(lse)])
     assert (dq[:, :, :100] == 0).all() and (dk[:, :, 50:] == 0).all() and (dv[:, :, 50:] == 0).all()
@@ -215,7 +221,7 @@ def test_any_strides_of_the_incoming_gradient(form: str, generator: torch.Genera
     }[form]
     results = []
     for given in (dout, dout.contiguous()):
-        out = ca.attention(q, k, v, backend="hopper")
+        out = ca.attention(q, k, v, backend=BACKEND)
         results.append(torch.autograd.grad(out, (q, k, v), given))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * float(b.abs().max()))  # dQ is summed in any order
@@ -224,9 +230,9 @@ def test_any_strides_of_the_incoming_gradient(form: str, generator: torch.Genera
 def test_dk_and_dv_are_bitwise_repeatable(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(2, 4, 1000, 128, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
     dout = torch.randn_like(q)
-    first = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend="hopper"), (k, v), dout)
+    first = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend=BACKEND), (k, v), dout)
     for _ in range(20):
-        again = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend="hopper"), (k, v), dout)
+        again = torch.autograd.grad(ca.attention(q, k, v, mask_mod=ca.mods.causal(), backend=BACKEND), (k, v), dout)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -238,7 +244,7 @@ def test_deterministic_gradients_are_bitwise_repeatable(shape: str, mods: str, g
     attention = ca.Attention(
         score_mod=None if m.score is None else m.score(captured),
         mask_mod=None if m.mask is None else m.mask(captured),
-        backend="hopper",
+        backend=BACKEND,
     )
     sizes = ((s.heads, s.d), (s.kv_heads, s.d), (s.kv_heads, s.dv))
     q, k, v = (
@@ -262,7 +268,7 @@ def test_deterministic_gradients_are_bitwise_repeatable(shape: str, mods: str, g
 
 def test_double_backward_is_refused_by_name(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(1, 1, 64, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
-    out = ca.attention(q, k, v, backend="hopper")
+    out = ca.attention(q, k, v, backend=BACKEND)
     assert isinstance(out, torch.Tensor)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(ca.errors.GradientUnsupported, match="streaming"):

@@ -1,4 +1,4 @@
-"""Gradients of captured tensors on a Hopper GPU: bitwise repeatable by every pattern, and right over many tiles."""
+"""Gradients of captured tensors on a GPU: bitwise repeatable by every pattern, and right over many tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 import composattn as ca
 from composattn.mods import causal
+from tests.support import gpu_backend, needs_backward
 
+BACKEND = gpu_backend()
 LENGTH = 1000
 Mod = Callable[..., Any]
 MODS: dict[str, Callable[[dict[str, torch.Tensor]], Mod]] = {
@@ -27,6 +29,11 @@ MODS: dict[str, Callable[[dict[str, torch.Tensor]], Mod]] = {
         )
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def backward() -> None:
+    needs_backward(BACKEND)
 
 
 def tables(heads: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -48,7 +55,7 @@ def test_repeatable_and_equal_to_the_streaming_backend(mods: str, d: int, genera
         return torch.randn(2, heads, LENGTH, d, generator=generator).cuda().bfloat16().requires_grad_()
 
     inputs, dout = [draw(heads), draw(kv_heads), draw(kv_heads)], draw(heads).detach()
-    attention = ca.Attention(score_mod=score, mask_mod=causal(), backend="hopper")
+    attention = ca.Attention(score_mod=score, mask_mod=causal(), backend=BACKEND)
     read = [c.tensor for c in attention.program.captures if c.tensor.requires_grad]
     first = torch.autograd.grad(attention(*inputs), read, dout)
     for _ in range(20):
@@ -66,7 +73,7 @@ def test_repeatable_and_equal_to_the_streaming_backend(mods: str, d: int, genera
 def test_a_gradient_that_is_not_finite_says_so(generator: torch.Generator) -> None:
     column = torch.zeros(200, device="cuda", requires_grad=True)
     q, k, v = (torch.randn(1, 1, 200, 64, generator=generator).cuda().bfloat16().requires_grad_() for _ in range(3))
-    out = ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + column[j], backend="hopper")
+    out = ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + column[j], backend=BACKEND)
     assert isinstance(out, torch.Tensor)
     (grad,) = torch.autograd.grad(out, column, torch.full_like(out, torch.inf))
     assert not torch.isfinite(grad).any()

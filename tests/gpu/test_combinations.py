@@ -1,4 +1,4 @@
-"""Combinations on the Hopper kernels: some cells of docs/combinations.md in every run, all of them nightly."""
+"""Combinations on a GPU's generated kernels: some cells of docs/combinations.md in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.combinations import Cell, cells, outcome
+from tests.support import gpu_backend
 
 RECORD = Path(__file__).parents[2] / "docs" / "combinations.json"
 SAMPLE = 12
@@ -17,8 +18,8 @@ SAMPLE = 12
 
 def held_to_the_page(cell: Cell) -> None:
     """Right or refused by name, as the page says where it says something."""
-    said = outcome(cell, "hopper", "cuda")
-    assert said == json.loads(RECORD.read_text()).get("hopper", {}).get(str(cell), said), cell
+    said = outcome(cell, gpu_backend(), "cuda")
+    assert said == json.loads(RECORD.read_text()).get(gpu_backend(), {}).get(str(cell), said), cell
 
 
 def test_sampled_cells_give_what_the_page_says() -> None:

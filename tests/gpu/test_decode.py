@@ -17,12 +17,13 @@ import torch
 import composattn as ca
 from composattn.mods import alibi, causal, sliding_window, softcap
 from composattn.testing import FUSED, check, make_case, make_paged_case, random_case
+from tests.support import gpu_backend
 
 pytestmark = pytest.mark.gpu
 
 FUZZED = int(os.environ.get("COMPOSATTN_FUZZ", "8"))
 SPACE = dataclasses.replace(FUSED, layouts=("dense", "varlen", "paged", "paged"), gradients=False, learned=False)
-attend = functools.partial(ca.attention, backend="hopper")
+attend = functools.partial(ca.attention, backend=gpu_backend())
 
 
 def slopes(heads: int) -> torch.Tensor:
@@ -74,7 +75,7 @@ def test_random_calls_under_random_schedules(number: int) -> None:
 
 def test_parts_give_the_same_bits_in_every_run() -> None:
     case = make_case(3, heads=32, kv_heads=8, q_len=1, kv_len=30000, dim=128, dtype=torch.bfloat16, device="cuda")
-    attention = ca.Attention(backend="hopper", schedule=ca.Schedule(split_kv=9))
+    attention = ca.Attention(backend=gpu_backend(), schedule=ca.Schedule(split_kv=9))
     first = attention(case.q.detach(), case.k.detach(), case.v.detach())
     for _ in range(20):
         assert torch.equal(attention(case.q.detach(), case.k.detach(), case.v.detach()), first)
@@ -87,7 +88,7 @@ def test_a_captured_step_follows_the_lengths() -> None:
     cache = torch.randn(40, 2, 64, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(40, generator=generator, device="cuda").to(torch.int32).view(2, 20)
     used = torch.tensor([1000, 3], dtype=torch.int32, device="cuda")
-    attention = ca.Attention(backend="hopper")
+    attention = ca.Attention(backend=gpu_backend())
 
     def step() -> Any:
         return attention(q, cache, cache, paged=ca.Paged(table, 64, used))

@@ -11,6 +11,7 @@ import composattn as ca
 from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, softcap
 from composattn.testing import Case, make_case, make_paged_case, make_varlen_case
+from tests.support import gpu_backend
 
 SIZES: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda"}
 
@@ -45,11 +46,11 @@ def test_as_in_fp64(name: str) -> None:
     case, options = CASES[name]()
     given = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "varlen": case.varlen, "paged": case.paged}
     out, lse, found = ca.attention(
-        case.q, case.k, case.v, **given, **options, return_lse=True, return_max_scores=True, backend="hopper"
+        case.q, case.k, case.v, **given, **options, return_lse=True, return_max_scores=True, backend=gpu_backend()
     )
     _, wanted = ca.attention(case.q, case.k, case.v, **given, return_max_scores=True, backend="reference")
     assert torch.equal(found == -torch.inf, wanted == -torch.inf)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
-    plain = ca.attention(case.q, case.k, case.v, **given, **options, return_lse=True, backend="hopper")
+    plain = ca.attention(case.q, case.k, case.v, **given, **options, return_lse=True, backend=gpu_backend())
     assert torch.equal(out, plain[0])
     assert torch.equal(lse, plain[1])

@@ -22,6 +22,7 @@ ARCHITECTURE = Architecture(
     name="blackwell",
     chip="Blackwell",
     target=BLACKWELL,
+    ran=False,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
     forward_tiling=forward_tiling,

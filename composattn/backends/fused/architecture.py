@@ -38,6 +38,7 @@ class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
+    `ran`: its kernels ran on such a GPU, and were found right.
     `backward_tiling` is also told whether dQ is summed in a fixed order; None: there is no backward. `kernels`, by the
     step that a plan names, imports the kernel language.
     """
@@ -45,6 +46,7 @@ class Architecture:
     name: str
     chip: str
     target: Target
+    ran: bool
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]

@@ -73,6 +73,18 @@ class FusedCall:
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
         return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
 
+    def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
+        """What a call launches, made now: the forward for what it asks for; with `gradient` all that autograd needs.
+
+        Raises: `GradientUnsupported`.
+        """
+        if not gradient:
+            return self.launcher(*asked).kernels()
+        backward_of(self.target)
+        made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
+        summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
+        return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
+
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
     ) -> FusedAttend:

@@ -1,4 +1,4 @@
-"""Plan → compiled kernel, cached in memory and on disk by content; and compiling with no GPU, for inspection.
+"""Plan → compiled kernel, cached in memory and on disk by content; and compiling with no GPU, to keep or to read.
 
 A compiled kernel is a function of torch tensors (through TVM FFI) that launches on torch's current stream. It is kept
 by the hash of everything that went into it: the plan (graphs by content, never by source text), the target and the
@@ -143,16 +143,37 @@ def _linked(made: Path) -> Path | None:
 def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
     """Compiles `plan` with no GPU and keeps PTX and cubin, by default under the cache folder, by content."""
     folder = folder or disk_cache.usable() / "offline"
+    return _kept_text(plan, folder) or _with_text(plan, folder)[1]
+
+
+def compile_ahead(plan: Plan, folder: Path | None = None) -> Artifact:
+    """As `compile_plan`, GPU or not, with PTX and cubin beside; `folder`, if not the cache, is one to copy.
+
+    A process whose cache folder it is finds the kernel there, if its `content_hash` of the plan is the same.
+    """
+    folder = folder or disk_cache.usable()
     key = content_hash(plan)
-    ptx, cubin = (disk_cache.get(folder, key, suffix) for suffix in (".ptx", ".cubin"))
-    if ptx is None or cubin is None:
-        with tempfile.TemporaryDirectory(prefix="composattn-") as aside:
-            _run_compiler(plan, f"{_OPTIONS} --keep-ptx --keep-cubin --dump-dir={aside}")
-            ptx, cubin = (
-                disk_cache.put(folder, key, suffix, _only(aside, f"*{suffix}").read_bytes())
-                for suffix in (".ptx", ".cubin")
-            )
-    return Artifact(plan, ptx, cubin)
+    made = _kept_text(plan, folder)
+    if made is None or _from_disk(folder, key) is None:
+        compiled, made = _with_text(plan, folder)
+        _keep(compiled, folder, key)
+    return made
+
+
+def _kept_text(plan: Plan, folder: Path) -> Artifact | None:
+    ptx, cubin = (disk_cache.get(folder, content_hash(plan), suffix) for suffix in (".ptx", ".cubin"))
+    return None if ptx is None or cubin is None else Artifact(plan, ptx, cubin)
+
+
+def _with_text(plan: Plan, folder: Path) -> tuple[Any, Artifact]:
+    """`plan` compiled, and its PTX and cubin, kept."""
+    with tempfile.TemporaryDirectory(prefix="composattn-") as aside:
+        compiled = _run_compiler(plan, f"{_OPTIONS} --keep-ptx --keep-cubin --dump-dir={aside}")
+        ptx, cubin = (
+            disk_cache.put(folder, content_hash(plan), suffix, _only(aside, f"*{suffix}").read_bytes())
+            for suffix in (".ptx", ".cubin")
+        )
+    return compiled, Artifact(plan, ptx, cubin)
 
 
 def _only(folder: str, pattern: str) -> Path:

@@ -57,15 +57,20 @@ def usable() -> Path:
     Where it can't be made, or others could write into it, one of this process, with a warning.
     """
     path = folder()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        why = _distrusted(path.stat())
-    except OSError as error:
-        why = f"it can't be made ({error})"
+    why = unusable(path)
     if why is None:
         return path
     _warn_unkept(path, why)
     return of_process()
+
+
+def unusable(path: Path) -> str | None:
+    """Why kernels are not kept in `path`, which is made for its user alone if it was not there; None where they are."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _distrusted(path.stat())
+    except OSError as error:
+        return f"it can't be made ({error})"
 
 
 def _distrusted(facts: os.stat_result) -> str | None:

@@ -39,6 +39,10 @@ class ForwardLauncher:
         """What follows the kernel where the plan splits kv."""
         return self.kernel_of(self.plan.combine)
 
+    def kernels(self) -> list[Any]:
+        """All that it launches, made now."""
+        return [self.kernel, *([self.combine] if self.plan.is_split else ())]
+
     def __call__(
         self,
         q: torch.Tensor,

@@ -57,6 +57,11 @@ class BackwardLauncher:
     def gather(self) -> Kernel | None:
         return None if self.plans.gather is None else self.kernel_of(self.plans.gather)
 
+    def kernels(self) -> list[Kernel]:
+        """All that it launches, made now."""
+        gathers = () if self.gather is None else (self.gather,)
+        return [self.preprocess, self.main, self.postprocess, *gathers]
+
     def __call__(
         self,
         q: torch.Tensor,

@@ -52,6 +52,9 @@ class Plan(abc.ABC):
         fields = [f for f in dataclasses.fields(self) if f.compare]
         return f"{self.step} {[(f.name, getattr(self, f.name)) for f in fields]!r}"
 
+    def __str__(self) -> str:
+        return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, Dv {self.head_dim_v}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombinePlan(Plan):

@@ -15,7 +15,7 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-    and `exp2_per_clock` what one multiprocessor has; `l2` the bytes of second-level cache.
+    and `exp2_per_clock` what one multiprocessor has.
     """
 
     gpu: str = dataclasses.field(compare=False, repr=False)
@@ -24,7 +24,6 @@ class Target:
     sms: int
     shared_memory: int
     registers: int
-    l2: int
     exp2_per_clock: int
 
     @staticmethod
@@ -38,14 +37,12 @@ class Target:
                 f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); generated "
                 f'kernels take {known}, backend="streaming" takes any device'
             )
-        return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count, l2=facts.L2_cache_size)
+        return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count)
 
 
-HOPPER = Target(
-    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, l2=50 << 20, exp2_per_clock=16
-)
+HOPPER = Target("H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16)
 BLACKWELL = Target(
-    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, l2=126 << 20, exp2_per_clock=16
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16
 )
 
 TARGETS = {

@@ -20,13 +20,9 @@ import torch
 PACKAGE = Path(__file__).parents[2]
 # These run and judge kernels; nothing that makes one imports them.
 NOT_COMPILED = ("emulator", "testing")
-# What compiles, and what its compiled kernels link to. The last two are one compiler for each CUDA version.
-PACKAGES = (
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-)
+COMPILERS = {"nvidia-cutlass-dsl-libs-cu12": 12, "nvidia-cutlass-dsl-libs-cu13": 13}  # by CUDA version
+# What compiles, and what its compiled kernels link to.
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", *COMPILERS)
 
 
 def described(arch: str) -> str:
@@ -58,11 +54,11 @@ def source_hash(package: Path = PACKAGE) -> str:
 
 
 def versions() -> str:
-    """Of Python, torch (which folds constants), the kernel language, where it lies, and the CUDA driver it chose by."""
+    """Of Python, torch (which folds constants) and the kernel language, where it lies, and which compiler it takes."""
     language = importlib.util.find_spec("nvidia_cutlass_dsl")
     places = list(language.submodule_search_locations or ()) if language else []
     return (
-        f"python {platform.python_version()}, torch {torch.__version__}, {dict(_installed())} in {places}, {driver()}"
+        f"python {platform.python_version()}, torch {torch.__version__}, {dict(_installed())} in {places}, {compiler()}"
     )
 
 
@@ -74,14 +70,24 @@ def _installed() -> Iterator[tuple[str, str | None]]:
             yield package, None
 
 
-def driver() -> str:
-    """The CUDA version of the driver; the kernel language picks its compiler by it."""
+def compiler() -> str:
+    """Which compiler the kernel language takes: the newest that the driver knows, with no driver the newest there is.
+
+    So kernels that are compiled where there is no GPU are those that the same environment looks for where there is one.
+    """
+    installed, known = dict(_installed()), _driver()
+    able = (version for package, version in COMPILERS.items() if installed[package] and version <= (known or version))
+    return f"compiler of CUDA {max(able, default=None)}"
+
+
+def _driver() -> int | None:
+    """The CUDA version that the driver knows; None with no driver."""
     version = ctypes.c_int(0)
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
-        return "no CUDA driver"
-    return f"CUDA driver {version.value // 1000}"
+        return None
+    return None if failed else version.value // 1000
 
 
 def processor() -> str:

@@ -37,6 +37,7 @@ ARCHITECTURE = Architecture(
     name="hopper",
     chip="Hopper",
     target=HOPPER,
+    ran=True,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
     forward_tiling=forward_tiling,
