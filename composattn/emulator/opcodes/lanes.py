@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 
 
-def _active(g: Any, m: Any) -> Array:
+def _active(g: Any, m: Any) -> Any:
     """[warp, lane]: who executes an instruction."""
     return np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
 
