@@ -1,4 +1,4 @@
-"""What the analysis derived, as a machine computes it: sums that may leave 64 bits saturate.
+"""Sums that the analysis derived, as a machine computes them: those that may leave 64 bits saturate.
 
 The analysis adds and multiplies numbers that have no end: `kv <= limit[b]` becomes `kv < limit[b] + 1`, which wraps
 where the limit is the largest int64 ("no limit"), though the mask computes nothing. Here every sum that may leave 64
