@@ -105,10 +105,6 @@ def _pow_partials(out: Expr, x: Expr, y: Expr) -> Partials:
     return by_x, by_y
 
 
-def _sign_of(x: Expr) -> Expr:
-    return f("sign", x)
-
-
 _LN2 = math.log(2.0)
 _TWO_OVER_SQRT_PI = 2.0 / math.sqrt(math.pi)
 
@@ -151,7 +147,7 @@ S = _Sympy()
 _BY_ARITY: dict[int, list[Op]] = {
     1: [
         Op("neg", torch.neg, _number("-"), lambda o, x: (const(-1.0),), lambda x: -x),
-        Op("abs", torch.abs, _number("abs"), lambda o, x: (_sign_of(x),), S.Abs),
+        Op("abs", torch.abs, _number("abs"), lambda o, x: (f("sign", x),), S.Abs),
         Op("sign", torch.sign, _number("sign"), _zero, S.sign),
         Op("not", torch.bitwise_not, _bits("~"), _zero, lambda x: S.Not(x)),
         Op("isnan", torch.isnan, _bool, _zero),
