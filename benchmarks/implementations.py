@@ -281,7 +281,7 @@ def interval_ends(case: Case, pattern: Pattern, device: torch.device) -> torch.T
         seen = F.pad(pattern.mask_mod(zero, zero, rows[:, None], kv).to(torch.int8), (1, 1))
         steps = seen.diff(dim=1)  # 1 where a run of keys begins, -1 behind it
         if int((steps > 0).sum(1).max()) > 1:
-            raise NotServed("more than one interval of keys a query")
+            raise NotServed("more than one interval of keys per query")
         found.append(torch.stack([(steps > 0).int().argmax(1), (steps < 0).int().argmax(1)]))
     begins, stops = torch.cat(found, dim=1).to(torch.int32)
     if not bool(begins.any()):

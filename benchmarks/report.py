@@ -104,7 +104,7 @@ def is_measured(row: Row) -> bool:
 
 
 def markdown(result: Result) -> str:
-    """One table: of planning, of new processes, or a line a case, a column an implementation, ours first."""
+    """One table: of planning, of new processes, or a line per case, a column per implementation, ours first."""
     if any("analysed_ms" in row for row in result.facts["rows"]):
         return planning(result)
     if any("forward_s" in row for row in result.facts["rows"]):
@@ -126,7 +126,7 @@ def markdown(result: Result) -> str:
 
 
 def planning(result: Result) -> str:
-    """What `benchmarks/planning.py` kept: a line a mask, its length and who plans it."""
+    """What `benchmarks/planning.py` kept: a line per mask, its length and who plans it."""
     head = ["mask", "S", "planned by", "host, ms", "until the device is done, ms", "kept, MiB", "besides at most, MiB"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in result.facts["rows"]:
@@ -137,7 +137,7 @@ def planning(result: Result) -> str:
 
 
 def cold(result: Result) -> str:
-    """What `benchmarks/cold.py` kept: a line a case and who computes it, seconds of each part."""
+    """What `benchmarks/cold.py` kept: a line per case and who computes it, seconds of each part."""
     parts = {"import_s": "import, s", "inputs_s": "inputs, s", "forward_s": "forward, s", "backward_s": "backward, s"}
     head = ["new process", "computed by", *parts.values()]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

@@ -43,15 +43,15 @@ class Attention(Held):
     scale: factor of q·k before the score mod; None is 1/sqrt(D).
     backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
     deterministic: whether the fused backward sums in a fixed order, so that gradients are bitwise the same in every
-        run; None is as torch is set when they are computed (`torch.use_deterministic_algorithms`).
-    schedule: order and division of the work, see `Schedule`; None is all as the plan chooses.
+        run. None follows torch's setting at that time (`torch.use_deterministic_algorithms`).
+    schedule: order and division of the work, see `Schedule`. None: the plan chooses.
 
-    The mods are traced here, once: Python numbers and globals that they use are constants from now on, captured
-    tensors are held by reference and read at every call, and `ca.scalar` values are read at every call. Write to
-    captured tensors by torch operations: which tiles a mask leaves is derived anew where torch counts a write, which it
-    does not through `.data[...]` or numpy. Parameters of a module that others may replace (FSDP,
-    `load_state_dict(assign=True)`, `functional_call`, meta initialisation) want `ca.nn.Attention`, which reads them by
-    name at each call, as `ca.attention` does.
+    The mods are traced here, once. Python numbers and globals that they use become constants. Captured tensors are
+    held by reference, and read at every call; so are `ca.scalar` values. Write to captured tensors with torch
+    operations: the tiles that a mask leaves are found again after a write that torch counts. It does not count writes
+    through `.data[...]` or numpy. Use `ca.nn.Attention` for parameters that others may replace (FSDP,
+    `load_state_dict(assign=True)`, `functional_call`, meta initialisation): it reads them by name at each call. So does
+    `ca.attention`.
 
     Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`,
     `InvalidSchedule`.
@@ -99,12 +99,13 @@ class Attention(Held):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
 
-        With `return_max_scores` last the largest score of each row, after score mod and mask: (B, Hq, Sq), fp32, -inf
-        where a row sees nothing; no gradient flows through it.
+        With `return_max_scores`, the last result is the largest score of each row, after score mod and mask:
+        (B, Hq, Sq), fp32, -inf where a row sees nothing. No gradient flows through it.
 
         q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. With `varlen` packed
         (total, H, D) tensors and lse (Hq, total_q); with `paged` k and v in pages. A row with nothing to attend gives
-        out 0, lse -inf and zero gradients. Differentiable in q, k, v, captured tensors, through both; not `paged`.
+        out 0, lse -inf and zero gradients. Differentiable in q, k, v and captured tensors, through out and lse, but not
+        with `paged`.
 
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
@@ -129,8 +130,8 @@ class Attention(Held):
     ) -> Any:
         """What a call with these inputs computes and how: formulas, dependence classes, plan, tiles, FLOPs.
 
-        Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel, of dense calls.
-        Lengths of `varlen` and `paged` are read, which waits for the device.
+        Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel to dense calls.
+        The lengths of `varlen` and `paged` are read, which waits for the device.
         """
         from .explain import explain
 
@@ -174,9 +175,9 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
-    Arguments and errors as of `Attention`. What the mods say is looked at in every call, so what a plain function
-    closes over may change between calls; where nothing changed, nothing is traced or planned again. Plans are kept for
-    as long as the captured tensors live.
+    Arguments and errors are those of `Attention`. The mods are looked at in every call, so what a plain function closes
+    over may change between calls. If nothing changed, nothing is traced or planned again. Plans are kept as long as the
+    captured tensors live.
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
     `return_lse` and `return_max_scores` ask for more than out, see `Attention.__call__`.

@@ -67,7 +67,7 @@ class TypeMismatch(TraceError, TypeError):
 
 
 class WrongReturn(TraceError, TypeError):
-    """A mask that returns something else than bool, or a score mod that returns something else than a number."""
+    """A mask that returns something other than a bool, or a score mod that returns something other than a number."""
 
 
 class WrongSignature(ComposattnError, TypeError):
@@ -75,7 +75,7 @@ class WrongSignature(ComposattnError, TypeError):
 
 
 class WrongComposition(ComposattnError, TypeError):
-    """A score mod where a mask belongs, `and` for `&`, and their like."""
+    """A score mod where a mask belongs, `and` for `&`, and the like."""
 
 
 class InvalidModArgument(ComposattnError, ValueError):
@@ -134,7 +134,7 @@ class UnsupportedIndexDType(InvalidArgument, TypeError):
 
 
 class InvalidLength(InvalidArgument):
-    """A maximum of sequence lengths that is no number from 0, or a size beyond what masks are followed to."""
+    """A maximum of sequence lengths that is not an int of at least 0, or a size beyond what masks are analysed for."""
 
 
 class SequencesMismatch(InvalidArgument):
@@ -142,31 +142,31 @@ class SequencesMismatch(InvalidArgument):
 
 
 class UnsupportedPageSize(InvalidArgument):
-    """A page size that is no power of two of 16 to 256."""
+    """A page size that is not a power of two from 16 to 256."""
 
 
 class OffsetsNotMonotone(InvalidArgument):
-    """cu_seqlens in which a sequence ends before it begins; found where `debug_checks` are on."""
+    """cu_seqlens in which a sequence ends before it begins; found under `debug_checks`."""
 
 
 class OffsetsOutOfRange(InvalidArgument):
-    """cu_seqlens that does not begin with 0 and end with the total; found where `debug_checks` are on."""
+    """cu_seqlens that does not begin with 0 and end with the total; found under `debug_checks`."""
 
 
 class UsedOutOfRange(InvalidArgument):
-    """seqused that is negative or beyond the sequence's length or pages; found where `debug_checks` are on."""
+    """seqused that is negative or beyond the sequence's length or pages; found under `debug_checks`."""
 
 
 class PageOutOfRange(InvalidArgument, IndexError):
-    """A page table that names a page which the cache does not have; found where `debug_checks` are on."""
+    """A page table that names a page which the cache does not have; found under `debug_checks`."""
 
 
 class MaximumExceeded(InvalidArgument):
-    """A sequence longer than max_seqlen says; found where `debug_checks` are on."""
+    """A sequence longer than max_seqlen says; found under `debug_checks`."""
 
 
 class InvalidSchedule(InvalidArgument):
-    """A field of a Schedule that is none of its values."""
+    """A field of a Schedule with a value that it does not take."""
 
 
 class InvalidScale(InvalidArgument):
@@ -186,11 +186,11 @@ class UnsupportedCapture(InvalidArgument):
 
 
 class CapturedTensorChanged(InvalidArgument):
-    """A captured tensor is not of the shape, type or device any more that a `ca.Attention` was planned for."""
+    """A captured tensor no longer has the shape, type or device that a `ca.Attention` was planned for."""
 
 
 class ScalarGone(ComposattnError, RuntimeError):
-    """Compiled code reads a `ca.scalar` that is not there any more."""
+    """Compiled code reads a `ca.scalar` that no longer exists."""
 
 
 class BlockMaskMismatch(InvalidArgument, RuntimeError):
@@ -202,7 +202,7 @@ class BlocksOutOfRange(InvalidArgument):
 
 
 class UnsupportedBlockSize(InvalidArgument):
-    """Blocks of a BlockSparse that are no multiples of 16 positions."""
+    """Blocks of a BlockSparse whose sizes are not multiples of 16 positions."""
 
 
 class UnsupportedOption(InvalidArgument):
@@ -226,7 +226,7 @@ class GradientUnsupported(ComposattnError, RuntimeError):
 
 
 class UnsupportedTransform(ComposattnError, RuntimeError):
-    """A transform of torch (torch.func, torch.jit, DTensor) that a call can't be taken through."""
+    """A transform of torch (torch.func, torch.jit, DTensor) that a call does not support."""
 
 
 class MissingDependency(ComposattnError, ImportError):

@@ -36,13 +36,14 @@ def flex_attention(
     """`flex_attention` of torch 2.11-2.13, on our backends; needs no torch.compile.
 
     query (B, Hq, Sq, D), key (B|1, Hkv, Skv, D), value (B|1, Hkv, Skv, Dv). `block_mask` is torch's `BlockMask`: its
-    mask_mod is traced and its block lists are honoured as torch's compiled kernel does (a listed full block is
-    visible whole, a listed partial block by the mask_mod, others not at all). Returns out, or (out, lse) with
-    `return_lse`, or (out, AuxOutput) with `return_aux`: lse and max_scores (B, Hq, Sq), natural units, fp32.
+    mask_mod is traced, and its lists of blocks mean what they mean to torch's compiled kernel: all of a listed full
+    block is visible, in a listed partial block what the mask_mod says, in other blocks nothing. Returns out, or
+    (out, lse) with `return_lse`, or (out, AuxOutput) with `return_aux`: lse and max_scores (B, Hq, Sq), natural units,
+    fp32.
 
     Raises: what `Attention` raises; `GroupMismatch` for unequal head counts without `enable_gqa`;
     `BlockMaskMismatch`; `UnsupportedOption` for `return_lse` with `return_aux`, or a BACKEND in `kernel_options` that
-    torch does not know. Those tune torch's kernels; here they have no effect and warn.
+    torch does not know. Other `kernel_options` tune torch's kernels: here they have no effect, and give a warning.
     """
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
@@ -99,7 +100,8 @@ def _check_kernel(kernel_options: dict[str, Any]) -> None:
     kernel = kernel_options.get("BACKEND", "AUTO")
     if kernel not in KERNELS:
         raise errors.UnsupportedOption(
-            f"kernel_options name BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; a backend of ours is backend="
+            f"kernel_options has BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; to choose who computes here, pass "
+            "backend="
         )
 
 
@@ -153,8 +155,8 @@ def _check(block_mask: Any) -> None:
         )
     if block_mask.mask_mod is getattr(torchs, "_sliced_mask_mod_error", errors):
         raise errors.BlockMaskMismatch(
-            "block_mask is a part of another, and torch took its mask_mod away as positions are others now; set "
-            "part.mask_mod to one that adds where the part begins, and part.seq_lengths"
+            "block_mask is a part of another one, and torch removed its mask_mod, because positions changed; set "
+            "part.mask_mod to a function that adds the part's first position, and set part.seq_lengths"
         )
 
 
@@ -164,12 +166,12 @@ def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> No
     if tuple(block_mask.seq_lengths) != lengths:
         raise errors.BlockMaskMismatch(
             f"block_mask was made for lengths {tuple(block_mask.seq_lengths)}, q and k have {lengths}; "
-            "make it anew with create_block_mask, or pass its mask_mod to ca.attention, which needs no lengths"
+            "make it again with create_block_mask, or pass its mask_mod to ca.attention, which needs no lengths"
         )
     of_batch, of_heads, *_ = block_mask.kv_num_blocks.shape
     for name, made, given in (("batch", of_batch, batch), ("heads", of_heads, heads)):
         if made not in (1, given):
-            raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for that or 1")
+            raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for these or 1")
 
 
 def _build(block_mask: Any) -> Mask:

@@ -15,9 +15,9 @@
 
     layer = ca.nn.Attention(score_mod=ca.mods.alibi(slopes), mask_mod=ca.mods.causal())   # or ready mods
 
-What stands in `self.bias` when the module is called is what is read and what gets a gradient: also where FSDP,
-`load_state_dict(assign=True)`, `functional_call`, `parametrize`, `to_empty` or `Module.to` put another tensor there.
-Where nothing changed, nothing is traced or planned again.
+The tensor that is `self.bias` when the module is called is read and gets the gradient, also after FSDP,
+`load_state_dict(assign=True)`, `functional_call`, `parametrize`, `to_empty` or `Module.to` put another tensor there. If
+nothing changed, nothing is traced or planned again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .mods.score import Score
 
 
 class Attention(torch.nn.Module):
-    """Attention whose mods are methods of a subclass, or given.
+    """Attention whose mods are methods of a subclass, or arguments.
 
-    score_mod, mask_mod: as of `ca.attention`; left out, the methods `score_mod` and `mask_mod` of a subclass are taken,
-        if it has them. Tensors that a given `Score` or `Mask` captured become parameters (those that require a
-        gradient) and buffers of this module, `score_mod_0`, `mask_mod_0` and so on, and move, load and train with it;
-        what a plain function closes over stays where it is, as in `ca.attention`.
-    scale, backend, deterministic, schedule: as of `ca.Attention`.
+    score_mod, mask_mod: as in `ca.attention`. Without them, the methods `score_mod` and `mask_mod` of a subclass are
+        used, if it has them. Tensors that a given `Score` or `Mask` captured become parameters (if they require a
+        gradient) or buffers of this module: `score_mod_0`, `mask_mod_0` and so on. They move, load and train with it.
+        What a plain function closes over stays where it is, as in `ca.attention`.
+    scale, backend, deterministic, schedule: as in `ca.Attention`.
 
     Raises: what `ca.Attention` raises, here or at the call.
     """
@@ -73,7 +73,7 @@ class Attention(torch.nn.Module):
         varlen: Varlen | None = None,
         paged: Paged | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """out, and what else is asked for; shapes, gradients and errors as of `ca.attention`."""
+        """out, and what else is asked for; shapes, gradients and errors as in `ca.attention`."""
         compiling = torch.compiler.is_compiling()
         return attention(
             q,

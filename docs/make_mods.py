@@ -59,7 +59,7 @@ HEAD = """\
 `from composattn.mods import causal, ...`. Masks join with `&`, `|`, `~`; score mods with `>>` (then) and `+` (both
 changes). A plain function may stand on either side. Pictures show 16 queries (rows) by 16 keys (columns), `■` where
 a query may attend to a key. Formulas are what notebooks show of a mod (`_repr_latex_`): $s$ is the score, $t_n$ are
-captured tensors; below a score mod stand its derivatives, which the backward computes.
+captured tensors; its derivatives, which the backward computes, are below each score mod.
 """
 
 

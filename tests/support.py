@@ -9,6 +9,8 @@ import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,6 +88,16 @@ def on_few_multiprocessors(backend: str, count: int = 3) -> Iterator[None]:
         yield
 
 
+def docs_script(name: str) -> ModuleType:
+    """A script of `docs`, imported."""
+    path = Path(__file__).parents[1] / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def outlier_normal(
     *shape: int,
     generator: torch.Generator,
@@ -150,7 +162,7 @@ def uncancelled_sizes(
 def sampled(cases: Iterable[Any], every: int = 2) -> list[Any]:
     """Cases to parametrize by, of which each `every`-th runs by default and the others are slow (`make test-all`).
 
-    For kernels that are compiled and emulated: seconds a case, and many cases.
+    For kernels that are compiled and emulated: seconds per case, and many cases.
     """
     cases = list(cases)
     params = [c if isinstance(c, tuple) else (c,) for c in cases]

@@ -1,1 +1,1 @@
-"""What mods leave to do: which tiles a mask visits and tests, what tables say so, what their gradients are."""
+"""What given mods leave to compute: tiles to visit and to test, tables of them, gradients of captured tensors."""

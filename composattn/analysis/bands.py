@@ -68,9 +68,6 @@ EVERYTHING = (TileInterval(_ZERO, _KV_LEN, _ZERO, _KV_LEN),)
 EVERY_QUERY = tuple(i.mapped({_KV_LEN: index("q_len")}) for i in EVERYTHING)
 """The same for a tile of keys."""
 
-UNKNOWN = (TileInterval(_ZERO, _KV_LEN, _ZERO, _ZERO),)
-"""Nothing is known of the mask: all of kv, all of it with the test."""
-
 NOTHING = (TileInterval(_ZERO, _ZERO, _ZERO, _ZERO),)
 """A mask that no pair passes."""
 
@@ -107,7 +104,7 @@ _cache: weakref.WeakKeyDictionary[Expr, _Solved] = weakref.WeakKeyDictionary()
 
 
 def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
-    """What a query tile visits under `mask`: sound for every mask, `UNKNOWN` where nothing can be said."""
+    """What a query tile visits under `mask`: sound for every mask; all of kv with the test, where nothing is known."""
     return _solved(mask).intervals
 
 

@@ -2,8 +2,8 @@
 
 The gradient of one read at one pair is P (dP - D) times d score_mod / d read. What the positions of the read change
 with (its `Pattern`) says over what a kernel sums before it goes to memory. Sums in memory are 64-bit fixed point:
-integers add up to the same bits in any order, so they need no order, no buffer a block and no second pass. The unit is
-chosen from a bound of the whole sum (`FusedRead.bound`, and Σ P = 1 a row), so a read is fused only where the
+integers add up to the same bits in any order, so they need no order, no buffer per block and no second pass. The unit
+is chosen from a bound of the whole sum (`FusedRead.bound`, and Σ P = 1 per row), so a read is fused only where the
 derivative has one.
 """
 
@@ -166,9 +166,9 @@ def unit_counts(
 ) -> torch.Tensor:
     """Units in 1 for each tensor, powers of two, on v's device with no synchronisation.
 
-    |dP| and |D| are at most |dO| |V| a row, Σ P = 1 a row: a sum over all rows stays below 2^62 units. Positions are
-    below `q_len` and `kv_len`. dO and V are (B, H, S, D), or packed (total, H, D) and dLSE (H, total): then only rows
-    and keys in use, bool (total,), count, whatever others hold.
+    |dP| and |D| are at most |dO| |V| per row, Σ P = 1 per row: a sum over all rows stays below 2^62 units. Positions
+    are below `q_len` and `kv_len`. dO and V are (B, H, S, D), or packed (total, H, D) and dLSE (H, total): then only
+    rows and keys in use, bool (total,), count, whatever others hold.
     """
     most = 2.0 * _longest(dout, rows_in_use) * _longest(v, keys_in_use)
     if dlse is not None and dlse.numel():

@@ -1,4 +1,4 @@
-"""A mask as dense tensor and as picture: what a user looks at before trusting a mask."""
+"""A mask as a dense tensor and as a picture, to look at before trusting it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dense(
 ) -> torch.Tensor:
     """The mask itself, bool (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1.
 
-    `device` defaults to that of the captured tensors. S² bytes a (b, h): for looking and testing, not for computing.
+    `device` defaults to that of the captured tensors. S² bytes per (b, h): for looking and testing, not for computing.
     """
     check_sizes(0, q_len=q_len, kv_len=kv_len)
     check_sizes(1, batch=batch, heads=heads)
@@ -79,7 +79,7 @@ def dense(
         gigabytes = b * h * q_len * kv_len / 2**30
         raise errors.InvalidArgument(
             f"a dense mask of {b} x {h} x {q_len} x {kv_len} takes {gigabytes:.3g} GiB and as much again while it is "
-            "made, which is not there; look at .tiles(...), which needs memory by tiles"
+            "made, more than there is; look at .tiles(...), which needs memory per tile, not per pair"
         ) from None
 
 

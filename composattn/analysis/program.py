@@ -71,7 +71,3 @@ class Program:
     @cached_property
     def key(self) -> Hashable:
         return content_key(self.score, self.mask, *self.roots)
-
-
-PLAIN = Program()
-"""Attention without mods."""

@@ -1,4 +1,4 @@
-"""Torch operations that run again and again on tensors of one form: what those don't decide is computed once.
+"""Torch operations that run again and again on tensors of one form: what no tensor decides is computed once.
 
 Of what is derived from a mask's tensors about half speaks of positions and lengths alone. The second run of a form is
 recorded, operation by operation; from then on only what hangs on the tensors is dispatched, with little Python between.

@@ -1,4 +1,4 @@
-"""What the analysis derived, as a machine computes it: sums that may leave 64 bits saturate.
+"""Sums that the analysis derived, as a machine computes them: those that may leave 64 bits saturate.
 
 The analysis adds and multiplies numbers that have no end: `kv <= limit[b]` becomes `kv < limit[b] + 1`, which wraps
 where the limit is the largest int64 ("no limit"), though the mask computes nothing. Here every sum that may leave 64
@@ -10,7 +10,7 @@ values fit and stay as they are.
 from __future__ import annotations
 
 from ..graph.expr import DType, Expr, const, rebuild, walk
-from ..graph.linear import INT64, Linear, bounds, linear
+from ..graph.linear import INT64, Linear, added_up, bounds, linear
 from ..graph.ops import apply
 
 _SUMS = ("add", "sub", "neg", "mul", "lshift")
@@ -82,15 +82,4 @@ def _total(constant: int, terms: list[tuple[Expr, int, int]], dtype: DType) -> E
     def number(value: int) -> Expr:
         return const(float(value)) if dtype is DType.FLOAT else const((value - _LEAST) % 2**64 + _LEAST, DType.INT64)
 
-    total: Expr | None = None
-    for term, c, _ in sorted(terms, key=lambda t: t[1] < 0):  # positive ones first, else in order
-        part = apply(f"cast_{dtype.value}", term)
-        part = part if abs(c) == 1 else apply("mul", number(abs(c)), part)
-        if total is None:
-            total = part if c > 0 else apply("neg", part)
-        else:
-            total = apply("add" if c > 0 else "sub", total, part)
-    assert total is not None
-    if not constant:
-        return total
-    return apply("add" if constant > 0 else "sub", total, number(abs(constant)))
+    return added_up(constant, ((apply(f"cast_{dtype.value}", term), c) for term, c, _ in terms), number)

@@ -1,4 +1,4 @@
-"""CUDA streams that use the same memory: who writes to it waits for those that used it, and they for who wrote."""
+"""CUDA streams that share memory: a writer waits for the streams that used it, and they wait for the writer."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def tiles(
     if not isinstance(tile, tuple | list) or len(tile) != 2:
         raise InvalidArgument(f"tile must be (queries, keys), got {tile!r}")
     if not isinstance(refine, bool):
-        raise InvalidArgument(f"refine is {refine!r}; it is True or False")
+        raise InvalidArgument(f"refine is {refine!r}; it must be True or False")
     check_sizes(1, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, **{"tile[0]": tile[0], "tile[1]": tile[1]})
     held = captures(mask)
     refresh(held)

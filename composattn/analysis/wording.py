@@ -1,4 +1,4 @@
-"""What was derived of a mask, in words: for `Mask.bands()` and `explain()`."""
+"""The analysis of a mask in words, for `Mask.bands()` and `explain()`."""
 
 from __future__ import annotations
 

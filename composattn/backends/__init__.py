@@ -41,7 +41,7 @@ class Call(Protocol):
     def begin(
         self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
     ) -> Differentiable:
-        """One differentiable call with these run-time numbers and sequences, for who records it himself."""
+        """One differentiable call with these run-time numbers and sequences, for a caller that records it."""
 
 
 class Prepare(Protocol):
@@ -96,7 +96,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return FusedCall(problem, program, scale, architecture.target)
 
     def emulated(problem: Problem, program: Program, scale: float) -> Call:
-        from .fused.emulated import EmulatedCall  # with the emulator, for who asks for it
+        from .fused.emulated import EmulatedCall  # imports the emulator: only when asked for
 
         return EmulatedCall(problem, program, scale, architecture.target)
 

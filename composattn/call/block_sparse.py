@@ -32,19 +32,19 @@ class BlockSparse(Mask):
     """A mask made of blocks of R queries and C keys: `& | ~` combine it with any other mask.
 
     tiles: int8, uint8 or bool (B|1, H|1, Tq, Tkv), on q's device; H counts query heads. 0 (False): nothing of the block
-        is visible; 1 (True): of the block is visible what `partial` says, all of it without `partial`; 2: all of it.
+        is visible; 1 (True): what `partial` says is visible, or all of the block without `partial`; 2: all of it.
         This is what `Mask.tiles` returns: `BlockSparse(m.tiles(...), block, partial=m)` is `m`.
     block: (R, C), or one number for both; multiples of 16. They need not match a kernel's tiles.
     partial: a mask, or a mask_mod, for the blocks of kind 1.
 
-    The tensors are held by reference: write new contents into them, and the next call sees those, with nothing planned
-    or compiled again (by torch operations: torch counts no write through `.data` or numpy). Blocks speak of positions
-    0 to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not visible. A dense call must have as many blocks,
-    else it raises `BlockMaskMismatch`. Numbers out of range name none; with `composattn.debug_checks(True)` a call
+    The tensors are held by reference: write new contents into them with torch operations, and the next call sees those.
+    Nothing is planned or compiled again. Torch does not count writes through `.data` or numpy. Blocks cover positions 0
+    to Tq·R and 0 to Tkv·C of each sequence; what lies beyond is not visible. A dense call that has another number of
+    blocks raises `BlockMaskMismatch`. Numbers out of range name no block; under `composattn.debug_checks(True)` a call
     raises `BlocksOutOfRange` for them.
 
-    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`; of tiles on a
-    CPU `BlocksOutOfRange` for other kinds than 0, 1 and 2.
+    Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `EmptyDimension`, `UnsupportedBlockSize`; for tiles on a
+    CPU also `BlocksOutOfRange`, for other kinds than 0, 1 and 2.
     """
 
     __slots__ = ("block", "count", "source")
@@ -98,10 +98,10 @@ class BlockSparse(Mask):
     def topk(cls, indices: torch.Tensor, block: Blocks, q_len: int, kv_len: int) -> BlockSparse:
         """The blocks of keys that each block of queries picked, as sparse-attention models do at run time.
 
-        indices: int32 or int64 (B|1, H|1, Tq, K), numbers of key blocks in any order, any of them several times; -1 is
-        none. Tq is q_len / R rounded up. Write new indices into the same tensor rather than making a new mask a step.
+        indices: int32 or int64 (B|1, H|1, Tq, K), numbers of key blocks in any order, duplicates included; -1 is none.
+        Tq is q_len / R rounded up. Better write new indices into the same tensor than make a new mask per step.
 
-        Raises: as the class, `ShapeMismatch`.
+        Raises: what the class raises, and `ShapeMismatch`.
         """
         _check("indices", indices, _INDEX, "(B|1, H|1, Tq, K)", 4)
         rows, columns = _grid(block, q_len, kv_len)
@@ -121,7 +121,7 @@ class BlockSparse(Mask):
         indptr: int (Tq + 1,) or (B|1, H|1, Tq + 1). indices: int (n,) or (B|1, H|1, n); entries from indptr's last one
         on are not used, duplicates and any order are fine.
 
-        Raises: as the class, `ShapeMismatch`.
+        Raises: what the class raises, and `ShapeMismatch`.
         """
         indptr, indices = _with_heads("indptr", indptr), _with_heads("indices", indices)
         rows, columns = _grid(block, q_len, kv_len)
@@ -139,20 +139,20 @@ class BlockSparse(Mask):
 
         rows, columns: int (n,) or (B|1, H|1, n), numbers of query and of key blocks; a pair with a -1 is none.
 
-        Raises: as the class, `ShapeMismatch`.
+        Raises: what the class raises, and `ShapeMismatch`.
         """
         rows, columns = _with_heads("rows", rows), _with_heads("columns", columns)
         grid = _grid(block, q_len, kv_len)
         if rows.shape[2] != columns.shape[2]:
-            raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; they are pairs")
+            raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; give pairs")
         _check_lead("rows", rows, "columns", columns)
         return cls._of(("coo", _block(block), grid), (rows, columns))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, partial: Any = None) -> BlockSparse:
-        """torch's `BlockMask`, its lists taken at their word: full blocks whole, partial ones by the mask_mod.
+        """torch's `BlockMask`, exactly as its lists say: full blocks whole, partial ones by the mask_mod.
 
-        partial: what stands for its mask_mod, if that is known already as a `Mask`.
+        partial: used in place of its mask_mod, if that is already known as a `Mask`.
 
         Raises: `NotATensor` for another object; `UnsupportedBlockSize`.
         """
@@ -214,7 +214,7 @@ class Table(Derived, Formed):
         for name, made, given in zip(("batch", "query heads"), self.shape[:2], (batch, heads), strict=True):
             if made not in (1, given):
                 raise errors.BlockMaskMismatch(
-                    f"the blocks are for {name} {made}, the call has {given}; make them so, or 1"
+                    f"the blocks are for {name} {made}, the call has {given}; make them for {given}, or for 1"
                 )
         for name, made, length, size in zip(
             ("queries", "keys"), self.shape[2:], (q_len, kv_len), self.block, strict=True
@@ -350,7 +350,7 @@ def _check(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: str, 
     if tensor.ndim != rank:
         raise errors.WrongRank(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
     if tensor.numel() == 0 and rank == 4:
-        raise errors.EmptyDimension(f"{name} has shape {tuple(tensor.shape)}; it must have blocks")
+        raise errors.EmptyDimension(f"{name} has shape {tuple(tensor.shape)}; it must have blocks: at least one")
 
 
 def _block(block: Any) -> tuple[int, int]:
@@ -358,7 +358,7 @@ def _block(block: Any) -> tuple[int, int]:
     good = len(pair) == 2 and all(isinstance(n, int) and n > 0 and n % SMALLEST_BLOCK == 0 for n in pair)
     if not good:
         raise errors.UnsupportedBlockSize(
-            f"block is {block!r}; it is (queries, keys), or one number for both, in multiples of {SMALLEST_BLOCK}"
+            f"block is {block!r}; it must be (queries, keys), or one number for both, in multiples of {SMALLEST_BLOCK}"
         )
     return int(pair[0]), int(pair[1])
 
@@ -375,7 +375,7 @@ def _grid(block: Any, q_len: int, kv_len: int) -> tuple[int, int]:
     rows, columns = _block(block)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length < 2**31:
-            raise errors.InvalidLength(f"{name} is {length!r}; it is a number of positions from 1 to below 2^31")
+            raise errors.InvalidLength(f"{name} is {length!r}; it must be at least 1 and below 2^31")
     return -(-q_len // rows), -(-kv_len // columns)
 
 
@@ -387,7 +387,7 @@ def _with_heads(name: str, tensor: Any) -> torch.Tensor:
 def _check_lead(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None:
     if any(a != b and 1 not in (a, b) for a, b in zip(x.shape[:2], y.shape[:2], strict=True)):
         raise errors.ShapeMismatch(
-            f"{name} is for (batch, heads) {tuple(x.shape[:2])}, {other} for {tuple(y.shape[:2])}; make them one, or 1"
+            f"{name} is for (batch, heads) {tuple(x.shape[:2])}, {other} for {tuple(y.shape[:2])}; make both equal or 1"
         )
 
 

@@ -24,14 +24,14 @@ _on = False
 
 
 class debug_checks:
-    """From now on, or inside of `with`, every call has checked what its lengths, blocks and indices are.
+    """From now on, or inside `with`, every call checks what its lengths, blocks and indices hold.
 
-    That reads them on the host, which waits for the device; a call that is being captured into a CUDA graph can't.
+    That reads them on the host, which waits for the device; a call that is captured into a CUDA graph can't do it.
     Compiled code checks as well, when it runs.
 
     Raises then, at the call: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`, `PageOutOfRange`,
     `MaximumExceeded`, `BlocksOutOfRange`, `CapturedIndexOutOfRange` for a mod that reads a captured tensor outside of
-    its shape at a visible pair, which all backends but the reference clamp without a word.
+    its shape at a visible pair. All backends but the reference clamp such a read without a message.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -55,7 +55,7 @@ class debug_checks:
 def check_flag(name: str, value: object) -> None:
     """Raises `UnsupportedOption` unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise errors.UnsupportedOption(f"{name} is {value!r}; it is True or False")
+        raise errors.UnsupportedOption(f"{name} is {value!r}; it must be True or False")
 
 
 _ELSEWHERE = {

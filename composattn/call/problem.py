@@ -248,7 +248,7 @@ def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int) -> None:
     for name, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
         if size > MOST[name]:
             raise errors.InvalidLength(
-                f"{name} is {size}; positions are 32-bit numbers and masks are followed up to {MOST[name]}: "
+                f"{name} is {size}; positions are 32-bit numbers, and masks are analysed up to {MOST[name]}: "
                 "split the call, and join the parts by their lse"
             )
 
@@ -260,7 +260,7 @@ def _check_varlen(varlen: Varlen, q: torch.Tensor, k: torch.Tensor, layout: Layo
         )
     if layout.kv == "packed" and varlen.cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise errors.ShapeMismatch(
-            f"q has {q.shape[0]} rows, k {k.shape[0]}; pass cu_seqlens_k where the keys lie otherwise than the queries"
+            f"q has {q.shape[0]} rows, k {k.shape[0]}; pass cu_seqlens_k if keys are packed unlike queries"
         )
 
 
@@ -274,7 +274,7 @@ def _check_page_size(paged: Paged, k: torch.Tensor) -> None:
 
 def _check_paged(paged: Paged, batch: int, device: torch.device) -> None:
     if paged.batch != batch:
-        raise errors.ShapeMismatch(f"page_table has {paged.batch} rows for {batch} sequences; it needs one for each")
+        raise errors.ShapeMismatch(f"page_table has {paged.batch} rows for {batch} sequences; it needs one row each")
     if paged.page_table.device != device:
         raise errors.DeviceMismatch(
             f'page_table lies on {paged.page_table.device}, q on {device}; move it: .to("{device}")'
@@ -286,7 +286,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, int) and not isinstance(scale, bool) and abs(scale) > sys.float_info.max:
-        raise errors.InvalidScale(f"scale is an integer of {scale.bit_length()} bits, beyond all floats")
+        raise errors.InvalidScale(f"scale is an integer of {scale.bit_length()} bits, larger than any float")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise errors.InvalidScale(
             f"scale is a {type(scale).__name__}; pass a Python number, or a learned scale as mods.scores.temperature"

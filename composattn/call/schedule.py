@@ -1,4 +1,4 @@
-"""In which order and by whom the tiles of a call are computed: what a user may ask for; the result never depends on it.
+"""In which order, and by how many blocks, the tiles of a call are computed, as a user asks; results never depend on it.
 
 Longest first evens out the ends of a run on a GPU (Graham 1969, bounds on multiprocessing timing anomalies); splitting
 the keys of a query tile over several blocks fills it when there are few queries (Dao et al. 2023, Flash-Decoding).
@@ -18,15 +18,15 @@ MOST_SPLITS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What is left at its default the plan chooses, and `explain` says what it chose.
+    """The plan chooses what is left at its default, and `explain` says what it chose.
 
     order: of the query tiles (key tiles, in the backward) by the work that their mask leaves them; in a deterministic
         backward the last keys come first, whatever is asked for.
     persistent: one block per multiprocessor, each walking over many tiles; False: one block per tile. Forward only.
     heads_together: key/value heads that are worked on at one time, so that their K and V (Q and dO of their queries, in
         the backward) stay in L2; at least 1.
-    split_kv: into how many parts, each a block's work, the keys of a query tile are cut; 1 to 128. The parts are
-        combined exactly.
+    split_kv: how many parts the keys of a query tile are cut into, one block per part; 1 to 128. The parts are combined
+        exactly.
     pack_gqa: the query heads that share a key/value head as rows of one tile.
 
     Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
@@ -40,18 +40,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.order, str) or self.order not in ORDERS:
-            raise errors.InvalidSchedule(f"order is {self.order!r}; it is one of {', '.join(map(repr, ORDERS))}")
+            raise errors.InvalidSchedule(f"order is {self.order!r}; it must be one of {', '.join(map(repr, ORDERS))}")
         for name in ("persistent", "pack_gqa"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
-                raise errors.InvalidSchedule(f"{name} is {value!r}; it is True, False, or None for the plan's choice")
+                raise errors.InvalidSchedule(f"{name} is {value!r}; it must be True, False or None (the plan chooses)")
         if self.heads_together is not None and not _is_count(self.heads_together):
             raise errors.InvalidSchedule(
-                f"heads_together is {self.heads_together!r}; it is a number from 1, or None for the plan's choice"
+                f"heads_together is {self.heads_together!r}; it must be an int of at least 1 or None (the plan chooses)"
             )
         if self.split_kv != "auto" and not (_is_count(self.split_kv) and self.split_kv <= MOST_SPLITS):
             raise errors.InvalidSchedule(
-                f"split_kv is {self.split_kv!r}; it is a number of parts from 1 to {MOST_SPLITS}, or 'auto'"
+                f"split_kv is {self.split_kv!r}; it must be a number of parts from 1 to {MOST_SPLITS}, or 'auto'"
             )
 
 

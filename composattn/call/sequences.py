@@ -28,12 +28,12 @@ class Varlen:
 
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), on q's device, contiguous: 0 first, then running sums of the lengths,
         the last of them the total. Without `cu_seqlens_k` the keys lie as the queries do.
-    seqused_q, seqused_k: int32 (B,): only so many first rows of each sequence are used; None is all of them (where
-        the keys lie as the queries do, as many as of the queries). Rows that no sequence uses get out 0, lse -inf and
-        zero gradients, whatever they hold; to pad the total, let a last sequence have them, with seqused 0.
-    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, for who has them; results never depend on them.
+    seqused_q, seqused_k: int32 (B,): how many rows of each sequence are used, from its first row on. None: all of them
+        (if the keys lie as the queries do: as many as of the queries). Rows that no sequence uses get out 0, lse -inf
+        and zero gradients, whatever they hold. To pad the total, add a last sequence of the padding, with seqused 0.
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if you know them; results never depend on them.
 
-    New lengths never recompile, and nothing here waits for the device. Contents are checked where
+    New lengths never recompile, and nothing here waits for the device. Contents are checked under
     `composattn.debug_checks(True)`.
 
     Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `ShapeMismatch`, `UnsupportedLayout`, `DeviceMismatch`,
@@ -92,10 +92,10 @@ class Paged:
     `Varlen(cu_seqlens_q)`. Forward only.
 
     page_table: int32 (B, pages), on q's device, contiguous; entries beyond a sequence's length may hold anything.
-    page_size: rows of a page, a power of two of 16 to 256.
+    page_size: rows per page, a power of two from 16 to 256.
     seqused: int32 (B,): how many keys each sequence has.
 
-    Contents are checked where `composattn.debug_checks(True)`. Raises: `NotATensor`, `UnsupportedIndexDType`,
+    Contents are checked under `composattn.debug_checks(True)`. Raises: `NotATensor`, `UnsupportedIndexDType`,
     `WrongRank`, `ShapeMismatch`, `EmptyDimension`, `UnsupportedLayout`, `DeviceMismatch`, `UnsupportedPageSize`.
 
     Source: Kwon et al. 2023, PagedAttention, section 4.
@@ -109,7 +109,8 @@ class Paged:
         _check_index("page_table", self.page_table, "(B, pages)", 2)
         if self.page_table.numel() == 0:
             raise errors.EmptyDimension(
-                f"page_table has shape {tuple(self.page_table.shape)}; it needs a sequence and a page (may be unused)"
+                f"page_table has shape {tuple(self.page_table.shape)}; it needs at least one sequence, and one page "
+                "(which may be unused)"
             )
         size = self.page_size
         if not isinstance(size, int) or size & (size - 1) or not SMALLEST_PAGE <= size <= LARGEST_PAGE:
@@ -143,7 +144,7 @@ HINTS = 3  # numbers that `flatten` gives; others may follow them
 def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:
     """What `flatten` undoes.
 
-    Raises: `SequencesMismatch` for lists of other lengths, as who calls the operator itself may pass.
+    Raises: `SequencesMismatch` for lists of other lengths, which a direct call of the operator may pass.
     """
     if len(tensors) != 6 or len(numbers) != 3:
         raise errors.SequencesMismatch(
@@ -238,7 +239,7 @@ def _check_offsets(name: str, tensor: Any) -> int:
     _check_index(name, tensor, "(B + 1,)", 1)
     if tensor.shape[0] < 2:
         raise errors.ShapeMismatch(
-            f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and there must be one"
+            f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and at least 2"
         )
     return tensor.shape[0] - 1  # type: ignore[no-any-return]
 
@@ -246,13 +247,13 @@ def _check_offsets(name: str, tensor: Any) -> int:
 def _check_counts(name: str, tensor: Any, batch: int) -> None:
     _check_index(name, tensor, "(B,)", 1)
     if tensor.shape[0] != batch:
-        raise errors.ShapeMismatch(f"{name} has {tensor.shape[0]} entries for {batch} sequences; it needs one for each")
+        raise errors.ShapeMismatch(f"{name} has {tensor.shape[0]} entries for {batch} sequences; it needs one each")
 
 
 def _check_maximum(name: str, value: Any) -> None:
     number = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
     if value is not None and not (number and value >= 0):
-        raise errors.InvalidLength(f"{name} is {value!r}; it is a Python number from 0, or None")
+        raise errors.InvalidLength(f"{name} is {value!r}; it must be a Python int of at least 0, or None")
 
 
 def _check_one_device(**tensors: torch.Tensor | None) -> None:

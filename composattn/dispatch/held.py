@@ -58,8 +58,8 @@ class Held(Planned):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))
                 raise errors.CapturedTensorChanged(
-                    f"a captured tensor was {then} when this ca.Attention was made, and is {now}; make it anew, or use "
-                    "ca.attention or ca.nn.Attention, which look at the mods at each call"
+                    f"a captured tensor was {then} when this ca.Attention was made, and is {now}; make it again, or "
+                    "use ca.attention or ca.nn.Attention, which look at the mods at each call"
                 )
 
 

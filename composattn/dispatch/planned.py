@@ -38,7 +38,7 @@ class Options:
         backends.check_name(backend)
         if deterministic is not None and not isinstance(deterministic, bool):
             raise errors.UnsupportedOption(
-                f"deterministic is {deterministic!r}; it is True, False, or None (as torch is set)"
+                f"deterministic is {deterministic!r}; it must be True, False, or None (torch's setting)"
             )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")

@@ -5,7 +5,7 @@ The story, file by file:
     capture       what the host function asks for: grid, parameter bytes, tensor maps, for given CPU tensors
     ptx           text to instructions; flow cuts them into nodes and finds where divergent lanes meet again
     opcodes/      what each instruction does: `alu` and `fp8` are tables of pure functions, the others handlers by name
-    codegen       a node's arithmetic as one generated Python function over numpy rows (a lane a column)
+    codegen       a node's arithmetic as one generated Python function over numpy rows (one lane per column)
     program       a kernel made ready to run; registers gives each operand its row
     gang          warps of a warpgroup that run in step, split where they part ways
     cluster       the scheduler, its modes, and the operations under way; block is one thread block's state

@@ -24,13 +24,19 @@ NAMED_BARRIERS = 16  # of a block
 
 
 @dataclass
-class MatrixUnit:
-    """A warpgroup's wgmma: multiplies not yet committed, committed groups not yet done, registers they hold."""
+class Groups:
+    """What an agent has under way: operations not yet committed, and committed groups not yet done."""
 
     agent: int
     open: list[Any] = field(default_factory=list)
     groups: list[list[Any]] = field(default_factory=list)
     committed: int = 0
+
+
+@dataclass
+class MatrixUnit(Groups):
+    """A warpgroup's wgmma: its multiplies, and the registers that they hold."""
+
     retired: int = 0
     busy_results: int = 0
     busy_inputs: int = 0
@@ -43,13 +49,9 @@ class MatrixUnit:
 
 
 @dataclass
-class BulkStores:
-    """A warp's bulk copies out of shared memory, by group."""
+class BulkStores(Groups):
+    """A warp's bulk copies out of shared memory."""
 
-    agent: int
-    open: list[Any] = field(default_factory=list)
-    groups: list[list[Any]] = field(default_factory=list)
-    committed: int = 0
     read: int = 0
 
 
@@ -78,7 +80,7 @@ class Block:
         self.rendezvous: dict[int, dict[int, tuple[Gang, Instr]]] = {}
         self.cluster_tickets: dict[int, int] = {}
         given = self.program.launch_registers(self.warps)
-        # of each warp, registers a thread, and whether setmaxnreg asked for them; of all warps together
+        # of each warp, registers per thread, and whether setmaxnreg asked for them; of all warps together
         self.registers, self.asked, self.pool = [given] * self.warps, [False] * self.warps, 32 * given * self.warps
         self.file = self.program.take_file(self, self.warps * 32)
         self.views = self.file.views

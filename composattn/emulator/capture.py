@@ -403,12 +403,12 @@ def _number(kind: Any, value: Any) -> Leaf:
     return Leaf(max(1, kind.width // 8), None, int(value))
 
 
-def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a", options: str = "") -> str:
+def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a") -> str:
     """The kernel's PTX. Every compilation writes into a folder of its own: equal argument types give equal names."""
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder:
-        kept = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch} {options}"
+        kept = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch}"
         cute.compile(function, *arguments, no_jit_engine=True, options=kept)
         (path,) = Path(folder).glob("*.ptx")
         return path.read_text()

@@ -1,4 +1,4 @@
-"""What the emulator can find wrong with a kernel: one class a kind of bug, each with its place in the PTX."""
+"""What the emulator can find wrong with a kernel: one class per kind of bug, each with its place in the PTX."""
 
 from __future__ import annotations
 

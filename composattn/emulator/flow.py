@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from composattn.emulator.ptx import Instr, Kernel
 
@@ -22,7 +22,6 @@ class Node:
     fall: int = EXIT
     meet: int = EXIT  # where both ways of a divergent branch come together
     short: bool = False  # nothing between the branch and that point may block
-    preds: list[int] = field(default_factory=list)
 
     def successors(self) -> list[int]:
         b = self.branch

@@ -10,8 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-_REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+from .ops import MIRRORED
 
 
 class Varying:
@@ -76,10 +75,10 @@ def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:
         return compare
 
     def turned(name: str) -> Any:
-        compare = by_method(_REFLECTED[name])
+        compare = by_method(MIRRORED[name])
         return lambda tx, other, value: compare(tx, value, other)
 
-    for name in COMPARISONS:
+    for name in MIRRORED:
         rows = handlers[getattr(operator, name)]
         # torch 2.11 makes `0 <= x` of `0 == x or 0 < x`, which asks x for a truth value
         rows[:0] = [((thing, number), by_method(name)), *(((left, thing), turned(name)) for left in (number, known))]

@@ -16,7 +16,7 @@ import torch
 from ..errors import DivisionByZero
 from .expr import Dep, DType, Expr, walk
 from .linear import bounds, forget
-from .ops import CASTS, OPS
+from .ops import CASTS, MIRRORED, OPS
 
 
 @dataclass
@@ -108,7 +108,7 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
         return args[0].to(target).to(wanted)
     if node.op == "where":
         return torch.where(args[0], args[1].to(wanted), args[2].to(wanted))
-    if node.dtype is DType.BOOL and node.op in ("lt", "le", "gt", "ge", "eq", "ne"):
+    if node.op in MIRRORED:
         common = env.float_dtype if any(a.dtype is DType.FLOAT for a in node.args) else torch.int64
         return OPS[node.op].torch(*(a.to(common) for a in args))
     if node.dtype is DType.BOOL:

@@ -1,6 +1,6 @@
 """The derivative of a traced score mod, as a graph: by the score, by each captured read, by each run-time scalar.
 
-Forward mode, one pass a leaf (a mod has few). A branch that is not taken contributes nothing, so a `where` that hides
+Forward mode, one pass per leaf (a mod has few). A branch that is not taken contributes nothing, so a `where` that hides
 an infinity or a NaN has a finite derivative: where torch's backward multiplies a zero by that infinity and returns NaN
 (`where(x > 0, log(x), 0)` at 0), this returns the derivative of the branch taken. Everywhere else the points where a
 function has a kink are PyTorch's: a tie of maximum and minimum splits evenly, clamp keeps the gradient at its ends,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -204,19 +204,26 @@ def build(lin: Linear) -> Expr:
         if c == 1:
             return apply("cast_int32", term) if term.dtype is DType.BOOL else term
     wide = _needs_int64(lin)
-    out: Expr | None = None
-    for t, c in sorted(lin.terms.items(), key=lambda tc: tc[1] < 0):  # positive ones first, else in order
-        part = apply("cast_int64", t) if wide else apply("cast_int32", t) if t.dtype is DType.BOOL else t
-        if abs(c) != 1:
-            part = apply("mul", const(abs(c)), part)
-        if out is None:
-            out = part if c > 0 else apply("neg", part)
+
+    def fitted(t: Expr) -> Expr:
+        return apply("cast_int64", t) if wide else apply("cast_int32", t) if t.dtype is DType.BOOL else t
+
+    return added_up(lin.constant, ((fitted(t), c) for t, c in lin.terms.items()), const)
+
+
+def added_up(constant: int, terms: Iterable[tuple[Expr, int]], number: Callable[[int], Expr]) -> Expr:
+    """constant + Σ coefficient · term as an expression; `number` makes a constant of its type."""
+    total: Expr | None = None
+    for term, c in sorted(terms, key=lambda tc: tc[1] < 0):  # positive ones first, else in order
+        part = term if abs(c) == 1 else apply("mul", number(abs(c)), term)
+        if total is None:
+            total = part if c > 0 else apply("neg", part)
         else:
-            out = apply("add" if c > 0 else "sub", out, part)
-    assert out is not None
-    if lin.constant:
-        out = apply("add" if lin.constant > 0 else "sub", out, const(abs(lin.constant)))
-    return out
+            total = apply("add" if c > 0 else "sub", total, part)
+    assert total is not None
+    if not constant:
+        return total
+    return apply("add" if constant > 0 else "sub", total, number(abs(constant)))
 
 
 def _needs_int64(lin: Linear) -> bool:

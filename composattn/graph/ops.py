@@ -105,10 +105,6 @@ def _pow_partials(out: Expr, x: Expr, y: Expr) -> Partials:
     return by_x, by_y
 
 
-def _sign_of(x: Expr) -> Expr:
-    return f("sign", x)
-
-
 _LN2 = math.log(2.0)
 _TWO_OVER_SQRT_PI = 2.0 / math.sqrt(math.pi)
 
@@ -145,45 +141,18 @@ class _Sympy:
         return lambda *args: getattr(importlib.import_module("sympy"), name)(*args)
 
 
-def _rows() -> list[Op]:
-    S = _Sympy()
-    number, bits = _number, _bits
-    return [
-        # arithmetic
-        Op("add", torch.add, _same, lambda o, x, y: (const(1.0), const(1.0)), lambda x, y: x + y, True),
-        Op("sub", torch.sub, number("-"), lambda o, x, y: (const(1.0), const(-1.0)), lambda x, y: x - y),
-        Op("mul", torch.mul, _same, lambda o, x, y: (y, x), lambda x, y: x * y, True),
-        Op("div", torch.true_divide, _float, lambda o, x, y: (f("div", 1.0, y), f("neg", f("div", o, y))), lambda x, y: x / y),
-        Op("floordiv", _torch_floordiv, number("//"), _zero, lambda x, y: S.floor(x / y)),
-        Op("truncdiv", _torch_truncdiv, number("div"), _zero),
-        Op("mod", torch.remainder, number("%"), lambda o, x, y: (const(1.0), f("neg", f("floordiv", x, y))), lambda x, y: S.Mod(x, y)),
-        Op("fmod", torch.fmod, number("fmod"), lambda o, x, y: (const(1.0), f("neg", f("truncdiv", x, y)))),
-        Op("pow", torch.pow, number("**"), _pow_partials, lambda x, y: x**y),
-        Op("neg", torch.neg, number("-"), lambda o, x: (const(-1.0),), lambda x: -x),
-        Op("abs", torch.abs, number("abs"), lambda o, x: (_sign_of(x),), S.Abs),
-        Op("sign", torch.sign, number("sign"), _zero, S.sign),
-        Op("maximum", torch.maximum, _same, lambda o, x, y: (_tie(f("gt", x, y), f("eq", x, y)), _tie(f("lt", x, y), f("eq", x, y))), S.Max, True),
-        Op("minimum", torch.minimum, _same, lambda o, x, y: (_tie(f("lt", x, y), f("eq", x, y)), _tie(f("gt", x, y), f("eq", x, y))), S.Min, True),
-        # clamp keeps the gradient at its ends, maximum and minimum split it: hence rows of their own
-        Op("clamp_min", lambda x, y: torch.clamp(x, min=y), _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
-        Op("clamp_max", lambda x, y: torch.clamp(x, max=y), _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
-        Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), lambda c, x, y: S.Piecewise((x, c), (y, True))),
-        # comparisons and logic
-        Op("lt", torch.lt, _bool, _zero, lambda x, y: S.Lt(x, y)),
-        Op("le", torch.le, _bool, _zero, lambda x, y: S.Le(x, y)),
-        Op("gt", torch.gt, _bool, _zero, lambda x, y: S.Gt(x, y)),
-        Op("ge", torch.ge, _bool, _zero, lambda x, y: S.Ge(x, y)),
-        Op("eq", torch.eq, _bool, _zero, lambda x, y: S.Eq(x, y), True),
-        Op("ne", torch.ne, _bool, _zero, lambda x, y: S.Ne(x, y), True),
-        Op("and", torch.bitwise_and, bits("&"), _zero, lambda x, y: S.And(x, y), True),
-        Op("or", torch.bitwise_or, bits("|"), _zero, lambda x, y: S.Or(x, y), True),
-        Op("xor", torch.bitwise_xor, bits("^"), _zero, lambda x, y: S.Xor(x, y), True),
-        Op("not", torch.bitwise_not, bits("~"), _zero, lambda x: S.Not(x)),
-        Op("lshift", torch.bitwise_left_shift, _shift, _zero),
-        Op("rshift", torch.bitwise_right_shift, _shift, _zero),
+S = _Sympy()
+
+# by how many values they take
+_BY_ARITY: dict[int, list[Op]] = {
+    1: [
+        Op("neg", torch.neg, _number("-"), lambda o, x: (const(-1.0),), lambda x: -x),
+        Op("abs", torch.abs, _number("abs"), lambda o, x: (f("sign", x),), S.Abs),
+        Op("sign", torch.sign, _number("sign"), _zero, S.sign),
+        Op("not", torch.bitwise_not, _bits("~"), _zero, lambda x: S.Not(x)),
         Op("isnan", torch.isnan, _bool, _zero),
         Op("isinf", torch.isinf, _bool, _zero),
-        # float functions of one argument
+        # functions of floats
         Op("exp", torch.exp, _float, lambda o, x: (o,), S.exp),
         Op("exp2", torch.exp2, _float, lambda o, x: (f("mul", o, _LN2),), lambda x: S.Integer(2) ** x),
         Op("expm1", torch.expm1, _float, lambda o, x: (f("add", o, 1.0),), lambda x: S.exp(x) - 1),
@@ -198,18 +167,48 @@ def _rows() -> list[Op]:
         Op("cos", torch.cos, _float, lambda o, x: (f("neg", f("sin", x)),), S.cos),
         Op("erf", torch.erf, _float, lambda o, x: (f("mul", _TWO_OVER_SQRT_PI, f("exp", f("neg", f("mul", x, x)))),), S.erf),
         # to integers
-        Op("floor", torch.floor, number("floor"), _zero, S.floor),
-        Op("ceil", torch.ceil, number("ceil"), _zero, S.ceiling),
-        Op("round", torch.round, number("round"), _zero),  # half to even, as torch
-        Op("trunc", torch.trunc, number("trunc"), _zero),
-    ] + [
-        Op(f"cast_{name}", lambda x, _dtype=dtype: x.to(_dtype), lambda *_, _t=type_: _t,
-           (lambda o, x: (const(1.0),)) if type_ is DType.FLOAT else _zero, lambda x: x)
-        for name, (dtype, type_) in CASTS.items()
-    ]  # fmt: skip
-
-
-OPS: dict[str, Op] = {row.name: row for row in _rows()}
+        Op("floor", torch.floor, _number("floor"), _zero, S.floor),
+        Op("ceil", torch.ceil, _number("ceil"), _zero, S.ceiling),
+        Op("round", torch.round, _number("round"), _zero),  # half to even, as torch
+        Op("trunc", torch.trunc, _number("trunc"), _zero),
+        *(Op(f"cast_{name}", lambda x, _dtype=dtype: x.to(_dtype), lambda *_, _t=type_: _t,
+             (lambda o, x: (const(1.0),)) if type_ is DType.FLOAT else _zero, lambda x: x)
+          for name, (dtype, type_) in CASTS.items()),
+    ],
+    2: [
+        Op("add", torch.add, _same, lambda o, x, y: (const(1.0), const(1.0)), lambda x, y: x + y, True),
+        Op("sub", torch.sub, _number("-"), lambda o, x, y: (const(1.0), const(-1.0)), lambda x, y: x - y),
+        Op("mul", torch.mul, _same, lambda o, x, y: (y, x), lambda x, y: x * y, True),
+        Op("div", torch.true_divide, _float, lambda o, x, y: (f("div", 1.0, y), f("neg", f("div", o, y))), lambda x, y: x / y),
+        Op("floordiv", _torch_floordiv, _number("//"), _zero, lambda x, y: S.floor(x / y)),
+        Op("truncdiv", _torch_truncdiv, _number("div"), _zero),
+        Op("mod", torch.remainder, _number("%"), lambda o, x, y: (const(1.0), f("neg", f("floordiv", x, y))), lambda x, y: S.Mod(x, y)),
+        Op("fmod", torch.fmod, _number("fmod"), lambda o, x, y: (const(1.0), f("neg", f("truncdiv", x, y)))),
+        Op("pow", torch.pow, _number("**"), _pow_partials, lambda x, y: x**y),
+        Op("maximum", torch.maximum, _same, lambda o, x, y: (_tie(f("gt", x, y), f("eq", x, y)), _tie(f("lt", x, y), f("eq", x, y))), S.Max, True),
+        Op("minimum", torch.minimum, _same, lambda o, x, y: (_tie(f("lt", x, y), f("eq", x, y)), _tie(f("gt", x, y), f("eq", x, y))), S.Min, True),
+        # clamp keeps the gradient at its ends, maximum and minimum split it: hence rows of their own
+        Op("clamp_min", lambda x, y: torch.clamp(x, min=y), _same, lambda o, x, y: (_where_one(f("ge", x, y)), _where_one(f("lt", x, y))), S.Max),
+        Op("clamp_max", lambda x, y: torch.clamp(x, max=y), _same, lambda o, x, y: (_where_one(f("le", x, y)), _where_one(f("gt", x, y))), S.Min),
+        # comparisons and logic
+        Op("lt", torch.lt, _bool, _zero, lambda x, y: S.Lt(x, y)),
+        Op("le", torch.le, _bool, _zero, lambda x, y: S.Le(x, y)),
+        Op("gt", torch.gt, _bool, _zero, lambda x, y: S.Gt(x, y)),
+        Op("ge", torch.ge, _bool, _zero, lambda x, y: S.Ge(x, y)),
+        Op("eq", torch.eq, _bool, _zero, lambda x, y: S.Eq(x, y), True),
+        Op("ne", torch.ne, _bool, _zero, lambda x, y: S.Ne(x, y), True),
+        Op("and", torch.bitwise_and, _bits("&"), _zero, lambda x, y: S.And(x, y), True),
+        Op("or", torch.bitwise_or, _bits("|"), _zero, lambda x, y: S.Or(x, y), True),
+        Op("xor", torch.bitwise_xor, _bits("^"), _zero, lambda x, y: S.Xor(x, y), True),
+        Op("lshift", torch.bitwise_left_shift, _shift, _zero),
+        Op("rshift", torch.bitwise_right_shift, _shift, _zero),
+    ],
+    3: [
+        Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), lambda c, x, y: S.Piecewise((x, c), (y, True))),
+    ],
+}  # fmt: skip
+OPS: dict[str, Op] = {row.name: row for rows in _BY_ARITY.values() for row in rows}
+ARITY: dict[str, int] = {row.name: arity for arity, rows in _BY_ARITY.items() for row in rows}
 
 _OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False, "sub": 0, "xor": 0}
 _INTEGER_IDENTITY = {"floor", "ceil", "round", "trunc"}  # of an integer: itself
@@ -218,13 +217,6 @@ MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "n
 """x op y is y MIRRORED[op] x."""
 NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 """~(x op y) is x NEGATED[op] y, of integers."""
-
-
-_UNARY = {name for name in OPS if name.startswith("cast_")} | {
-    "neg", "abs", "sign", "not", "isnan", "isinf", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt",
-    "tanh", "sigmoid", "sin", "cos", "erf", "floor", "ceil", "round", "trunc",
-}  # fmt: skip
-ARITY: dict[str, int] = {name: 3 if name == "where" else 1 if name in _UNARY else 2 for name in OPS}
 
 
 def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:

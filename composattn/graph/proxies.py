@@ -16,7 +16,7 @@ import torch
 from .. import errors
 from .expr import Capture, Dep, DType, Expr, captures, const, has_no_shape, read
 from .lent import capture_of
-from .ops import apply
+from .ops import MIRRORED, apply
 from .refusals import pending, refuse, user_line
 from .vectors import LONGEST, Several, Vector, lift, refuse_length
 
@@ -283,7 +283,6 @@ BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
     "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
 }  # fmt: skip
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _OPERANDS = (Symbolic, Several, numbers.Number, torch.Tensor)
 IN_PLACE = {f"__i{name}__" for name in BINARY}
 
@@ -306,7 +305,7 @@ def _elementwise(name: str, *args: Any) -> Vector:
 def _install_operators() -> None:
     kinds: list[tuple[Any, Callable[..., Any]]] = [(Symbolic, apply_to), (Several, _elementwise)]
     for kind, unary in kinds:
-        for python, name in (*BINARY.items(), *zip(_COMPARISONS, _COMPARISONS, strict=True)):
+        for python, name in (*BINARY.items(), *zip(MIRRORED, MIRRORED, strict=True)):
             setattr(kind, f"__{python}__", lambda self, other, _name=name: _operator(_name, self, other))
         for python, name in BINARY.items():
             setattr(kind, f"__r{python}__", lambda self, other, _name=name: _operator(_name, other, self))

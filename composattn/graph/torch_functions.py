@@ -52,7 +52,7 @@ def _plus(name: str) -> Callable[..., Proxy]:
 def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Proxy:
     name = {None: "div", "floor": "floordiv", "trunc": "truncdiv"}.get(rounding_mode)
     if name is None:
-        return refuse(errors.UnsupportedOperation, f"rounding_mode={rounding_mode!r}; it is None, 'floor' or 'trunc'")
+        return refuse(errors.UnsupportedOperation, f"rounding_mode={rounding_mode!r}; write None, 'floor' or 'trunc'")
     return apply_to(name, x, y)
 
 

@@ -15,7 +15,9 @@ import torch
 from .. import errors
 from .refusals import refuse
 
-LONGEST = 32  # each element is a read of its own: a kernel of 32 reads a pair is slow already, and compiles in seconds
+LONGEST = (
+    32  # each element is a read of its own: 32 reads per pair make a slow kernel already, which compiles in seconds
+)
 
 
 class Several:

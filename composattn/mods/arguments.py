@@ -41,7 +41,7 @@ def positive(value: Any, name: str) -> Any:
     return value
 
 
-def count_at(value: Any, name: str, axis: str, minimum: int = 0) -> At:
+def count_at(value: Any, name: str, axis: str) -> At:
     """A count: one for all (int, `ca.scalar`, 0-d tensor), or one for each `axis` (1-D int tensor)."""
     if isinstance(value, torch.Tensor):
         tensor(value, name, "integer", (), (axis,))
@@ -50,7 +50,7 @@ def count_at(value: Any, name: str, axis: str, minimum: int = 0) -> At:
         if not value.expr.dtype.is_integer:
             raise InvalidModArgument(f"{name} must be an integer, got a scalar of type {value.expr.dtype.value}")
         return lambda i: value
-    integer(value, name, minimum)
+    integer(value, name)
     return lambda i: value
 
 

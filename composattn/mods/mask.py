@@ -11,7 +11,7 @@ import torch
 
 from .. import errors
 from ..analysis import picture
-from ..graph.expr import Expr, const
+from ..graph.expr import const
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_mask
 from .mod import Mod, asked_by_dynamo, formed
@@ -29,14 +29,7 @@ class Mask(Mod):
     """
 
     __slots__ = ()
-
-    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
-        """`mod` is a mask_mod, which is traced, or a graph. Raises: what `Mask.of` raises."""
-        if isinstance(mod, Expr):
-            super().__init__(mod, name or "mask")
-        else:
-            made = Mask.of(mod)
-            self.__setstate__((made.form, made.leaves, name or made.name))
+    _kind = "mask"
 
     @staticmethod
     def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:

@@ -32,11 +32,22 @@ class Mod:
     """A mask or score mod as a value: `form` says what it computes, `leaves` are the tensors and scalars it reads."""
 
     __slots__ = ("__weakref__", "_expr", "form", "leaves", "name")
+    _kind: str  # the name of one without a name
 
-    def __init__(self, expr: Expr, name: str = "mod") -> None:
-        self.form, self.leaves = form_of(expr)
-        self.name = name
-        self._expr: Expr | None = expr
+    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
+        """`mod` is a function, which is traced, or a graph. Raises: what `of` raises."""
+        self._expr: Expr | None = None
+        if isinstance(mod, Expr):
+            self.form, self.leaves = form_of(mod)
+            self.name, self._expr = name or self._kind, mod
+        else:
+            made = self.of(mod)
+            self.form, self.leaves, self.name = made.form, made.leaves, name or made.name
+
+    @staticmethod
+    def of(fn: Any, name: str | None = None) -> Any:
+        """`fn` as a mod of this class: itself, or traced."""
+        raise NotImplementedError
 
     @classmethod
     def formed(cls, form: str, leaves: tuple[Any, ...], name: str) -> Self:

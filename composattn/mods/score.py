@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..graph.expr import Expr, score
+from ..graph.expr import score
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_score
 from .mask import Mask
@@ -25,14 +25,7 @@ class Score(Mod):
     """
 
     __slots__ = ()
-
-    def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
-        """`mod` is a score_mod, which is traced, or a graph. Raises: what `Score.of` raises."""
-        if isinstance(mod, Expr):
-            super().__init__(mod, name or "score")
-        else:
-            made = Score.of(mod)
-            self.__setstate__((made.form, made.leaves, name or made.name))
+    _kind = "score"
 
     @staticmethod
     def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:

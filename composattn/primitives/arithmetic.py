@@ -1,4 +1,4 @@
-"""Products and sums over a thread's fp32 elements: one by one, or two an instruction on GPUs that have such."""
+"""Products and sums of a thread's fp32 elements: one by one, or two per instruction on GPUs that can do that."""
 
 from __future__ import annotations
 

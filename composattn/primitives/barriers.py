@@ -1,4 +1,4 @@
-"""A block's barriers by number, handed out one after the other, so that no two parts of a kernel share one."""
+"""A block's numbered barriers, handed out one after the other, so that no two parts of a kernel share one."""
 
 from __future__ import annotations
 

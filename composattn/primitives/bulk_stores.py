@@ -1,4 +1,4 @@
-"""What was put into shared memory on its way to tensors, by bulk copies."""
+"""Bulk copies from shared memory to tensors."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""Statistics of a query row that the backward needs: its normalizer, and D, what the softmax subtracts from dP."""
+"""Statistics of a query row that the backward needs: its normalizer, and D, which is subtracted from dP."""
 
 from cutlass import Float32
 

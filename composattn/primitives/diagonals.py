@@ -3,7 +3,7 @@
 What a lane has on a diagonal it sums first. What lanes of one column hold then is a line of numbers, one for each row
 less column of the thread's offsets and the lane's row; lines of other lanes' columns are the same, moved by that
 column: the sum of a diagonal d is the sum over the lines of column b at d + b. So the lines go to shared memory,
-between zeros, and come back one diagonal a lane, from addresses that differ by constants.
+between zeros, and come back one diagonal per lane, from addresses that differ by constants.
 
 For 64 rows and the 16 columns of a warp in which four lanes share a column, two neighbouring rows each: 11 stores, 24
 loads and 3 additions to memory by 32 lanes, against 58 shuffles to move all lines to b = 0, as many selections and
@@ -19,7 +19,7 @@ from cutlass import Float32
 
 from .lanes import LANES
 from .score_tile import FragmentShape
-from .values import Fixed
+from .values import Fixed, total
 
 WIDEST = 4  # numbers of a store
 
@@ -87,12 +87,9 @@ class Diagonals(Fixed):
 
     def _own(self, values: list[list[Any]], diagonal: int) -> Any:
         """What this lane has on a diagonal from its own first row and column."""
-        total: Any = None
-        for c, column in enumerate(self.shape.column_offsets):
-            for r, row in enumerate(self.shape.row_offsets):
-                if row - column == diagonal:
-                    total = values[r][c] if total is None else total + values[r][c]
-        return Float32(0.0) if total is None else total
+        columns, rows = enumerate(self.shape.column_offsets), list(enumerate(self.shape.row_offsets))
+        found = total(values[r][c] for c, column in columns for r, row in rows if row - column == diagonal)
+        return Float32(0.0) if found is None else found
 
     def of_lanes(self) -> list[tuple[int, int]]:
         """(diagonal of lane 0, how many lanes have one): lane l sums the `l`-th from there."""
@@ -101,9 +98,9 @@ class Diagonals(Fixed):
 
     def sum(self, first: int) -> Any:
         """The sum of diagonal `first` + this lane's number; lanes that `of_lanes` does not count get anything."""
-        total: Any = None
-        for b in range(self.lines):
+
+        def on_line(b: int) -> Any:
             place = self.mine + (self.lane + (self._line(b) + first + b - self._before()))
-            value = cute.make_tensor(place, cute.make_layout(1))[0]
-            total = value if total is None else total + value
-        return total
+            return cute.make_tensor(place, cute.make_layout(1))[0]
+
+        return total(map(on_line, range(self.lines)))

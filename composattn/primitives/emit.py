@@ -24,11 +24,12 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.linear import Affine, affine
+from ..graph.ops import MIRRORED
 from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .exponential import LOG2_E
 from .score_tile import ScoreTile
-from .values import Fixed, bits_before, choose, larger, smaller
+from .values import Fixed, bits_before, choose, larger, smaller, total
 
 WORD = 24  # positions that a word of `run_of` speaks of
 
@@ -257,7 +258,7 @@ class Evaluator:
         form = small_affine(node)
         if form is not None:
             return self.position(form, r, c)
-        if node.op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        if node.op in MIRRORED:
             return self._comparison(node, r, c)
         if node.op.startswith("cast_"):
             if node.op == "cast_float":
@@ -302,7 +303,7 @@ class Evaluator:
 
 @dataclasses.dataclass(frozen=True)
 class LinearTerm:
-    """`head` * (q * form.q + kv * form.kv + constant), added to the score: one FMA a column, nothing a row."""
+    """`head` * (q * form.q + kv * form.kv + constant), added to the score: one FMA per column, nothing per row."""
 
     head: Expr | None  # None is 1
     form: Affine
@@ -495,12 +496,8 @@ class BoundMods(Fixed):
 
     def _row_shift(self, r: int) -> Any:
         """Part of the scores of row `r` that `apply_score` leaves out, in natural units; belongs into LSE."""
-        shift: Any = None
-        for term in self.mods.additive.linear_terms if self.mods.additive is not None else ():
-            if term.form.q:
-                part = term.row(self.work, r)
-                shift = part if shift is None else shift + part
-        return shift
+        terms = () if self.mods.additive is None else self.mods.additive.linear_terms
+        return total(term.row(self.work, r) for term in terms if term.form.q)
 
     def read_ahead(self, tile: ScoreTile) -> dict[Expr, Any]:
         """Reads of the score mod that need not wait for the scores, for `apply_score` of this tile."""
@@ -531,10 +528,7 @@ class BoundMods(Fixed):
             self._apply_to_row(at, shape, factor)
             return
         for c in range(tile.columns):
-            along: Any = None
-            for term in shape.linear_terms:
-                part = term.column(at, c)
-                along = part if along is None else along + part
+            along = total(term.column(at, c) for term in shape.linear_terms)
             for r in range(tile.rows):
                 added = along
                 for sign, other in shape.others:

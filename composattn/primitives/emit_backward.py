@@ -6,8 +6,8 @@ With S the raw q·k, s = scale·S the score, m(s) what the score mod makes of it
     dS = P (dP - D) m'(s)                      to be multiplied by scale on its way to dQ and dK
 
 A kernel holds its keys and walks over queries: here column values (kv) live as long as the work tile and row values
-(q) as long as one tile, the other way round than in the forward. The part a row that an additive mod leaves out of the
-loop there (`BoundMods.row_shift`) is taken from LSE here.
+(q) as long as one tile, the other way round than in the forward. The part per row that an additive mod leaves out of
+the loop there (`BoundMods.row_shift`) is taken from LSE here.
 
 The mask is applied to P, after the exponential: a hidden pair contributes exactly 0, whatever its score was, and a
 derivative that is infinite or NaN where P is 0 has no say.
@@ -35,7 +35,7 @@ from .emit_captured import CapturedSums
 from .emit_ops import convert
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
-from .values import Fixed, choose, larger, smaller
+from .values import Fixed, choose, larger, smaller, total
 
 
 class BackwardMods:
@@ -138,13 +138,13 @@ class BoundBackwardMods(Fixed):
         factor = self.leaves.scale * LOG2_E
         if shape.factor is not None:
             factor = convert(at.value(shape.factor), DType.FLOAT) * factor
-        along = [_sum([term.column(at, c) for term in shape.linear_terms]) for c in range(tile.columns)]
+        along = [total(term.column(at, c) for term in shape.linear_terms) for c in range(tile.columns)]
         along = [None if a is None else a * LOG2_E for a in along]
         bases: dict[int, Any] = {}
 
         def base(r: int) -> Any:
             if r not in bases:
-                shift = _sum([term.row(at, r) for term in shape.linear_terms if term.form.q])
+                shift = total(term.row(at, r) for term in shape.linear_terms if term.form.q)
                 bases[r] = lse[r] if shift is None else lse[r] - shift * LOG2_E
             return bases[r]
 
@@ -224,13 +224,6 @@ def _hide_by_either(holds: Boolean, mods: cutlass.Constexpr, at: cutlass.Constex
 
 def _places(tile: ScoreTile) -> list[tuple[int, int]]:
     return [(r, c) for r in range(tile.rows) for c in range(tile.columns)]
-
-
-def _sum(parts: list[Any]) -> Any:
-    total = None
-    for part in parts:
-        total = part if total is None else total + part
-    return total
 
 
 __all__ = ["BackwardMods", "BoundBackwardMods"]

@@ -65,7 +65,7 @@ def _nothing() -> None:
 def _add_diagonals(
     read: FusedRead, at: Evaluator, diagonals: Diagonals, tensor: cute.Tensor, add_to: Any, unit: Any
 ) -> None:
-    """Adds the sums by distance that were put in `diagonals`, a lane a diagonal."""
+    """Adds the sums by distance that were put in `diagonals`, one diagonal per lane."""
     cute.arch.sync_warp()
     tile, lane = at.tile, cute.arch.lane_idx()
     starts = diagonals.of_lanes()

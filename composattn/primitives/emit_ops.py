@@ -67,14 +67,15 @@ def _kind_of(*values: Any) -> Any:
     return next(type(v) for v in values if isinstance(v, cutlass.Numeric))
 
 
-def _maximum(x: Any, y: Any) -> Any:
-    kind = _kind_of(x, y)
-    return cm.max(kind(x), kind(y), propagate_nan=kind is Float32)  # torch's maximum gives NaN for NaN
+def _extreme(pick: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def of_two(x: Any, y: Any) -> Any:
+        kind = _kind_of(x, y)
+        return pick(kind(x), kind(y), propagate_nan=kind is Float32)  # torch's give NaN for NaN
+
+    return of_two
 
 
-def _minimum(x: Any, y: Any) -> Any:
-    kind = _kind_of(x, y)
-    return cm.min(kind(x), kind(y), propagate_nan=kind is Float32)
+_maximum, _minimum = _extreme(cm.max), _extreme(cm.min)
 
 
 def _floordiv(x: Any, y: Any) -> Any:
@@ -132,24 +133,9 @@ def _integer_power(x: Any, y: Any) -> Any:
     return choose(exponent < 0, kind(0), result)
 
 
-def _not(x: Any) -> Any:
-    return ~x
-
-
 def _logical(x: Any, y: Any, op: Callable[[Any, Any], Any]) -> Any:
     kind = _kind_of(x, y)
     return op(kind(x), kind(y))
-
-
-def _cast_from_float(kind: Any) -> Callable[[Any], Any]:
-    def cast(x: Any) -> Any:
-        return x.to(kind)
-
-    return cast
-
-
-def _cast_bool(x: Any) -> Any:
-    return x != 0
 
 
 def _round_to(narrow: Any) -> Callable[[Any], Any]:
@@ -191,7 +177,7 @@ CUTE: dict[str, Callable[..., Any]] = {
     "and": lambda x, y: _logical(x, y, lambda a, b: a & b),
     "or": lambda x, y: _logical(x, y, lambda a, b: a | b),
     "xor": lambda x, y: _logical(x, y, lambda a, b: a ^ b),
-    "not": _not,
+    "not": lambda x: ~x,
     "lshift": lambda x, y: x << y,
     "rshift": lambda x, y: x >> y,
     "isnan": lambda x: x != x if isinstance(x, Float32) else Boolean(False),
@@ -213,9 +199,9 @@ CUTE: dict[str, Callable[..., Any]] = {
     "ceil": lambda x: cm.ceil(x),
     "round": lambda x: cm.roundeven(x),
     "trunc": lambda x: cm.trunc(x),
-    "cast_bool": _cast_bool,
-    "cast_int32": _cast_from_float(Int32),
-    "cast_int64": _cast_from_float(Int64),
+    "cast_bool": lambda x: x != 0,
+    "cast_int32": lambda x: x.to(Int32),
+    "cast_int64": lambda x: x.to(Int64),
     "cast_float": lambda x: x.to(Float32),
     "cast_float16": _round_to(Float16),
     "cast_bfloat16": _round_to(BFloat16),

@@ -1,4 +1,4 @@
-"""Which tiles a work tile visits, asked inside a kernel: of the mask's bands, or of lists on the device.
+"""Which tiles a work tile visits, found inside a kernel: from the mask's bands, or from lists on the device.
 
 `kv_tiles_of` answers for the query tiles of a forward, `query_tiles_of` for the kv tiles of a backward. Lists are
 captured tensors of the kernel like those that the mods read (`captured` of its plan).

@@ -1,4 +1,4 @@
-"""Exponentials of fp32 numbers: by the unit that has them, or by a polynomial on the units that multiply and add."""
+"""Exponentials of fp32 numbers: by the hardware's exp2 unit, or by a polynomial on the units that multiply and add."""
 
 from __future__ import annotations
 

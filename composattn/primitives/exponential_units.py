@@ -1,4 +1,4 @@
-"""Which unit of a multiprocessor computes 2^x for which column of a tile: what a plan says of it."""
+"""Which unit of a multiprocessor computes 2^x for which columns of a tile, as a field of plans."""
 
 from __future__ import annotations
 

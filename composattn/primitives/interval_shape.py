@@ -1,4 +1,4 @@
-"""What is known of an interval of kv positions before any value is; plans hold it, kernels are cut by it."""
+"""What is known of an interval of kv positions when a kernel is compiled; plans hold it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kv tiles come from: rows that lie together, one copy per tile, or pages of a cache, one copy for each.
+"""Where kv tiles come from: rows that lie together, one copy per tile, or pages of a cache, one copy per page.
 
 A producer asks `source.locate(tile)` early, before it waits for room, and then starts the copies of K and later of V
 `at` what it got: for pages that is their numbers, which have to come from memory first.

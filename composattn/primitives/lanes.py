@@ -1,4 +1,4 @@
-"""The lanes of a warp: sums and maxima over some of them, which all of these get, always in the same order."""
+"""Sums and maxima over lanes of a warp, always in the same order; each of these lanes gets the result."""
 
 from __future__ import annotations
 

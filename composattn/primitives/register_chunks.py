@@ -1,4 +1,4 @@
-"""Registers of a product's sums in fp32 memory, in their own order: no row or column is looked for.
+"""A product's sums in fp32 memory in the order of their registers: no row or column has to be found.
 
 The sums of a product lie with groups of `THREADS` threads, and each group has a part of the memory: its threads' chunks
 of 16 bytes, chunk j of thread t at 4 * (j * THREADS + t) of the part. Whoever reads them must have registers of the

@@ -1,4 +1,4 @@
-"""How parts of a row of attention that was split over kv weigh in the whole: exactly, by sums of exponentials.
+"""The weights of the parts of a row of attention that was split over kv: exact, from sums of exponentials.
 
 A part s has its own output O_s and LSE_s = log sum exp(scores of the part). The whole has LSE = log sum exp(LSE_s) and
 O = sum O_s exp(LSE_s - LSE) (Dao et al. 2023, Flash-Decoding; the rule is Milakov and Gimelshein's, 2018).

@@ -1,5 +1,6 @@
 """Small helpers on kernel values that also take Python numbers, so that rules can be tested with no GPU."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import cutlass
@@ -26,6 +27,14 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
     known = next((x for x in (a, b) if isinstance(x, Numeric)), None)
     kind = type(known) if known is not None else cutlass.Float32 if isinstance(a, float) else cutlass.Int32
     return kind(cutlass.select_(condition, kind(a), kind(b)))
+
+
+def total(parts: Iterable[Any]) -> Any:
+    """Their sum, one after the other; None of no parts."""
+    found: Any = None
+    for part in parts:
+        found = part if found is None else found + part
+    return found
 
 
 def narrow(target: cute.Tensor, source: cute.Tensor) -> None:

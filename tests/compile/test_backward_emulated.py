@@ -131,7 +131,7 @@ def test_sums_of_transposed_products_match_fp64(
 
 
 def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:
-    """All meet once a tile: whoever writes the next P has not waited for those that still read this one."""
+    """All meet once per tile: whoever writes the next P has not waited for those that still read this one."""
     with pytest.raises(SharedRace, match="that nothing orders before this access"):
         check(TRANSPOSED_CASES["plain-ragged-d192"][0], folder, generator, **TRANSPOSED, ds_stages=1)
 

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.analysis.program import PLAIN, Program
+from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.few_queries import splits
 from composattn.backends.fused.inspect import Artifact
@@ -186,7 +186,7 @@ def problem(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, sche
 
 def test_parts_fill_the_multiprocessors_when_there_are_few_queries() -> None:
     def parts(p: Problem) -> int:
-        return splits(p, forward_tiling(p, PLAIN, HOPPER), HOPPER)
+        return splits(p, forward_tiling(p, Program(), HOPPER), HOPPER)
 
     assert parts(problem(1, 32, 8, 1, 131072)) == 16  # 128 blocks of 132
     assert parts(problem(1, 1, 1, 128, 128)) == 1
@@ -214,6 +214,6 @@ def test_heads_share_rows_when_that_makes_fewer_tiles() -> None:
 
 
 def test_another_number_of_parts_is_the_same_kernel() -> None:
-    two, five = (plan_forward(problem(1, 8, 2, 1, 4096, Schedule(split_kv=n)), PLAIN, HOPPER) for n in (2, 5))
+    two, five = (plan_forward(problem(1, 8, 2, 1, 4096, Schedule(split_kv=n)), Program(), HOPPER) for n in (2, 5))
     assert two.key == five.key
     assert "kv in 5 parts" in str(five)

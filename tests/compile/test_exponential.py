@@ -33,7 +33,7 @@ THREADS, EACH = 256, 16
 
 
 class Exponentials:
-    """2^x of each number, of `EACH` columns a thread."""
+    """2^x of each number, of `EACH` columns per thread."""
 
     def __init__(self, units: ExponentialUnits) -> None:
         self.units = units

@@ -28,12 +28,12 @@ from composattn.primitives.emit_captured import CapturedSums
 from composattn.primitives.online_softmax import OnlineSoftmax
 from composattn.primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 
-# of one warp; a row a lane is how a matrix unit with a memory of its own hands out its accumulator
+# of one warp; one row per lane is how a matrix unit with a memory of its own hands out its accumulator
 SHAPES = {
-    "four lanes a row": fragment_shape(48),
-    "four lanes a column": fragment_shape(48).transposed,
-    "a row a lane": FragmentShape((0,), tuple(range(40)), ROW_PER_LANE),
-    "a column a lane": FragmentShape((0,), tuple(range(40)), ROW_PER_LANE).transposed,
+    "four lanes per row": fragment_shape(48),
+    "four lanes per column": fragment_shape(48).transposed,
+    "one row per lane": FragmentShape((0,), tuple(range(40)), ROW_PER_LANE),
+    "one column per lane": FragmentShape((0,), tuple(range(40)), ROW_PER_LANE).transposed,
 }
 TILES = 3
 
@@ -179,7 +179,7 @@ class Sums:
 
 
 @pytest.mark.parametrize("pattern", TABLES, ids=lambda p: p.name)
-@pytest.mark.parametrize("lanes", ["four lanes a column", "a column a lane"])
+@pytest.mark.parametrize("lanes", ["four lanes per column", "one column per lane"])
 def test_captured_sums_follow_the_lanes(lanes: str, pattern: Pattern, generator: torch.Generator) -> None:
     shape, (make, size) = SHAPES[lanes], TABLES[pattern]
     table = torch.zeros(size, requires_grad=True)

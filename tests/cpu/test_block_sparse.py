@@ -214,7 +214,7 @@ BAD = {
     ),
     "other_heads": (
         lambda: ca.BlockSparse.from_coo(INT[:, 0].expand(1, 2, 2), INT[:, 0].expand(1, 2, 2)[:, :1].expand(1, 3, 2),
-                                        16, 32, 32), errors.ShapeMismatch, "make them one"
+                                        16, 32, 32), errors.ShapeMismatch, "make both equal or 1"
     ),
     "no_block_mask": (lambda: ca.BlockSparse.from_block_mask(MAP), errors.NotATensor, "BlockMask"),
 }  # fmt: skip

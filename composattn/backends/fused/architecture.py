@@ -1,4 +1,4 @@
-"""What an architecture brings that kernels are generated for, and which there are."""
+"""What an architecture provides for generated kernels, and the table of architectures."""
 
 from __future__ import annotations
 

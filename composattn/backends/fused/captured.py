@@ -1,4 +1,4 @@
-"""The tensors that a kernel reads for its mods, as one call has them: captured, derived from those, or made for it."""
+"""The tensors that a kernel reads for its mods in one call: captured, derived from captured ones, or made for it."""
 
 from __future__ import annotations
 

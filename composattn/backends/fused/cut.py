@@ -1,4 +1,4 @@
-"""Which tiles of keys of a backward are computed in pieces, each a block's work, so that no multiprocessor idles."""
+"""Which tiles of keys of a backward are computed in pieces, one block per piece, so that no multiprocessor idles."""
 
 from __future__ import annotations
 

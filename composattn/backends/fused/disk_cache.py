@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: whom it may belong to, and that what comes out of it is what was put in.
+"""The folder of compiled kernels: who may own it, and a check that what comes out of it is what was put in.
 
     <folder>/<key>/kernel-<sum>.so     an entry: `key` names what it was made from, `sum` is of its own bytes
     <folder>/.writing/                 files on their way in; what a killed process left there goes after an hour

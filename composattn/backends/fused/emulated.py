@@ -43,9 +43,9 @@ def emulating(mode: Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
-def estimate(batch: int, heads: int, q_len: int, kv_len: int, tile_m: int = 128) -> float:
+def estimate(batch: int, heads: int, q_len: int, kv_len: int) -> float:
     """Seconds that a forward will about take if every tile is visited; a gradient takes three times as long."""
-    blocks = batch * heads * -(-q_len // tile_m)
+    blocks = batch * heads * -(-q_len // 128)
     return blocks * SECONDS_A_BLOCK + batch * heads * q_len * kv_len * SECONDS_A_SCORE
 
 
@@ -64,23 +64,22 @@ def check_size(problem: Problem) -> None:
 class EmulatedKernel:
     """Stands for a compiled kernel: called like one, with CPU tensors in the order of the plan's host function.
 
-    `mode` is that of `emulating` if None. `result` is what the last run says beside what it wrote (instruction counts,
-    time). Raises `Finding`s when called.
+    `result` is what the last run says beside what it wrote (instruction counts, time). Raises `Finding`s when called.
     """
 
-    def __init__(self, plan: Any, mode: Mode | None = None) -> None:
-        self.plan, self.mode = plan, mode
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
         self.kernel = _captured(plan)
         self.result: Result | None = None
 
     def __call__(self, *arguments: Any) -> None:
         target = self.plan.target
         launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
-        self.result = _stream.run(self.kernel.program, launch, self.mode or _mode.get())
+        self.result = _stream.run(self.kernel.program, launch, _mode.get())
 
 
 def _captured(plan: Any) -> Captured:
-    """The plan's kernel and host function, compiled once a process (the PTX once a cache folder)."""
+    """The plan's kernel and host function, compiled once per process (the PTX once per cache folder)."""
     key = content_hash(plan)
     kernel = _kernels.pop(key, None)
     if kernel is None:

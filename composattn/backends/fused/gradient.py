@@ -1,8 +1,8 @@
-"""Gradients of a call by generated kernels: dQ, dK, dV and captured tensors, and what is computed beside them.
+"""Gradients of a call by generated kernels: dQ, dK, dV and captured tensors.
 
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
-(`composattn.analysis.captured_gradient`): 8 bytes an element of the tensor beside. Those of other reads come from the
-tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
+(`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of other reads come from
+the tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
 sequences it reads the lengths on the host.
 """
 

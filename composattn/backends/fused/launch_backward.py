@@ -81,7 +81,7 @@ class BackwardLauncher:
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
         `made`: what the kernel reads that is neither captured nor derived from it.
-        Extra memory: 4 bytes * Sq * (padded D + 2) a query head, and 512 bytes * (padded D + padded Dv) a piece of
+        Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
         a tile of keys.
         """
         layout = self.plans.main.layout

@@ -1,4 +1,4 @@
-"""In which order the tiles of queries (in the backward, of keys) run: by a formula, or by a table on the device."""
+"""The order in which tiles of queries (in the backward, of keys) run: a formula, or a table on the device."""
 
 from __future__ import annotations
 

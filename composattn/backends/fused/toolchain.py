@@ -1,4 +1,4 @@
-"""All that decides a kernel's machine code beside its plan, as text: sources, versions, processor, environment.
+"""What decides a kernel's machine code besides its plan, as text: sources, versions, processor, environment.
 
 The text is part of the key of each compiled kernel. What it leaves out, the disk cache would serve from before.
 """

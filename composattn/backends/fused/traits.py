@@ -1,4 +1,4 @@
-"""What tilings look at in a call: lengths, and what its mods read and test."""
+"""The facts of a call that tilings depend on: lengths, and what its mods read and test."""
 
 from __future__ import annotations
 

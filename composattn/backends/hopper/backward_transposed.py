@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper whose warpgroups share dVᵀ and dKᵀ by rows: more keys a block for D or Dv over 128."""
+"""The backward kernel for Hopper whose warpgroups share dVᵀ and dKᵀ by rows: more keys per block, for D or Dv > 128."""
 
 import cutlass
 import cutlass.cute as cute

@@ -18,7 +18,7 @@ ROWS = 64  # of one warpgroup's product
 # ends, and tiles of 64 queries visit less beside a mask's edge. D 64: 2,048 keys gain 4 %, 4,096 lose 2 %
 FEW_KEYS = {64: 2304, 96: 1152}
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
-# of causal 2k it loses 7 %, as a fixed stride balances worse than one block a tile)
+# of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
 
 

@@ -42,10 +42,6 @@ def own_offset(g: Any, address: int) -> int:
     return int(local[0])
 
 
-def _words(addresses: Array, nbytes: int) -> Array:
-    return (addresses // 4)[:, None] + np.arange((nbytes + 3) // 4)
-
-
 def _check_shared(block: Any, addresses: Array, nbytes: int) -> None:
     if (addresses % nbytes).any():
         bad = int(addresses[addresses % nbytes != 0][0])
@@ -53,14 +49,18 @@ def _check_shared(block: Any, addresses: Array, nbytes: int) -> None:
     block.shared.check(int(addresses.min()), int(addresses.max()) + nbytes)
 
 
+def _shared_words(g: Any, addresses: Array, nbytes: int) -> tuple[Any, Array, Array]:
+    """The shared memory that accesses go to, where in it they begin, and their words."""
+    block, addresses = resolve_block(g, addresses)
+    _check_shared(block, addresses, nbytes)
+    return block.shared, addresses, (addresses // 4)[:, None] + np.arange((nbytes + 3) // 4)
+
+
 def shared_load(g: Any, lanes: Array, addresses: Array, size: int, count: int) -> Array:
     """[lanes, count] values; every word must have been written, and its write be known to the reading warp."""
-    block, addresses = resolve_block(g, addresses)
-    _check_shared(block, addresses, size * count)
-    words = _words(addresses, size * count)
+    memory, addresses, words = _shared_words(g, addresses, size * count)
     known = g.block.cluster.known
     agents = g.agents(lanes)
-    memory = block.shared
     for agent in np.unique(agents):
         mine = words[agents == agent]
         memory.order_read(mine, known[agent])
@@ -69,13 +69,10 @@ def shared_load(g: Any, lanes: Array, addresses: Array, size: int, count: int) -
 
 
 def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Array) -> None:
-    block, addresses = resolve_block(g, addresses)
     count = values.shape[1]
-    _check_shared(block, addresses, size * count)
-    words = _words(addresses, size * count)
+    memory, addresses, words = _shared_words(g, addresses, size * count)
     known = g.block.cluster.known
     agents = g.agents(lanes)
-    memory = block.shared
     for agent in np.unique(agents):
         mine = words[agents == agent]
         if size >= 4:  # warps may share a word by halves

@@ -34,10 +34,6 @@ class StoreOp:
     data: Array | None = None
     written: bool = False
 
-    @property
-    def was_read(self) -> bool:
-        return self.data is not None
-
     def read(self) -> None:
         if self.data is None:
             self.data = self.read_bytes()
@@ -52,7 +48,7 @@ class StoreOp:
 def _once_a_warp(g: Any, m: Any, *operands: list[int]) -> list[tuple[int, ...]]:
     """(warp, operands) of the copies to make. Lanes of a warp with the same operands make one copy between them.
 
-    PTX reads as if each lane made its own; the machine instruction takes uniform registers and is issued once a warp,
+    PTX reads as if each lane made its own; the machine instruction takes uniform registers and is issued once per warp,
     and code that is generated without an elect around a store counts on it.
     """
     warps = g.lane_warp[g.active(m)].tolist()

@@ -21,12 +21,6 @@ def f32_to_bf16(x: Array) -> Array:
     return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
-def f32_to_bf16_rz(x: Array) -> Array:
-    """float32 to uint16 bit patterns, towards zero."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FFF), bits).astype(np.uint16)
-
-
 def _table(exponent: int, mantissa: int, finite_only: bool) -> Array:
     """Values of the 256 patterns of an 8-bit format (OCP 8-bit floating point specification)."""
     bias = (1 << (exponent - 1)) - 1

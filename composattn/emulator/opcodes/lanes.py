@@ -14,12 +14,22 @@ Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
 
 
+def _active(g: Any, m: Any) -> Any:
+    """[warp, lane]: who executes an instruction."""
+    return np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
+
+
+def _as_bits(lanes: Array) -> Array:
+    """A word of each warp with the bits of its lanes."""
+    return (lanes.astype(np.uint32) << LANE.astype(np.uint32)).sum(1, dtype=np.uint32)
+
+
 def _members(g: Any, m: Any, mask_row: Array | None) -> None:
     """All lanes that an instruction names must execute it, and only they."""
     if mask_row is None and m is True:
         return
-    active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
-    bits = (active.astype(np.uint64) << LANE.astype(np.uint64)).sum(1)
+    active = _active(g, m)
+    bits = _as_bits(active)
     for w in range(len(g.warps)):
         if not bits[w]:
             continue
@@ -105,7 +115,7 @@ def elect(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         _members(g, m, mask_of(g))
-        active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
+        active = _active(g, m)
         leader = active.argmax(1)
         chosen = (leader[:, None] == LANE) & active
         np.copyto(flag(g), chosen.reshape(-1), where=m)
@@ -123,12 +133,12 @@ def vote(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         _members(g, m, mask_of(g))
-        active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
+        active = _active(g, m)
         value = src(g).reshape(-1, 32)
         yes = value & active
         result: Array
         if kind == "ballot":
-            result = (yes.astype(np.uint64) << LANE.astype(np.uint64)).sum(1).astype(np.uint32)
+            result = _as_bits(yes)
         elif kind == "any":
             result = yes.any(1)
         elif kind == "all":
@@ -156,7 +166,7 @@ def redux(instr: Instr, program: Any) -> Handler:
 
     def run(g: Any, m: Any) -> None:
         _members(g, m, mask_of(g))
-        active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
+        active = _active(g, m)
         rows = src(g).reshape(-1, 32)
         result = [fold.reduce(r[a]) if a.any() else r[0] for r, a in zip(rows, active, strict=True)]
         np.copyto(out(g), np.repeat(np.array(result, rows.dtype), 32), where=m)
@@ -169,9 +179,7 @@ def activemask(instr: Instr, program: Any) -> Handler:
     out = target(instr.args[0], "u32")
 
     def run(g: Any, m: Any) -> None:
-        active = np.ones((len(g.warps), 32), np.bool_) if m is True else m.reshape(-1, 32)
-        bits = (active.astype(np.uint64) << LANE.astype(np.uint64)).sum(1).astype(np.uint32)
-        np.copyto(out(g), np.repeat(bits, 32), where=m)
+        np.copyto(out(g), np.repeat(_as_bits(_active(g, m)), 32), where=m)
 
     return run
 

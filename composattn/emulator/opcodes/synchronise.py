@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from composattn.emulator.barriers import MBarrier, NamedBarrier
+from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import (
     BarrierMisuse,
     CollectiveMismatch,
@@ -300,17 +301,21 @@ def wait_cluster(instr: Instr, program: Any) -> Handler:
 # --- fences ------------------------------------------------------------------------------------------------
 
 
-@effect("fence.proxy.async")
-def fence_async(instr: Instr, program: Any) -> Handler:
-    words_of(program, instr.op, {"fence", "proxy", "async", "shared::cta", "shared::cluster", "global"}, instr)
+def _fence(learn: Callable[[Knowledge, int], Any]) -> Handler:
+    """Each warp that executes it learns: `learn(its knowledge, its agent)`."""
 
     def run(g: Any, m: Any) -> None:
         for w in g.active_warps(m):
-            k = g.block.knowledge(w)
-            np.maximum(k.fenced, k.all, out=k.fenced)
+            learn(g.block.knowledge(w), g.block.first_agent + w)
             g.block.tick(w)
 
     return run
+
+
+@effect("fence.proxy.async")
+def fence_async(instr: Instr, program: Any) -> Handler:
+    words_of(program, instr.op, {"fence", "proxy", "async", "shared::cta", "shared::cluster", "global"}, instr)
+    return _fence(lambda k, me: np.maximum(k.fenced, k.all, out=k.fenced))
 
 
 @effect("fence.mbarrier_init")
@@ -318,26 +323,16 @@ def fence_init(instr: Instr, program: Any) -> Handler:
     """Covers what the warp itself initialised; others learn of it through a barrier."""
     words_of(program, instr.op, {"fence", "mbarrier_init", "release", "cluster"}, instr)
 
-    def run(g: Any, m: Any) -> None:
-        for w in g.active_warps(m):
-            k, me = g.block.knowledge(w), g.block.first_agent + w
-            k.inits[me] = k.all[me]
-            g.block.tick(w)
+    def learn(k: Knowledge, me: int) -> None:
+        k.inits[me] = k.all[me]
 
-    return run
+    return _fence(learn)
 
 
 @effect("fence.acq_rel", "fence.sc", "membar")
 def fence_memory(instr: Instr, program: Any) -> Handler:
     """Lets relaxed arrivals behind it pass on what came before. One of a block's scope does so for no cluster."""
-    wide = not {"cta"} & set(instr.parts)
-
-    def run(g: Any, m: Any) -> None:
-        for w in g.active_warps(m) if wide else ():
-            g.block.knowledge(w).release()
-            g.block.tick(w)
-
-    return run
+    return _nothing if "cta" in instr.parts else _fence(lambda k, me: k.release())
 
 
 @effect("griddepcontrol.wait")
@@ -358,7 +353,11 @@ ORDERING = ("fence.acquire", "fence.release", "fence.proxy.alias", "fence.proxy.
 
 @effect(*ORDERING)
 def order_only(instr: Instr, program: Any) -> Handler:
-    return lambda g, m: None
+    return _nothing
+
+
+def _nothing(g: Any, m: Any) -> None:
+    pass
 
 
 # --- registers ---------------------------------------------------------------------------------------------
@@ -388,7 +387,7 @@ def registers(instr: Instr, program: Any) -> Handler:
             return 32 * (count * len(g.warps) + sum(block.registers[w] for w in others)) <= block.pool
 
         if not fits():
-            return Wait(fits, lambda: f"{count} registers a thread; the block has {block.pool}: {block.registers}")
+            return Wait(fits, lambda: f"{count} registers per thread; the block has {block.pool}: {block.registers}")
         for w in g.warps:
             block.registers[w], block.asked[w] = count, True
         block.cluster.progress += 1

@@ -299,7 +299,7 @@ def test_sizes_that_masks_are_not_followed_to_are_refused(sizes: dict[str, int])
     if "heads" not in sizes:
         q = torch.zeros(1, 1, 1, 8).expand(1, 1, sizes.get("q_len", 1), 8)
         k = torch.zeros(1, 1, 1, 8).expand(1, 1, sizes.get("kv_len", 1), 8)
-        with pytest.raises(errors.InvalidLength, match="followed up to"):
+        with pytest.raises(errors.InvalidLength, match="analysed up to"):
             ca.attention(q, k, k)
 
 

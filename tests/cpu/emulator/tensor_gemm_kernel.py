@@ -1,4 +1,4 @@
-"""A small GEMM on tensor memory, one block a tile, written to be a subject of the emulator."""
+"""A small GEMM on tensor memory, one block per tile, written to be a subject of the emulator."""
 
 from __future__ import annotations
 

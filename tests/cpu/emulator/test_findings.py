@@ -205,7 +205,7 @@ def test_finding(name: str, mode: Mode) -> None:
     [
         (4, "dec.sync.aligned.u32 24", "inc.sync.aligned.u32 104", None),
         (5, "dec.sync.aligned.u32 24", "inc.sync.aligned.u32 104", "together, it has 12288|waits for 104 registers"),
-        (4, None, "inc.sync.aligned.u32 104", "waits for 104 registers a thread; the block has 16384"),
+        (4, None, "inc.sync.aligned.u32 104", "waits for 104 registers per thread; the block has 16384"),
         (4, "dec.sync.aligned.u32 24", None, None),
         (4, "dec.sync.aligned.u32 104", None, "dec to 104 registers by a warp that has 64"),
         (4, "inc.sync.aligned.u32 40", "inc.sync.aligned.u32 64", "inc to 40 registers by a warp that has 64"),
@@ -214,7 +214,7 @@ def test_finding(name: str, mode: Mode) -> None:
 def test_roles_share_the_registers_that_a_block_has(
     resident: int, producers: str | None, consumers: str | None, kind: str | None, mode: Mode
 ) -> None:
-    """Two warpgroups with 24 and 104 registers a thread are a quarter of a multiprocessor's, 64 a thread at launch."""
+    """Two warpgroups of 24 and 104 registers per thread: a quarter of a multiprocessor's, 64 per thread at launch."""
     asks = ["" if role is None else f"setmaxnreg.{role};" for role in (producers, consumers)]
     body = f"mov.u32 %r0, %tid.x; setp.ge.u32 %p1, %r0, 128; @%p1 bra S; {asks[0]} bra E; S: {asks[1]} E:"
     text = module(body, threads=256).replace(".reqntid 256, 1, 1", f".reqntid 256, 1, 1\n.minnctapersm {resident}")

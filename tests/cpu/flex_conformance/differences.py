@@ -100,7 +100,7 @@ DIFFERENCES = [
     ),
     Difference(
         "`kernel_options`", "tune its kernels", "a warning, nothing else",
-        "the kernels are others; `ca.Schedule` is what ours take",
+        "the kernels differ; ours take `ca.Schedule`",
         quiet(lambda: ca.flex_attention(Q, K, V, kernel_options={"BLOCK_M": 16})),
     ),
     Difference(
@@ -136,7 +136,7 @@ DIFFERENCES = [
     Difference(
         "a torch.autograd.Function with a backward of its own in a mod", "its backward is taken",
         "`UnsupportedOperation`",
-        "a mod becomes a formula, whose derivative it has; one that equals it is served",
+        "a mod becomes a formula and has its derivative; a backward that equals it is accepted",
         lambda: ca.flex_attention(Q, K, V, score_mod=with_a_rule_of_its_own), errors.UnsupportedOperation,
     ),
 ]  # fmt: skip

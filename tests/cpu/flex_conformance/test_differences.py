@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,16 +9,11 @@ import torch
 
 from tests.cpu.flex_conformance.differences import DIFFERENCES, VECTORS, Difference, K, Q, V
 from tests.cpu.flex_conformance.truth import check
-
-DOCS = Path(__file__).parents[3] / "docs"
+from tests.support import docs_script
 
 
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_flex_conformance", DOCS / "make_flex_conformance.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("make_flex_conformance")
 
 
 def test_the_page_is_current() -> None:

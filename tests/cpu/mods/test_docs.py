@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import pytest
 
 from composattn import mods
+from tests.support import docs_script
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_mods", DOCS / "make_mods.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("make_mods")
 
 
 def test_page_is_current() -> None:

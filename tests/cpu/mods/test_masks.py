@@ -76,7 +76,7 @@ def test_window_by_head_and_by_scalar() -> None:
 @pytest.mark.parametrize(
     ("prefix", "of_batch"),
     [(4, (4, 4)), (0, (0, 0)), (Scalar(3), (3, 3)), (torch.tensor(2), (2, 2)), (torch.tensor([1, 6]), (1, 6))],
-    ids=["int", "zero", "scalar", "0-d tensor", "one a batch entry"],
+    ids=["int", "zero", "scalar", "0-d tensor", "one per batch entry"],
 )
 def test_prefix_lm(prefix: Any, of_batch: tuple[int, int]) -> None:
     check(masks.prefix_lm(prefix), lambda b, h, q, kv: kv < of_batch[b] or kv <= q, q_len=9, kv_len=9)

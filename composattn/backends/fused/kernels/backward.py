@@ -1,4 +1,4 @@
-"""The backward kernel but for its matrix unit: its host function, its work tiles, what comes in and what they visit."""
+"""The backward kernel except for its matrix unit: host function, work tiles, what they load and what they visit."""
 
 import abc
 import dataclasses

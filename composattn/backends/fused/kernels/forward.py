@@ -1,4 +1,4 @@
-"""The forward kernel but for its matrix unit: its host function, its work tiles, how its roles go over them."""
+"""The forward kernel except for its matrix unit: host function, work tiles, and how its roles walk over them."""
 
 import abc
 from typing import Any, Generic

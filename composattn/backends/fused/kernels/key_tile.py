@@ -1,4 +1,4 @@
-"""A tile of keys in a backward: which it is, and what all who hold scores of its keys do alike."""
+"""A tile of keys in a backward: which one it is, and what all warps that hold its scores do in the same way."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""A thread's query rows of one work tile: which they are, what tests their tiles, what they leave."""
+"""A thread's query rows of one work tile: which they are, what tests their tiles, what they store."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .forward_call import Call, Work
 
 
 class Places(Fixed, Generic[AnyForwardTiling]):
-    """Where the rows of one thread are, of which the first is packed row `row` of the head."""
+    """Where the rows of one thread are; the first one is packed row `row` of the head."""
 
     def __init__(self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: Work, row: Any) -> None:
         self.tiling, self.shape, self.work = tiling, shape, work
@@ -83,7 +83,7 @@ class QueryRows(Places[AnyForwardTiling]):
             self._store_statistic(call.max_scores, softmax.highest_scores(row_lse), lane)
 
     def _store_statistic(self, target, of_rows, lane) -> None:
-        """A number a row, with what does not change along a row and was left out of the scores."""
+        """A number per row, with what does not change along a row and was left out of the scores."""
         queries: Any = self.work.queries
         for r in range(self.shape.rows):
             shift = self.mods.row_shift[r]
