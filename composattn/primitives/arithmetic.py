@@ -35,6 +35,21 @@ class Arithmetic(Protocol):
     def total(self, first: Any, values: Sequence[Any]) -> Any:
         """The sum of all, and of `first` unless that is None."""
 
+    def products(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each times its own of `others`."""
+
+    def sums(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each plus its own of `others`."""
+
+    def differences(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each less its own of `others`."""
+
+    def plus(self, values: Sequence[Any], number: float, down: bool = False) -> list[Any]:
+        """Each plus `number`, rounded to the nearest, or down."""
+
+    def polynomial(self, coefficients: Sequence[float], values: Sequence[Any]) -> list[Any]:
+        """c0 + c1 x + c2 x² + ... of each."""
+
 
 class OneByOne(Fixed):
     def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
@@ -51,6 +66,25 @@ class OneByOne(Fixed):
 
     def total(self, first: Any, values: Sequence[Any]) -> Any:
         return tree(add, chains(add, values if first is None else [first, *values]))
+
+    def products(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return [x * y for x, y in zip(values, others, strict=True)]
+
+    def sums(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return [x + y for x, y in zip(values, others, strict=True)]
+
+    def differences(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return [x - y for x, y in zip(values, others, strict=True)]
+
+    def plus(self, values: Sequence[Any], number: float, down: bool = False) -> list[Any]:
+        return [_add_down(x, Float32(number)) if down else x + number for x in values]
+
+    def polynomial(self, coefficients: Sequence[float], values: Sequence[Any]) -> list[Any]:
+        *lower, last = coefficients
+        totals: list[Any] = [Float32(last)] * len(values)
+        for coefficient in lower[::-1]:
+            totals = [cm.fma(total, x, Float32(coefficient)) for total, x in zip(totals, values, strict=True)]
+        return totals
 
 
 class InPairs(Fixed):
@@ -82,12 +116,49 @@ class InPairs(Fixed):
         low, high = tree(_add_pairs, chains(_add_pairs, _pairs(values)))
         return low + high if first is None else first + (low + high)
 
+    def products(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return _each(cute.arch.mul_packed_f32x2, _pairs(values), _pairs(others))
+
+    def sums(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return _each(cute.arch.add_packed_f32x2, _pairs(values), _pairs(others))
+
+    def differences(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return _each(cute.arch.sub_packed_f32x2, _pairs(values), _pairs(others))
+
+    def plus(self, values: Sequence[Any], number: float, down: bool = False) -> list[Any]:
+        added = functools.partial(cute.arch.add_packed_f32x2, rnd="rm" if down else "rn")
+        return _each(added, _pairs(values), _same(number, values))
+
+    def polynomial(self, coefficients: Sequence[float], values: Sequence[Any]) -> list[Any]:
+        *lower, last = coefficients
+        pairs, totals = _pairs(values), _same(last, values)
+        for coefficient in lower[::-1]:
+            added = _same(coefficient, values)
+            totals = [cute.arch.fma_packed_f32x2(*three) for three in zip(totals, pairs, added, strict=True)]
+        return [value for pair in totals for value in pair]
+
 
 ONE_BY_ONE, IN_PAIRS = OneByOne(), InPairs()
 
 
 def _pairs(values: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(values[::2], values[1::2], strict=True))
+
+
+def _same(number: float, values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """As many pairs of `number` as `values` are."""
+    return [(Float32(number), Float32(number))] * (len(values) // 2)
+
+
+def _each(op: Callable[[Any, Any], Any], pairs: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """`op` of each pair and its other one, as numbers."""
+    return [value for both in zip(pairs, others, strict=True) for value in op(*both)]
+
+
+def _add_down(x: Any, y: Any) -> Any:
+    return cute.arch.inline_ptx(
+        "add.rm.ftz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
 
 
 def _add_pairs(a: tuple[Any, Any], b: tuple[Any, Any]) -> Any:

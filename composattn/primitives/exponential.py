@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute import math as cm
 
+from .arithmetic import ONE_BY_ONE, Arithmetic
 from .exponential_units import ExponentialUnits
 
 LOG2_E = math.log2(math.e)
@@ -22,6 +23,7 @@ COEFFICIENTS = {
     4: (0.6930448446807697, 0.2412802065120319, 0.05224247045874944, 0.013426686615862549),
     5: (0.6931513118135184, 0.24016445004609707, 0.05579991350206087, 0.009017029764740128, 0.00186713033337442),
 }
+TOGETHER = 8  # polynomials computed step by step; with 2, or with all, 11 to 15 spills beside 128 scores of a row
 _LOWEST = -127.0  # below it the result is 0
 # what is added to it is rounded to whole numbers, and its last bits are they, with the bias of an exponent
 _WHOLE = 1.5 * 2**23 + 127
@@ -32,24 +34,27 @@ def exp2(x: Any) -> Float32:
     return cm.exp2(x, approx=True, ftz=True)
 
 
-def polynomial_exp2(x: Any, degree: int) -> Float32:
-    """2^x by multiply-adds, for x below 128: relative errors of `COEFFICIENTS`; results below 2^-126 are 0.
+def polynomial_exp2(values: Sequence[Any], degree: int, arithmetic: Arithmetic = ONE_BY_ONE) -> list[Float32]:
+    """2^x of each by multiply-adds, for x below 128: relative errors of `COEFFICIENTS`; results below 2^-126 are 0.
 
     x is its floor n and a rest f in [0, 1) (Cody and Waite): the polynomial gives 2^f, and 2^n is n in the bits of an
     exponent. Their product, not a sum of bits, keeps NaN.
     """
-    x = cm.max(Float32(x), Float32(_LOWEST), propagate_nan=True)
-    whole = cute.arch.inline_ptx(
-        "add.rm.ftz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, Float32(_WHOLE)]
-    )
-    rest = x - (whole - _WHOLE)
-    *first, last = COEFFICIENTS[degree]
-    total: Any = Float32(last)
-    for coefficient in (*first[::-1], 1.0):
-        total = cm.fma(total, rest, Float32(coefficient))
-    return total * (whole.bitcast(Int32) << 23).bitcast(Float32)
+    x = [cm.max(Float32(value), Float32(_LOWEST), propagate_nan=True) for value in values]
+    whole = arithmetic.plus(x, _WHOLE, down=True)
+    rest = arithmetic.differences(x, arithmetic.plus(whole, -_WHOLE))
+    powers = [(n.bitcast(Int32) << 23).bitcast(Float32) for n in whole]
+    return arithmetic.products(arithmetic.polynomial((1.0, *COEFFICIENTS[degree]), rest), powers)
 
 
-def exp2_of_column(units: ExponentialUnits, column: int) -> Callable[[Any], Float32]:
-    """2^x as the plan has it for a thread's `column`."""
-    return (lambda x: polynomial_exp2(x, units.degree)) if units.is_polynomial(column) else exp2
+def exp2_of_columns(
+    units: ExponentialUnits, columns: Sequence[int], exponents: Iterable[Any], arithmetic: Arithmetic = ONE_BY_ONE
+) -> Iterator[Float32]:
+    """2^x of each exponent as the plan has it for its one of a thread's columns; polynomials of neighbours together."""
+    every = zip(columns, exponents, strict=True)
+    for polynomial, run in itertools.groupby(every, lambda item: units.is_polynomial(item[0])):
+        given = (x for _, x in run)
+        if not polynomial:
+            yield from map(exp2, given)
+        while polynomial and (some := list(itertools.islice(given, TOGETHER))):
+            yield from polynomial_exp2(some, units.degree, arithmetic)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
-from .exponential import LN_2, exp2, exp2_of_column
+from .exponential import LN_2, exp2, exp2_of_columns
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
@@ -90,8 +90,10 @@ class OnlineSoftmax(Fixed):
     def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place."""
         scores = (tile.values[r, c] for c in columns)
-        for c, exponent in zip(columns, self.arithmetic.scaled(scores, self.scale, self.scaled_shift[r]), strict=True):
-            tile.values[r, c] = exp2_of_column(self.units, c)(exponent)
+        exponents = self.arithmetic.scaled(scores, self.scale, self.scaled_shift[r])
+        found = exp2_of_columns(self.units, columns, exponents, self.arithmetic)
+        for c, probability in zip(columns, found, strict=True):
+            tile.values[r, c] = probability
 
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""

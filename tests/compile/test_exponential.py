@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -26,7 +25,8 @@ from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
 from composattn.mods import causal
-from composattn.primitives.exponential import COEFFICIENTS, exp2_of_column
+from composattn.primitives.arithmetic import IN_PAIRS, ONE_BY_ONE, Arithmetic
+from composattn.primitives.exponential import COEFFICIENTS, exp2_of_columns
 from composattn.primitives.exponential_units import HARDWARE, ExponentialUnits
 
 THREADS, EACH = 256, 16
@@ -35,8 +35,8 @@ THREADS, EACH = 256, 16
 class Exponentials:
     """2^x of each number, of `EACH` columns per thread."""
 
-    def __init__(self, units: ExponentialUnits) -> None:
-        self.units = units
+    def __init__(self, units: ExponentialUnits, arithmetic: Arithmetic = ONE_BY_ONE) -> None:
+        self.units, self.arithmetic = units, arithmetic
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
@@ -45,11 +45,14 @@ class Exponentials:
     @cute.kernel
     def kernel(self, x, y):
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        for c in cutlass.range_constexpr(EACH):
-            y[block, thread, c] = exp2_of_column(self.units, c)(x[block, thread, c])
+        numbers = [x[block, thread, c] for c in range(EACH)]
+        for c, number in enumerate(exp2_of_columns(self.units, range(EACH), numbers, self.arithmetic)):
+            y[block, thread, c] = number
 
 
-def exponentials(units: ExponentialUnits, x: torch.Tensor) -> torch.Tensor:
+def exponentials(
+    units: ExponentialUnits, x: torch.Tensor, arithmetic: Arithmetic = ONE_BY_ONE, arch: str = "sm_90a"
+) -> torch.Tensor:
     """`x`: any number of fp32."""
     blocks = -(-x.numel() // (THREADS * EACH))
     given = torch.zeros(blocks, THREADS, EACH)
@@ -58,7 +61,7 @@ def exponentials(units: ExponentialUnits, x: torch.Tensor) -> torch.Tensor:
     declared: list[Any] = [
         make_fake_tensor(Float32, (cute.sym_int(), THREADS, EACH), (THREADS * EACH, EACH, 1)) for _ in range(2)
     ]
-    kernel = Captured(Exponentials(units), [*declared, make_fake_stream()])
+    kernel = Captured(Exponentials(units, arithmetic), [*declared, make_fake_stream()], arch)
     run(kernel.program, kernel.launch(given, found))
     return found.view(-1)[: x.numel()]
 
@@ -97,6 +100,13 @@ def test_columns_are_shared_out_as_planned() -> None:
     found = exponentials(units, x).view(-1, 4)
     assert torch.equal(found[:, :3], exponentials(HARDWARE, x).view(-1, 4)[:, :3])
     assert torch.equal(found[:, 3], exponentials(ExponentialUnits(1, 1), x).view(-1, 4)[:, 3])
+
+
+@pytest.mark.parametrize("units", [ExponentialUnits(10, 32), ExponentialUnits(6, 8, 5)], ids=str)
+def test_two_an_instruction_give_the_same_bits(units: ExponentialUnits, generator: torch.Generator) -> None:
+    x = torch.cat([134.0 * torch.rand(4096, generator=generator) - 130.0, torch.tensor([-torch.inf, torch.nan, 0.0])])
+    found, wanted = exponentials(units, x, IN_PAIRS, "sm_100a"), exponentials(units, x)
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
 def planned(units: ExponentialUnits, d: int = 64) -> ForwardPlan:
