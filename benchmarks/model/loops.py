@@ -72,6 +72,11 @@ class Loop:
         return any(self.counts[name] for name in MATRIX)
 
     @property
+    def selects(self) -> int:
+        """Selections by a condition, as a test makes one of each number."""
+        return self.counts["FSEL"] + self.counts["SEL"]
+
+    @property
     def job(self) -> str:
         """What the warps in it are there for; empty where that is nothing of a tile's."""
         count = self.counts
@@ -90,7 +95,8 @@ class Loop:
 class Role:
     """The loops of warps that do the same job: one after the other, or one within a loop over work tiles.
 
-    `plain` is the shortest, of tiles that need no test; `tested` the longest.
+    `plain` is that of tiles that need no test, which selects the least, `tested` the one that selects the most; the
+    shorter and the longer one of equals.
     """
 
     job: str
@@ -98,11 +104,11 @@ class Role:
 
     @property
     def plain(self) -> Loop:
-        return min(self.loops, key=lambda loop: len(loop.body))
+        return min(self.loops, key=lambda loop: (loop.selects, len(loop.body)))
 
     @property
     def tested(self) -> Loop:
-        return max(self.loops, key=lambda loop: len(loop.body))
+        return max(self.loops, key=lambda loop: (loop.selects, len(loop.body)))
 
     def path(self, tested: bool) -> tuple[Instruction, ...]:
         """What a warp carries out for a tile."""

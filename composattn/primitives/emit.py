@@ -27,6 +27,7 @@ from ..graph.linear import Affine, affine
 from ..graph.ops import MIRRORED
 from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit_ops import CUTE, Neighbours, convert, read_element
+from .emit_row import TOGETHER, RowValues
 from .exponential import LOG2_E
 from .score_tile import ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
@@ -505,8 +506,11 @@ class BoundMods(Fixed):
         at.read_ahead(self.mods.score)
         return at.ahead
 
-    def apply_score(self, tile: ScoreTile, ahead: dict[Expr, Any]) -> None:
-        """Raw q·k to scores in natural units, in place (left raw when there is no score mod)."""
+    def apply_score(self, tile: ScoreTile, ahead: dict[Expr, Any], all_visible: bool = False) -> None:
+        """Raw q·k to scores in natural units, in place (left raw when there is no score mod).
+
+        `all_visible`: the mask, which comes next, hides nothing of this tile.
+        """
         mods = self.mods
         if not mods.changes_scores:
             return
@@ -514,6 +518,15 @@ class BoundMods(Fixed):
         at.ahead = ahead
         if mods.additive is not None:
             self._apply_additive(at, mods.additive)
+            return
+        if tile.rows == 1 and mods.score is not None and mods.score.depth <= DEEP:
+            for first in range(0, tile.columns, TOGETHER):
+                columns = range(first, first + TOGETHER)
+                for c, value in zip(
+                    columns, RowValues(at, mods.arithmetic, columns, all_visible).of(mods.score), strict=True
+                ):
+                    tile.values[0, c] = value
+                at.forget_element()
             return
         for r in range(tile.rows):
             for c in range(tile.columns):

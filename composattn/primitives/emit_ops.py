@@ -30,7 +30,7 @@ def _exp(x: Any) -> Any:
     return exp2(x * LOG2_E)  # relative error 2^-22 + |x| 2^-23
 
 
-def _reciprocal(x: Any) -> Any:
+def reciprocal(x: Any) -> Any:
     return cm.rcp(x, approx=True, ftz=True)  # 1 ulp
 
 
@@ -42,11 +42,11 @@ def _division(x: Any, y: Any) -> Any:
 
 def _tanh(x: Any) -> Any:
     """1 - 2 / (1 + e^2x): absolute error 2^-23. The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P."""
-    return 1.0 - 2.0 * _reciprocal(exp2(x * (2.0 * LOG2_E)) + 1.0)
+    return 1.0 - 2.0 * reciprocal(exp2(x * (2.0 * LOG2_E)) + 1.0)
 
 
 def _sigmoid(x: Any) -> Any:
-    return _reciprocal(exp2(x * -LOG2_E) + 1.0)
+    return reciprocal(exp2(x * -LOG2_E) + 1.0)
 
 
 def _turns(function: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -1,0 +1,101 @@
+"""A score mod that is no sum, over neighbouring columns of a thread's one row: two an instruction, constants together.
+
+What is the same for all elements is multiplied first, so `cap * tanh(score / cap)` is one product in front of tanh and
+none behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cutlass import Float32
+from cutlass.cute import math as cm
+
+from ..graph.expr import DType, Expr, Rate, score
+from .arithmetic import Arithmetic
+from .emit_ops import convert, reciprocal
+from .exponential import LOG2_E, exp2
+from .values import Fixed
+
+TOGETHER = 4  # columns whose reciprocals are one
+# 1 + 2^31 to the fourth power is a number, and so is its reciprocal; tanh is 1 from there on, and long before
+_LARGEST = 31.0
+
+
+class RowValues(Fixed):
+    """Values of nodes at `columns` of the row, times a constant `factor`; None is 1.
+
+    `all_visible`: the mask hides none of the columns. A NaN then is the whole row's, and numbers may share what
+    makes it that of their neighbours.
+    """
+
+    def __init__(self, at: Any, arithmetic: Arithmetic, columns: range, all_visible: bool) -> None:
+        self.at, self.arithmetic, self.columns, self.all_visible = at, arithmetic, columns, all_visible
+        self.known: dict[tuple[Expr, float | None], list[Any]] = {}
+
+    def of(self, node: Expr, factor: float | None = None) -> list[Any]:
+        """`node` times `factor`."""
+        if (node, factor) not in self.known:
+            self.known[node, factor] = self._times(node, factor)
+        return self.known[node, factor]
+
+    def _times(self, node: Expr, factor: float | None) -> list[Any]:
+        if node is score():
+            raw = [self.at.tile.values[0, c] for c in self.columns]
+            scale = self.at.leaves.scale
+            return list(self.arithmetic.times(raw, scale if factor is None else scale * factor))
+        if self._is_of_elements(node):
+            rest, number = _constant_factor(node)
+            if rest is not None:
+                return self.of(rest, number if factor is None else number * factor)
+            if node.op == "tanh":
+                return self.tanh(node.args[0], 1.0 if factor is None else factor)
+        if factor is not None:
+            return list(self.arithmetic.times(self.of(node), Float32(factor)))
+        if self._is_of_elements(node) and node.op in ("add", "sub", "mul"):
+            x, y = (self.of(a) for a in node.args)
+            return {"add": self.arithmetic.sums, "sub": self.arithmetic.differences, "mul": self.arithmetic.products}[
+                node.op
+            ](x, y)
+        return [Float32(convert(self.at.value(node, 0, c), DType.FLOAT)) for c in self.columns]
+
+    def _is_of_elements(self, node: Expr) -> bool:
+        return node.dtype is DType.FLOAT and self.at.rate(node) is Rate.ELEMENT
+
+    def tanh(self, x: Expr, factor: float) -> list[Any]:
+        """1 - 2 / (1 + e^2x) times `factor`: absolute error of tanh 2^-22.
+
+        A reciprocal is the scarce exponential unit's work; of all visible columns four share one.
+        """
+        exponents = self.of(x, 2.0 * LOG2_E)
+        if self.all_visible:
+            exponents = [cm.min(Float32(e), Float32(_LARGEST), propagate_nan=True) for e in exponents]
+        below = self.arithmetic.plus([exp2(e) for e in exponents], 1.0)
+        parts = self.shared_reciprocals(below) if self.all_visible else [reciprocal(b) for b in below]
+        return list(self.arithmetic.times_plus(parts, Float32(-2.0 * factor), [Float32(factor)] * len(parts)))
+
+    def shared_reciprocals(self, values: list[Any]) -> list[Any]:
+        """1 / x of four numbers from 1 to 2^31 each, by one reciprocal of their product."""
+        found = []
+        for i in range(0, len(values), TOGETHER):
+            first, second = values[i : i + 2], values[i + 2 : i + 4]
+            x, y = self.arithmetic.products(first, second)
+            both = reciprocal(x * y)
+            parts = [both * y, both * x]
+            found += self.arithmetic.products(parts, second) + self.arithmetic.products(parts, first)
+        return found
+
+
+def _constant_factor(node: Expr) -> tuple[Expr | None, float]:
+    """(x, c) where `node` is x times a finite number c other than 0; x None: it is no such product."""
+    x, *more = node.args
+    if node.op == "neg":
+        return x, -1.0
+    if node.op == "mul" and x.is_const:
+        x, more = more[0], [x]
+    if node.op in ("mul", "div") and more[0].is_const:
+        number = float(more[0].attr)
+        number = number if node.op == "mul" else 1.0 / number if number else math.inf
+        return (x, number) if number and math.isfinite(number) else (None, 1.0)
+    return None, 1.0
