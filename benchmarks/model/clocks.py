@@ -1,4 +1,4 @@
-"""What each unit of a multiprocessor does in a clock, by target, with sources; the only place of such numbers.
+"""What each unit of a multiprocessor does in a clock, by target, with sources; rates that plans know are the target's.
 
 guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", of compute capability 9.0, in
          results per clock and SM; taken to hold for 10.0 and 10.3
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from composattn.backends.fused.inspect import Instruction
 from composattn.backends.fused.target import TARGETS as GPUS
+from composattn.backends.fused.target import Target
 
 # A matrix product, shared memory's port, exponentials, multiply-adds, other arithmetic, instructions at all, additions
 # into global memory. All but the first two and the last are of one of the four partitions of a multiprocessor.
@@ -36,13 +37,18 @@ class Clocks:
 
     arch: str
     sms: int
-    matrix: int
+    matrix: int  # paper
+    exp: int  # guide, paper
+    other_special: int  # guide: reciprocals, tanh, conversions between integers and floats
+    fma: int  # guide
+    half_rate: int  # guide: compare, select, minimum, shift, logic, integer sums and products, pack to 16 bits
     shared: int = 128  # paper
-    exp: int = 16  # guide, paper
-    other_special: int = 16  # guide: reciprocals, tanh, conversions between integers and floats
-    fma: int = 128  # guide
-    half_rate: int = 64  # guide: compare, select, minimum, shift, logic, integer sums and products, pack to 16 bits
     reduce: int = 24  # log
+
+    @staticmethod
+    def of_target(gpu: Target) -> Clocks:
+        of = gpu.exp2_per_clock, gpu.special_per_clock, gpu.fma_per_clock, gpu.alu_per_clock
+        return Clocks(gpu.arch, gpu.sms, gpu.matrix_per_clock, *of)
 
     def of(self, kind: str) -> float:
         """Clocks in which a partition takes an instruction of this kind from a warp."""
@@ -53,13 +59,8 @@ class Clocks:
         return LANES * PARTITIONS / results[kind] if kind in results else 0.0
 
 
-MATRIX = {"sm_90a": 4096, "sm_100a": 8192, "sm_103a": 8192}  # paper
 # Of sm_103a the exponential is doubled (paper); reciprocals and tanh are not known to be.
-TARGETS: Mapping[str, Clocks] = {
-    gpu.arch: Clocks(gpu.arch, gpu.sms, MATRIX[gpu.arch], exp=gpu.exp2_per_clock)
-    for gpu in GPUS.values()
-    if gpu.arch in MATRIX
-}
+TARGETS: Mapping[str, Clocks] = {gpu.arch: Clocks.of_target(gpu) for gpu in GPUS.values()}
 
 # The unit of each kind of instruction.
 UNIT_OF = {"exp": "exp", "special": "exp", "fma": "fma", "fma2": "fma", "imad": "fma", "alu": "alu"}

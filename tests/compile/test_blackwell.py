@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from benchmarks.model.loops import roles
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
@@ -54,6 +55,8 @@ MORE = {
     "documents-d128": plan(mask=document(DOCUMENTS)),
     "alibi-causal-d128": plan(alibi(8), causal()),
     "softcap-causal-d64": plan(softcap(30.0), causal(), d=64),
+    "softcap-causal-d128": plan(softcap(30.0), causal()),
+    "plain-d128-sm103": plan(target=B300),
     "causal-persistent-d128": plan(mask=causal(), schedule=Schedule(persistent=True)),
     "split-d128": plan(schedule=Schedule(split_kv=2)),
 }
@@ -98,6 +101,58 @@ def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> N
         assert f".target {arch}" in compile_offline(PLANS[name], folder).ptx
 
 
+UNITS = {  # columns by a polynomial, of 32; flash-attn-4 has none at D 192 and 256 of hardware alone, D 64 as D 128
+    "D 64": (plan(d=64), 10),
+    "D 96, causal": (plan(mask=causal(), d=96), 10),
+    "D 128": (PLANS["plain-d128"], 4),
+    "D 192/128": (plan(d=192, dv=128), 0),
+    "D 256": (plan(d=256), 0),
+    "soft cap": (plan(softcap(30.0), causal()), 22),
+    "soft cap, doubled exponentials": (plan(softcap(30.0), causal(), target=B300), 2),
+    "D 64, doubled exponentials": (plan(d=64, target=B300), 0),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_exponentials_go_to_multiply_adds_where_their_unit_is_the_busiest(name: str) -> None:
+    planned, columns = UNITS[name]
+    units = planned.tiling.exponential
+    assert sum(units.is_polynomial(c) for c in range(32)) == columns
+    words = f"{columns} of 32 columns by a polynomial of degree 3" if columns else "all columns by hardware"
+    assert f"exp2       {words}" in str(planned)
+
+
+def softmax_loops(planned: ForwardPlan, folder: Path) -> list[tuple[int, int]]:
+    """(instructions, exponentials of hardware) of the softmax's loops of a warp, the untested one first."""
+    artifact = compile_offline(planned, folder)
+    if not artifact.instructions:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    (role,) = (role for role in roles(artifact.instructions) if role.job == "softmax")
+    return [(len(loop.body), loop.counts["MUFU"]) for loop in (role.plain, role.tested)]
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "exponentials"),
+    [
+        ("plain-d128", (514, 699), 113),
+        pytest.param("causal-d64", (616, 800), 89, marks=pytest.mark.slow),
+        pytest.param("plain-d128-sm103", (393, 625), 129, marks=pytest.mark.slow),
+    ],
+)
+def test_softmax_is_no_longer_than_it_was_and_has_the_exponentials_that_were_planned(
+    name: str, most: tuple[int, int], exponentials: int, folder: Path
+) -> None:
+    found = softmax_loops((PLANS | MORE)[name], folder)
+    assert all(length <= limit and made == exponentials for (length, made), limit in zip(found, most, strict=True))
+
+
+@pytest.mark.slow
+def test_a_soft_cap_takes_five_quarters_of_an_exponential_by_hardware(folder: Path) -> None:
+    """Beside those of 42 columns, and of the factor: reciprocals are shared by four columns."""
+    (untested, made), _ = softmax_loops(MORE["softcap-causal-d128"], folder)
+    assert made == 128 + 128 // 4 + (128 - 4 * 22) + 1 and untested <= 1450
+
+
 def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
     """Instructions of a kv tile: of the softmax of a warp, untested and tested; of the others, for two query tiles."""
     artifact = compile_offline(PLANS["plain-d128"], folder)
@@ -110,4 +165,4 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
     assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
 
 
-COUNTED = {"MUFU": [437, 623], "FMUL2": [214], "UTCHMMA": [151], "UTMALDG": [57]}
+COUNTED = {"MUFU": [509, 695], "FMUL2": [214], "UTCHMMA": [151], "UTMALDG": [57]}

@@ -16,11 +16,11 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import BLACKWELL
+from composattn.backends.fused.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document
-from composattn.mods.scores import alibi
+from composattn.mods.scores import alibi, softcap
 from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case
 from tests.support import outlier_normal
 
@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask_mod": causal()},
     "alibi": {"score_mod": alibi(2), "mask_mod": causal()},
+    "softcap": {"score_mod": softcap(2.0), "mask_mod": causal()},
     "captured": {"score_mod": lambda s, b, h, q, kv: s + BIAS[h, kv]},
     "documents": {"mask_mod": lambda b, h, q, kv: DOCUMENTS[q] == DOCUMENTS[kv]},
 }
@@ -38,7 +39,13 @@ SHAPES = {  # queries and keys, D, Dv: by two query tiles or by one
     "two tiles": (333, 128, 128), "one tile": (100, 128, 128), "narrow": (333, 64, 64), "wide": (200, 256, 256),
     "uneven": (200, 192, 128),
 }  # fmt: skip
-DEFAULT = {("plain", "two tiles"), ("causal", "two tiles"), ("alibi", "narrow"), ("captured", "one tile")}
+DEFAULT = {
+    ("plain", "two tiles"),
+    ("causal", "two tiles"),
+    ("alibi", "narrow"),
+    ("softcap", "narrow"),
+    ("captured", "one tile"),
+}
 ALL = [
     pytest.param(mods, shape, marks=[] if (mods, shape) in DEFAULT else [pytest.mark.slow])
     for mods in CASES
@@ -68,6 +75,9 @@ LAYOUTS: dict[str, Callable[[], Case]] = {
     "packed, few queries": lambda: make_varlen_case(0, [15, 0, 30, 37], heads=8, kv_heads=2, **BF16),
     "pages": lambda: make_paged_case(0, [300, 0, 37], page_size=64, q_len=5, heads=4, kv_heads=2, **BF16),
     "pages, two tiles": lambda: make_paged_case(1, [300, 17], page_size=32, q_len=200, mask_mod=causal(), **BF16),
+    "pages, soft cap": lambda: make_paged_case(
+        2, [130, 37], page_size=64, q_len=5, heads=2, kv_heads=1, score_mod=softcap(2.0), **BF16
+    ),
     "parts": lambda: make_case(0, heads=4, kv_heads=1, q_len=3, kv_len=700, **BF16),
 }
 
@@ -84,26 +94,63 @@ def test_sequences_lie_as_they_like(lies: str) -> None:
             check(run, dataclasses.replace(case, dout=None, dlse=None))
 
 
+def test_tanh_is_exact_to_fp32_where_columns_share_a_reciprocal() -> None:
+    """128 keys that are one: a row's largest score is its capped one. A NaN is its row's alone."""
+    scores = torch.cat([torch.linspace(-90, 90, 123), torch.tensor([-3e4, 3e4, 0.0, 1e-3, torch.nan])]).bfloat16()
+    q, k = torch.zeros(2, 1, 1, 128, 64, dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = scores, 1.0
+    run = functools.partial(ca.attention, backend="blackwell-emulated", return_max_scores=True)
+    _, largest = run(q, k, k, score_mod=softcap(30.0), scale=1.0)
+    wanted = 30.0 * torch.tanh(scores.double() / 30.0)
+    assert torch.equal(largest[0, 0].isnan(), wanted.isnan()) and wanted.isnan().sum() == 1
+    assert float((largest[0, 0].double() - wanted).nan_to_num().abs().max()) <= 30.0 * 2**-21
+
+
+def test_a_maximum_that_comes_with_the_load_leaves_every_bit(generator: torch.Generator) -> None:
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = draw(1, 1, 200, 64), draw(1, 1, 300, 64), draw(1, 1, 300, 64)
+    program, found = ca.Attention().program, []
+    plan = plan_forward(Problem.of(q, k, v), program, TARGETS[10, 3])
+    for by_load in (True, False):
+        tiling = dataclasses.replace(plan.tiling, maximum_by_load=by_load)  # type: ignore[call-arg]
+        forward = EmulatedForward(dataclasses.replace(plan, tiling=tiling))
+        for mode in MODES[:3]:
+            with emulating(mode):
+                found.append(forward(q, k, v, 0.125, [])[:2])
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+
+
 FEW = dataclasses.replace(BLACKWELL, sms=3)  # so that persistent blocks walk over several tiles each
 
 
-@pytest.mark.parametrize("d", [64, pytest.param(256, marks=pytest.mark.slow)])
-def test_persistent_blocks_give_the_bits_of_a_block_a_tile(d: int, generator: torch.Generator) -> None:
-    """Documents of 1 to 270 rows: some query tiles have no keys, or fewer than the one beside them."""
+@pytest.mark.parametrize(
+    ("d", "takes_over"),
+    [(64, False), (64, True), *(pytest.param(256, to, marks=pytest.mark.slow) for to in (False, True))],
+)
+def test_persistent_blocks_give_the_bits_of_a_block_a_tile(
+    d: int, takes_over: bool, generator: torch.Generator
+) -> None:
+    """Documents of 1 to 270 rows: some query tiles have no keys, or fewer than the one beside them.
+
+    By a fixed stride, or a block that is done takes over the tile of one that was not started.
+    """
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([270, 1, 130, 99]))
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 3, 500, d), draw(1, 1, 500, d), draw(1, 1, 500, d)
     program = ca.Attention(mask_mod=causal() & document(ids)).program
 
-    def run(schedule: ca.Schedule) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(schedule: ca.Schedule, **changed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=schedule)
         captured = [c.tensor for c in program.captures]
-        return EmulatedForward(plan_forward(problem, program, FEW))(q, k, v, 0.125, captured)[:2]
+        plan = plan_forward(problem, program, FEW)
+        plan = dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, **changed))
+        return EmulatedForward(plan)(q, k, v, 0.125, captured)[:2]
 
     out, lse = run(ca.Schedule())
     assert lse is not None and not out.isnan().any()
     for mode in MODES[:3]:
         with emulating(mode):
-            other, its_lse = run(ca.Schedule(persistent=True))
+            other, its_lse = run(ca.Schedule(persistent=True), takes_over=takes_over)
         assert its_lse is not None
         assert torch.equal(out, other) and torch.equal(lse, its_lse), mode

@@ -1,7 +1,7 @@
 """What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int128
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
@@ -9,6 +9,7 @@ from ...primitives.values import Fixed
 from ..fused.kernels.forward import Role
 from ..fused.kernels.forward_call import Call
 from .roles import WARPGROUP
+from .take_over import BYTES, TakeOver
 from .tcgen05 import Commits, Operand, tile_layout
 from .tiling import ROWS, BlackwellTiling
 
@@ -25,6 +26,7 @@ class Block(Fixed):
         factors   softmax to correction     what O has to be multiplied by, a number a row
         outputs   products to correction    what was multiplied is in O
         staged    correction to stores      O is in shared memory, or in its tensor
+        answers   launch control to all     which block's work tile is next, if blocks take over tiles
 
     Scores go where probabilities were multiplied from: products run in the order in which they were issued.
     """
@@ -44,9 +46,23 @@ class Block(Fixed):
             Edge(tiles, group, group),
             Edge(tiles, Commits(), None),
             Edge(tiles, group, None),
+            *([Edge(2, Copies(BYTES), Warps(tiling.roles.warps))] if tiling.takes_over else []),
         )
         self.edges = Edge.allocate(smem, edges)
-        self.q, self.k, self.v, self.scores, self.early, self.late, self.factors, self.outputs, self.staged = self.edges
+        (
+            self.q,
+            self.k,
+            self.v,
+            self.scores,
+            self.early,
+            self.late,
+            self.factors,
+            self.outputs,
+            self.staged,
+            *answers,
+        ) = self.edges
+        if tiling.takes_over:
+            self.next_tiles = TakeOver(answers[0], smem.allocate_array(Int128, 2))
         self.columns = smem.allocate_array(Int32, 1)  # where tensor memory begins
         self.row_factors = smem.allocate_array(Float32, tiling.tile_m)
         # O's rows lie where Q's were: all products of them are done by then
@@ -117,3 +133,21 @@ class MemoryRole(Role):
     def __init__(self, kernel, call: Call, block: Block, memory: Int32):
         super().__init__(kernel, call, block)
         self.memory = memory
+
+    def run(self) -> None:
+        if self.tiling.takes_over:
+            self.run_what_is_left()
+        else:
+            super().run()
+
+    @cute.jit
+    def run_what_is_left(self):
+        """The block's own tile, then those of blocks that it takes over."""
+        queue, lane = self.block.next_tiles, cute.arch.lane_idx()
+        slots, turn = self.first_slots(), queue.edge.first
+        number, there = cute.arch.block_idx()[0], Boolean(True)
+        while there:
+            if self.call.tile(number).exists:
+                slots = self.visit(self.call.work(number), slots)
+            number, there = queue.hear(turn, lane)
+            turn = turn.next()

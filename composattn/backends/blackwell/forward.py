@@ -3,6 +3,7 @@
 import dataclasses
 
 import cutlass.cute as cute
+from cutlass import const_expr
 
 from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.emit import Leaves
@@ -18,6 +19,7 @@ from .copies import Load, Store
 from .correction import Correction
 from .products import Multiply
 from .softmax import Softmax
+from .take_over import ask_until_none_is_left
 from .tcgen05 import allocate, fragment_shape, free, tile_layout
 from .tiling import ROWS, BlackwellTiling
 
@@ -70,6 +72,8 @@ class BlackwellForward(Forward[BlackwellTiling]):
                 Load(self, call, block, memory).run()
             elif warp == roles.store:
                 Store(self, call, block, memory).run()
+            elif const_expr(self.tiling.takes_over):
+                ask_until_none_is_left(block.next_tiles)
         cute.arch.sync_threads()
         if warp == roles.matrix:
             free(memory, columns)

@@ -9,7 +9,7 @@ from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
 from ..fused.kernels.query_rows import QueryRows
 from .block import MemoryRole, Tile, of_tile
-from .tcgen05 import after_wait, load, store, wait_stores
+from .tcgen05 import after_wait, load, load_with_maxima, store, wait_stores
 from .tiling import ROWS, BlackwellTiling
 
 
@@ -63,15 +63,21 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         block.scores.wait(place)
         after_wait()
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
-        for c, score in enumerate(load(me.scores(place), self.tiling.tile_n)):
+        changed = test is not None or self.mods.mods.changes_scores
+        if self.tiling.maximum_by_load and not changed:
+            found, largest = load_with_maxima(me.scores(place), self.tiling.tile_n)
+        else:
+            found = largest = load(me.scores(place), self.tiling.tile_n)
+        for c, score in enumerate(found):
             values[0, c] = score
         tile = self.tile(values, n)
-        self.mods.apply_score(tile, ahead)
+        self.mods.apply_score(tile, ahead, all_visible=test is None)
         if test is not None:
             test(tile)
         every = range(self.tiling.tile_n)
-        scores = [values[0, c] for c in every]
-        rise = self.softmax.raise_maximum(0, scores, rescale_threshold=self.tiling.rescale_threshold)
+        if changed:
+            largest = [values[0, c] for c in every]
+        rise = self.softmax.raise_maximum(0, largest, rescale_threshold=self.tiling.rescale_threshold)
         self.publish(rise, factor)
         self.softmax.exponentials(tile, 0, every[:early])
         self.put(values, 0, early, place)

@@ -145,16 +145,26 @@ def load(address: Int32, count: int) -> tuple:
 
     Loads and the wait for them are one piece of assembly, so that no compiler moves a use between them.
     """
-    lines, at = [], 0
+    return _load(address, count, "ld")
+
+
+def load_with_maxima(address: Int32, count: int) -> tuple[tuple, tuple]:
+    """What `load` gives, and the largest number of each piece of it, NaN left out; of targets that have such loads."""
+    found = _load(address, count, "ld.red")
+    return found[:count], found[count:]
+
+
+def _load(address: Int32, count: int, kind: str) -> tuple:
     starts = _pieces(count)
+    lines = []
     for n, (start, size) in enumerate(starts):
         names = ", ".join(f"{{$w{start + i}}}" for i in range(size))
-        lines.append(f"tcgen05.ld.sync.aligned.32x32b.x{size}.b32 {{{names}}}, [{{$r{n}}}];")
-        at += size
+        form, largest = (".max.f32", f" {{$w{count + n}}},") if kind == "ld.red" else (".b32", "")
+        lines.append(f"tcgen05.{kind}.sync.aligned.32x32b.x{size}{form} {{{names}}},{largest} [{{$r{n}}}];")
     lines.append("tcgen05.wait::ld.sync.aligned;")
     return cute.arch.inline_ptx(
         "\n".join(lines),
-        write_only_types=[Float32] * count,
+        write_only_types=[Float32] * (count + (len(starts) if kind == "ld.red" else 0)),
         read_only_args=[address + start for start, _ in starts],
     )
 

@@ -10,6 +10,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import has_costly_test, has_opaque_test, padded, queries, reads_pairs
+from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -24,8 +25,11 @@ class BlackwellTiling(ForwardTiling):
 
     K and V lie in rings of `k_stages` and `v_stages`. Two query tiles take turns: one's softmax runs under the other's
     products. One has two places for scores, and its next scores are computed under its softmax. The first
-    `early_keys` probabilities of a row are stored, and multiplied, before the others are there. `rescale_threshold`:
-    by how much, in log2 units, a row's maximum may rise before the output is rescaled.
+    `early_keys` probabilities of a row are stored, and multiplied, before the others are there. `maximum_by_load`:
+    where scores are neither changed nor tested, their load says which is the largest. `takes_over`: a persistent
+    block that is done takes over the tile of a block that was not started (cluster launch control), in place of the one
+    a grid further. `rescale_threshold`: by how much,
+    in log2 units, a row's maximum may rise before the output is rescaled.
     """
 
     query_tiles: int
@@ -33,10 +37,14 @@ class BlackwellTiling(ForwardTiling):
     k_stages: int
     v_stages: int
     early_keys: int
+    maximum_by_load: bool
+    takes_over: bool = False
     rescale_threshold: float = 8.0
 
     def __post_init__(self) -> None:
         _ = self.tensor_memory  # refuses a map that does not fit
+        if self.takes_over and not self.persistent:
+            raise ValueError("takes_over is of blocks that stay for many tiles: persistent=True")
 
     @property
     def roles(self) -> Roles:
@@ -45,6 +53,10 @@ class BlackwellTiling(ForwardTiling):
     @property
     def tensor_memory(self) -> TensorMemory:
         return TensorMemory.of(self.query_tiles, self.score_places, self.tile_n, self.dv)
+
+    @property
+    def blocks_are_tiles(self) -> bool:
+        return self.takes_over or super().blocks_are_tiles
 
     @property
     def tile_queries(self) -> int:
@@ -64,9 +76,10 @@ class BlackwellTiling(ForwardTiling):
         first = self.early_keys
         return {
             "roles": f"{self.roles}; {self.k_stages} stages of K, {self.v_stages} of V",
+            "next tile": "that of a block not started yet" if self.takes_over else "",
             "columns": str(self.tensor_memory),
             "overlap": f"P in {first} and {self.tile_n - first} keys, rescale when a maximum rose by "
-            f"2^{self.rescale_threshold:g}",
+            f"2^{self.rescale_threshold:g}" + (", maximum from the load of scores" if self.maximum_by_load else ""),
         }
 
 
@@ -90,6 +103,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
         k_stages=k_stages,
         v_stages=v_stages,
         early_keys=tile_n * 3 // 4 // 32 * 32,
+        maximum_by_load=target.maximum_by_load,
+        exponential=exponential_units(program, target, d, dv),
         l2=64 << 20,
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,

@@ -135,7 +135,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         rows = {
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
-            "exp2": str(t.exponential) if t.exponential.polynomial else "",
+            "exp2": str(t.exponential),
             "schedule": f"{'persistent' if t.persistent else 'one block per tile'}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "kv tiles": self._kv_tiles(),

@@ -15,7 +15,14 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-    and `exp2_per_clock` what one multiprocessor has.
+HOPPER = Target(
+    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=4096,
+)  # fmt: skip
+BLACKWELL = Target(
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=8192,
+)  # fmt: skip
     """
 
     gpu: str = dataclasses.field(compare=False, repr=False)
@@ -25,6 +32,12 @@ class Target:
     shared_memory: int
     registers: int
     exp2_per_clock: int
+    matrix_per_clock: int = dataclasses.field(repr=False)  # these name no kernel: a tiling says what came of them
+    special_per_clock: int = dataclasses.field(default=16, repr=False)
+    fma_per_clock: int = dataclasses.field(default=128, repr=False)
+    alu_per_clock: int = dataclasses.field(default=64, repr=False)
+    issue_per_clock: int = dataclasses.field(default=128, repr=False)
+    maximum_by_load: bool = dataclasses.field(default=False, repr=False)
 
     @staticmethod
     def of(device: torch.device) -> Target:
@@ -40,13 +53,17 @@ class Target:
         return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count)
 
 
-HOPPER = Target("H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16)
+HOPPER = Target(
+    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=4096,
+)  # fmt: skip
 BLACKWELL = Target(
-    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16
-)
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=8192,
+)  # fmt: skip
 
 TARGETS = {
     (9, 0): HOPPER,
     (10, 0): BLACKWELL,
-    (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32),
+    (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32, maximum_by_load=True),
 }

@@ -60,6 +60,11 @@ class ForwardTiling(Tiling):
         return slots(self.packed_heads)
 
     @property
+    def blocks_are_tiles(self) -> bool:
+        """Whether as many blocks are launched as there are work tiles, not as many as run at once."""
+        return not self.persistent
+
+    @property
     def queries(self) -> int:
         """Queries whose rows fill a tile."""
         return self.tile_m // self.slots

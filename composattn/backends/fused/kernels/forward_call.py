@@ -42,7 +42,7 @@ class Launched(NamedTuple):
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
         blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
-        return cutlass.min(blocks, plan.target.sms * plan.tiling.blocks) if plan.tiling.persistent else blocks
+        return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
 
 
 def launched(

@@ -1,0 +1,76 @@
+"""Which columns of the forward take their exponentials from multiply-adds: as many as leave the busiest unit the least.
+
+What an element of a tile takes was counted in the machine code of these kernels (benchmarks/LOG.md, the forward for
+Blackwell, and `benchmarks.tile_model`); the rates are the target's. Nothing of it was timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...analysis.program import Program
+from ...graph.expr import Expr, Rate, walk
+from ...primitives.exponential_units import ExponentialUnits
+from ..fused.target import Target
+
+PERIOD = 32  # columns, which every tile and both parts of its probabilities are made of
+# Of the matrix unit's time that exponentials may take, as they wait for a maximum first: with a quarter to an eighth by
+# multiply-adds, flash-attn-4 leaves them 0.82 to 0.88 of it at D 128.
+BESIDE_PRODUCTS = 7 / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Results of each unit: exponentials, other special functions, multiply-adds, other arithmetic, instructions."""
+
+    exp: float = 0.0
+    special: float = 0.0
+    fma: float = 0.0
+    alu: float = 0.0
+    issue: float = 0.0
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        fields = [f.name for f in dataclasses.fields(self)]
+        return Work(**{name: getattr(self, name) + times * getattr(other, name) for name in fields})
+
+    def clocks(self, target: Target) -> float:
+        """Of a multiprocessor, in its busiest unit."""
+        return max(
+            self.exp / target.exp2_per_clock + self.special / target.special_per_clock,
+            self.fma / target.fma_per_clock,
+            self.alu / target.alu_per_clock,
+            self.issue / target.issue_per_clock,
+        )
+
+
+SOFTMAX = Work(exp=1, fma=2.05, alu=1.15, issue=4.0)  # with its share of the correction and of the warp of products
+BY_POLYNOMIAL = Work(exp=-1, fma=7, alu=2, issue=4.5)  # of degree 3, two an instruction, in place of the hardware's
+OPERATIONS = {
+    "tanh": Work(exp=1, special=0.25, fma=5.25, alu=1, issue=5.25),
+    "sigmoid": Work(exp=1, special=1, fma=2, issue=4),
+    **dict.fromkeys(("exp", "exp2", "expm1"), Work(exp=1, fma=1, issue=2)),
+    **dict.fromkeys(("log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos"), Work(special=1, fma=1, issue=2)),
+}
+ANOTHER = Work(fma=1, issue=0.5)  # two an instruction
+
+
+def exponential_units(program: Program, target: Target, d: int, dv: int) -> ExponentialUnits:
+    """The fewest columns for which the clocks of an element are least, in pairs, of head dimensions `d` and `dv`."""
+    element = SOFTMAX.plus(_of_score(program.score))
+    products = BESIDE_PRODUCTS * 2 * (d + dv) / target.matrix_per_clock
+
+    def clocks(columns: int) -> float:
+        return max(products, element.plus(BY_POLYNOMIAL, columns / PERIOD).clocks(target))
+
+    best = min(range(0, PERIOD, 2), key=clocks)
+    return ExponentialUnits(best, PERIOD) if best else ExponentialUnits()
+
+
+def _of_score(score: Expr | None) -> Work:
+    """What a score mod computes for each element."""
+    total = Work()
+    for node in walk(score) if score is not None else ():
+        by_constant = node.op == "neg" or (node.op in ("mul", "div") and any(a.is_const for a in node.args))
+        if node.rate is Rate.ELEMENT and node.args and not by_constant:
+            total = total.plus(OPERATIONS.get(node.op, ANOTHER))
+    return total
