@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -93,22 +94,31 @@ def peer_kernel(call: PeerCall, arch: str) -> PeerKernel:
     folder = disk_cache.usable() / PACKAGE / hashlib.sha256(made_by.encode()).hexdigest()[:24]
     if not (folder / "tile.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {
-            "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
-            "FLASH_ATTENTION_NUM_SMS": str(TARGETS[arch].sms),
-            "CUTE_DSL_ARCH": arch,
-            "CUTE_DSL_KEEP_CUBIN": "1",
-            "CUTE_DSL_KEEP_PTX": "1",
-            "CUTE_DSL_DUMP_DIR": str(folder),
-        }
-        asked = [sys.executable, "-m", "benchmarks.model.peer", str(folder), json.dumps(dataclasses.asdict(call))]
-        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise PeerRefused(f"{PACKAGE} compiled nothing for {call} on {arch}: {done.stderr[-1500:]}")
+        seconds_to_compile(call, arch, folder)
     (cubin,) = folder.glob(f"*flash_{'fwd' if call.direction == 'forward' else 'bwd'}_sm*.cubin")
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", cubin.with_suffix(".ptx").read_text())
     assert threads is not None
     return PeerKernel(cubin, int(threads.group(1)), **json.loads((folder / "tile.json").read_text()))
+
+
+def seconds_to_compile(call: PeerCall, arch: str, folder: Path) -> tuple[float, float]:
+    """Compiles its kernels into an empty folder, in a process of its own: seconds of the wall and of CPUs that the call
+    takes there, imports left out. Raises: `PeerRefused`.
+    """
+    environment = os.environ | {
+        "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
+        "FLASH_ATTENTION_NUM_SMS": str(TARGETS[arch].sms),
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_KEEP_CUBIN": "1",
+        "CUTE_DSL_KEEP_PTX": "1",
+        "CUTE_DSL_DUMP_DIR": str(folder),
+    }
+    asked = [sys.executable, "-m", "benchmarks.model.peer", str(folder), json.dumps(dataclasses.asdict(call))]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PeerRefused(f"{PACKAGE} compiled nothing for {call} on {arch}: {done.stderr[-1500:]}")
+    wall, cpu = map(float, done.stdout.split()[-2:])
+    return wall, cpu
 
 
 # --- in the process that compiles -------------------------------------------------------------------------------
@@ -123,6 +133,7 @@ def _compile(folder: Path, call: PeerCall) -> None:
     for name in ("_get_fwd_config", "_tile_size_bwd_sm90"):
         setattr(interface, name, _watched(getattr(interface, name), tiles))
     heads, kv_heads, v_dim = HEADS * call.group, HEADS, call.v_dim or call.dim
+    started = time.perf_counter(), _cpu()
     with FakeTensorMode(allow_non_fake_inputs=True):
 
         def empty(heads: int, dim: int, *, rows_last: bool = False) -> torch.Tensor:
@@ -139,7 +150,14 @@ def _compile(folder: Path, call: PeerCall) -> None:
             interface.flash_attn_varlen_func(q, k, v, causal=call.causal, **_ends(call))
         else:
             interface.flash_attn_func(q, k, v, **_forward_options(call))
+    print(time.perf_counter() - started[0], _cpu() - started[1])
     (folder / "tile.json").write_text(json.dumps(tiles[-1]))
+
+
+def _cpu() -> float:
+    """Seconds of this process and of those it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _interface() -> Any:
