@@ -150,7 +150,7 @@ def test_softmax_is_no_longer_than_it_was_and_has_the_exponentials_that_were_pla
 def test_a_soft_cap_takes_five_quarters_of_an_exponential_by_hardware(folder: Path) -> None:
     """Beside those of 42 columns, and of the factor: reciprocals are shared by four columns."""
     (untested, made), _ = softmax_loops(MORE["softcap-causal-d128"], folder)
-    assert made == 128 + 128 // 4 + (128 - 4 * 22) + 1 and untested <= 1450
+    assert made == 128 + 128 // 4 + (128 - 4 * 22) + 1 and untested <= 1521
 
 
 def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
@@ -165,4 +165,4 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
     assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
 
 
-COUNTED = {"MUFU": [509, 695], "FMUL2": [214], "UTCHMMA": [151], "UTMALDG": [57]}
+COUNTED = {"MUFU": [509, 695], "FMUL2": [214, 509, 695], "UTCHMMA": [151], "UTMALDG": [57]}
