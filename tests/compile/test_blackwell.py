@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -94,6 +95,18 @@ def test_a_kernel_that_keeps_its_tensor_memory_is_not_lean(folder: Path) -> None
         "".join(text.rpartition("bar.sync")[::2]),
     ):
         assert kept != text and not frees_what_it_allocates(kept, 512)
+
+
+@pytest.mark.slow
+def test_blocks_that_take_over_tiles_ask_for_them_and_compile_lean(folder: Path) -> None:
+    stays = MORE["causal-persistent-d128"]
+    takes = dataclasses.replace(stays, tiling=dataclasses.replace(stays.tiling, takes_over=True))  # type: ignore[call-arg]
+    asked = "clusterlaunchcontrol.try_cancel"
+    assert asked in compile_offline(takes, folder).ptx and asked not in compile_offline(stays, folder).ptx
+    assert "that of a block not started yet" in str(takes) and "not started" not in str(stays)
+    check_lean(compile_offline(takes, folder))
+    with pytest.raises(ValueError, match="persistent=True"):
+        dataclasses.replace(stays.tiling, persistent=False, takes_over=True)  # type: ignore[call-arg]
 
 
 def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int128
+from cutlass import Float32, Int32, Int128
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
@@ -133,21 +133,3 @@ class MemoryRole(Role):
     def __init__(self, kernel, call: Call, block: Block, memory: Int32):
         super().__init__(kernel, call, block)
         self.memory = memory
-
-    def run(self) -> None:
-        if self.tiling.takes_over:
-            self.run_what_is_left()
-        else:
-            super().run()
-
-    @cute.jit
-    def run_what_is_left(self):
-        """The block's own tile, then those of blocks that it takes over."""
-        queue, lane = self.block.next_tiles, cute.arch.lane_idx()
-        slots, turn = self.first_slots(), queue.edge.first
-        number, there = cute.arch.block_idx()[0], Boolean(True)
-        while there:
-            if self.call.tile(number).exists:
-                slots = self.visit(self.call.work(number), slots)
-            number, there = queue.hear(turn, lane)
-            turn = turn.next()

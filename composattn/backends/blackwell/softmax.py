@@ -52,7 +52,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         kernel, me = role.kernel, role.me
         row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
-        self.me, self.block = me, role.block
+        self.me, self.block, self.kernel = me, role.block, kernel
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
@@ -63,21 +63,17 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         block.scores.wait(place)
         after_wait()
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
-        changed = test is not None or self.mods.mods.changes_scores
-        if self.tiling.maximum_by_load and not changed:
-            found, largest = load_with_maxima(me.scores(place), self.tiling.tile_n)
-        else:
-            found = largest = load(me.scores(place), self.tiling.tile_n)
-        for c, score in enumerate(found):
-            values[0, c] = score
+        by_load = self.tiling.maximum_by_load and test is None and not self.kernel.mods.changes_scores
+        loaded = (load_with_maxima if by_load else load)(me.scores(place), self.tiling.tile_n)
+        for c in range(self.tiling.tile_n):
+            values[0, c] = loaded[c]
         tile = self.tile(values, n)
         self.mods.apply_score(tile, ahead, all_visible=test is None)
         if test is not None:
             test(tile)
         every = range(self.tiling.tile_n)
-        if changed:
-            largest = [values[0, c] for c in every]
-        rise = self.softmax.raise_maximum(0, largest, rescale_threshold=self.tiling.rescale_threshold)
+        among = loaded[len(every) :] if by_load else [values[0, c] for c in every]
+        rise = self.softmax.raise_maximum(0, among, rescale_threshold=self.tiling.rescale_threshold)
         self.publish(rise, factor)
         self.softmax.exponentials(tile, 0, every[:early])
         self.put(values, 0, early, place)

@@ -1,6 +1,5 @@
 """Work tiles of blocks that were not started, which a block that is done takes over: cluster launch control."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
@@ -18,6 +17,10 @@ class TakeOver(Fixed):
 
     def __init__(self, edge: BoundEdge, answers: cute.Pointer) -> None:
         self.edge, self.answers = edge, answers
+
+    @property
+    def first(self) -> Slot:
+        return self.edge.first
 
     def ask(self, slot: Slot) -> None:
         """By the warp that asks, once all have heard what `slot` held before."""
@@ -42,7 +45,7 @@ class TakeOver(Fixed):
 @cute.jit
 def ask_until_none_is_left(queue: TakeOver):
     """What the asking warp does for as long as its block lives."""
-    slot, there = Slot.first(queue.edge.edge.stages), cutlass.Boolean(True)
+    slot, there = queue.first, Boolean(True)
     while there:
         queue.ask(slot)
         _, there = queue.hear(slot, cute.arch.lane_idx())

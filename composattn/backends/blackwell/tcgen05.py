@@ -148,10 +148,9 @@ def load(address: Int32, count: int) -> tuple:
     return _load(address, count, "ld")
 
 
-def load_with_maxima(address: Int32, count: int) -> tuple[tuple, tuple]:
-    """What `load` gives, and the largest number of each piece of it, NaN left out; of targets that have such loads."""
-    found = _load(address, count, "ld.red")
-    return found[:count], found[count:]
+def load_with_maxima(address: Int32, count: int) -> tuple:
+    """What `load` gives, then the largest of each piece of it, NaN left out; for targets that have such loads."""
+    return _load(address, count, "ld.red")
 
 
 def _load(address: Int32, count: int, kind: str) -> tuple:

@@ -15,14 +15,13 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-HOPPER = Target(
-    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=4096,
-)  # fmt: skip
-BLACKWELL = Target(
-    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=8192,
-)  # fmt: skip
+    what one multiprocessor has.
+
+    Rates are of one multiprocessor: 16-bit operations of the matrix unit (a multiply-add is two), results of
+    exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
+    all instructions (CUDA C++ Programming Guide, compute capability 9.0, taken to hold for 10.0 and 10.3; that the
+    doubled exponentials of 10.3 leave other special functions as they were is assumed). `maximum_by_load`: what loads
+    the results of products also gives the largest of them.
     """
 
     gpu: str = dataclasses.field(compare=False, repr=False)

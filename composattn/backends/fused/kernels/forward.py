@@ -5,7 +5,7 @@ from typing import Any, Generic
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Boolean, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
@@ -125,13 +125,26 @@ class Role(Fixed, abc.ABC):
     def run(self):
         slots = self.first_slots()
         number = cute.arch.block_idx()[0]
-        if const_expr(self.tiling.persistent):
+        if const_expr(not self.tiling.persistent):
+            self.visit(self.call.work(number), slots)
+        elif const_expr(self.tiling.blocks_are_tiles):
+            self.take_over(number, slots)
+        else:
             while number < self.call.tiles:
                 if self.call.tile(number).exists:
                     slots = self.visit(self.call.work(number), slots)
                 number += cute.arch.grid_dim()[0]
-        else:
-            self.visit(self.call.work(number), slots)
+
+    @cute.jit
+    def take_over(self, number, slots):
+        """The block's own tile, then those of blocks that were not started, of which `next_tiles` tells."""
+        queue, lane = self.block.next_tiles, cute.arch.lane_idx()
+        turn, there = queue.first, Boolean(True)
+        while there:
+            if self.call.tile(number).exists:
+                slots = self.visit(self.call.work(number), slots)
+            number, there = queue.hear(turn, lane)
+            turn = turn.next()
 
 
 class KeyCopies(Fixed):
