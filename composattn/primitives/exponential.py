@@ -23,7 +23,7 @@ COEFFICIENTS = {
     4: (0.6930448446807697, 0.2412802065120319, 0.05224247045874944, 0.013426686615862549),
     5: (0.6931513118135184, 0.24016445004609707, 0.05579991350206087, 0.009017029764740128, 0.00186713033337442),
 }
-TOGETHER = 8  # polynomials computed step by step; with 2, or with all, 11 to 15 spills beside 128 scores of a row
+TOGETHER = 6  # columns whose polynomials go step by step; with 2, 4, 8, 10 or all, 2 to 15 spills beside 128 scores
 _LOWEST = -127.0  # below it the result is 0
 # what is added to it is rounded to whole numbers, and its last bits are they, with the bias of an exponent
 _WHOLE = 1.5 * 2**23 + 127
