@@ -521,10 +521,8 @@ class BoundMods(Fixed):
             return
         if tile.rows == 1 and mods.score is not None and mods.score.depth <= DEEP:
             for first in range(0, tile.columns, TOGETHER):
-                columns = range(first, first + TOGETHER)
-                for c, value in zip(
-                    columns, RowValues(at, mods.arithmetic, columns, all_visible).of(mods.score), strict=True
-                ):
+                values = RowValues(at, mods.arithmetic, range(first, first + TOGETHER), all_visible).of(mods.score)
+                for c, value in enumerate(values, first):
                     tile.values[0, c] = value
                 at.forget_element()
             return

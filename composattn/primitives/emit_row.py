@@ -21,6 +21,7 @@ from .values import Fixed
 TOGETHER = 4  # columns whose reciprocals are one
 # 1 + 2^31 to the fourth power is a number, and so is its reciprocal; tanh is 1 from there on, and long before
 _LARGEST = 31.0
+_MODERATE = 2.0**64  # constants whose product is beyond it, or below its inverse, are multiplied one after the other
 
 
 class RowValues(Fixed):
@@ -47,17 +48,19 @@ class RowValues(Fixed):
             return list(self.arithmetic.times(raw, scale if factor is None else scale * factor))
         if self._is_of_elements(node):
             rest, number = _constant_factor(node)
-            if rest is not None:
-                return self.of(rest, number if factor is None else number * factor)
+            number *= 1.0 if factor is None else factor
+            if rest is not None and 1.0 / _MODERATE < abs(number) < _MODERATE:
+                return self.of(rest, number)
             if node.op == "tanh":
                 return self.tanh(node.args[0], 1.0 if factor is None else factor)
         if factor is not None:
             return list(self.arithmetic.times(self.of(node), Float32(factor)))
         if self._is_of_elements(node) and node.op in ("add", "sub", "mul"):
             x, y = (self.of(a) for a in node.args)
-            return {"add": self.arithmetic.sums, "sub": self.arithmetic.differences, "mul": self.arithmetic.products}[
-                node.op
-            ](x, y)
+            name = {"add": "sums", "sub": "differences", "mul": "products"}[node.op]
+            return getattr(self.arithmetic, name)(x, y)  # type: ignore[no-any-return]
+        if node.dtype.is_integer and not node.is_const:
+            return [Float32(self.at.as_float(node, 0, c)) for c in self.columns]
         return [Float32(convert(self.at.value(node, 0, c), DType.FLOAT)) for c in self.columns]
 
     def _is_of_elements(self, node: Expr) -> bool:
