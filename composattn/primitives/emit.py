@@ -220,10 +220,12 @@ class Evaluator:
     def read_ahead(self, root: Expr | None) -> None:
         """Starts what `root` reads at positions linear in q and kv together; before anything is waited for.
 
-        On a diagonal of `q - kv` these are the same number: a tile has few of them.
+        On a diagonal of `q - kv` these are the same number: a tile has few of them. A thread with one row shares no
+        column's read with another, so that a number a column is as many as it has either way.
         """
+        often = (Rate.ELEMENT, Rate.COLUMN) if self.tile.rows == 1 else (Rate.ELEMENT,)
         for node in walk(root) if root is not None else ():
-            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) is Rate.ELEMENT:
+            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) in often:
                 self._read_ahead(node)
 
     def _read_ahead(self, node: Expr) -> None:
@@ -233,7 +235,7 @@ class Evaluator:
         if len(moving) > 1 or form is None:
             return
         offsets = {self.offset(form, r, c) for r in range(shape.rows) for c in range(shape.columns)}
-        if 3 * len(offsets) > 2 * shape.rows * shape.columns:
+        if shape.rows > 1 and 3 * len(offsets) > 2 * shape.rows * shape.columns:
             return  # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
         start = self.position(form, 0, 0) - self.offset(form, 0, 0)
         indices = [start if mode == moving[0] else self.value(a) for mode, a in enumerate(node.args)]
