@@ -28,7 +28,7 @@ from ..graph.ops import MIRRORED
 from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .exponential import LOG2_E
-from .score_tile import ScoreTile
+from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
 WORD = 24  # positions that a word of `run_of` speaks of
@@ -551,8 +551,13 @@ class BoundMods(Fixed):
         added: list[Any] = [None] * tile.columns
         lines = [term.line(at) for term in shape.linear_terms]
         if lines:
+            # the same few numbers for all columns, and one number more for each `LIFTED` of them
             start, slope = (functools.reduce(operator.add, parts) for parts in zip(*lines, strict=True))
-            added = list(arithmetic.line(start, slope, tile.shape.column_offsets))
+            offsets = tile.shape.column_offsets
+            assert offsets == tuple(range(len(offsets))), "a thread's columns are neighbours where it has one row"
+            tile.lifts = [cm.fma(slope, Float32(first), start) for first in offsets[::LIFTED]]
+            multiples = arithmetic.multiples(slope, LIFTED)
+            added = [multiples[offset % LIFTED] for offset in offsets]
         for c in columns:
             for sign, other in shape.others:
                 value = convert(at.value(other, 0, c), DType.FLOAT)

@@ -89,9 +89,11 @@ class OnlineSoftmax(Fixed):
 
     def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place."""
-        scores = (tile.values[r, c] for c in columns)
-        for c, exponent in zip(columns, self.arithmetic.scaled(scores, self.scale, self.scaled_shift[r]), strict=True):
-            tile.values[r, c] = exp2_of_column(self.units, c)(exponent)
+        for some, lift in tile.lifted(columns):
+            shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale
+            scores = (tile.values[r, c] for c in some)
+            for c, exponent in zip(some, self.arithmetic.scaled(scores, self.scale, shift), strict=True):
+                tile.values[r, c] = exp2_of_column(self.units, c)(exponent)
 
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
@@ -113,6 +115,15 @@ class OnlineSoftmax(Fixed):
             known = (lse[r] == lse[r]) | (highest == Float32.inf)
             found.append(choose(known, highest, lse[r]))
         return found
+
+
+def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
+    """Scores of row `r` of which the largest is that of all the thread's, for `raise_maximum`."""
+    found: list[Any] = []
+    for columns, lift in tile.lifted(range(tile.columns)):
+        scores = [tile.values[r, c] for c in columns]
+        found += scores if lift is None else [tree(cute.arch.fmax, chains(cute.arch.fmax, scores)) + lift]
+    return found
 
 
 def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...primitives.arithmetic import IN_PAIRS
-from ...primitives.online_softmax import OnlineSoftmax
+from ...primitives.online_softmax import OnlineSoftmax, largest_scores
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
 from ..fused.kernels.forward import Role
@@ -70,8 +70,8 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         self.mods.apply_score(tile, ahead)
         test.hide(tile, seen)
         every = range(self.tiling.tile_n)
-        scores = [values[0, c] for c in every]
-        rise = self.softmax.raise_maximum(0, scores, rescale_threshold=self.tiling.rescale_threshold)
+        threshold = self.tiling.rescale_threshold
+        rise = self.softmax.raise_maximum(0, largest_scores(tile, 0), rescale_threshold=threshold)
         me.factor(place)[0] = rise
         cute.arch.sync_warp()
         block.factors.fill(place, me.lane)
