@@ -9,6 +9,7 @@ from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
 from ..fused.kernels.forward import Role
 from ..fused.kernels.query_rows import QueryRows
+from ..fused.traits import reads_any
 from .block import Tile, of_tile
 from .tcgen05 import after_wait, load, store, wait_stores
 from .tiling import ROWS, BlackwellTiling
@@ -53,7 +54,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         kernel, me = role.kernel, role.me
         row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
-        self.me, self.block = me, role.block
+        self.me, self.block, self.reads = me, role.block, reads_any(kernel.plan.program.score)
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
@@ -72,6 +73,8 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         every = range(self.tiling.tile_n)
         threshold = self.tiling.rescale_threshold
         rise = self.softmax.raise_maximum(0, largest_scores(tile, 0), rescale_threshold=threshold)
+        if self.reads:
+            block.scores.wait(place)  # they are there; but the compiler moves no read over a wait: 41 spilled
         me.factor(place)[0] = rise
         cute.arch.sync_warp()
         block.factors.fill(place, me.lane)
