@@ -13,7 +13,6 @@ from cutlass.cute import math as cm
 from .lanes import add
 from .values import Fixed
 
-REPEATED = 16  # numbers of a line that stay in registers
 CHAINS = 4  # independent partial maxima and sums, so that latency overlaps
 
 
@@ -26,8 +25,8 @@ class Arithmetic(Protocol):
     def times(self, values: Sequence[Any], factor: Any) -> Iterable[Any]:
         """Each times `factor`."""
 
-    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
-        """`start` and `slope` times each of `offsets`, which are even steps."""
+    def multiples(self, step: Any, count: int) -> Sequence[Any]:
+        """`step` times 0, 1, 2, ...; `count` of them, a power of two."""
 
     def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
         """Each times `factor`, plus its own of `added`."""
@@ -52,8 +51,8 @@ class Arithmetic(Protocol):
 
 
 class OneByOne(Fixed):
-    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
-        return (cm.fma(slope, Float32(offset), start) for offset in offsets)
+    def multiples(self, step: Any, count: int) -> Sequence[Any]:
+        return [step * float(i) for i in range(count)]
 
     def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
         return (cm.fma(value, factor, more) for value, more in zip(values, added, strict=True))
@@ -90,13 +89,13 @@ class OneByOne(Fixed):
 class InPairs(Fixed):
     """Neighbours are a pair; they are even in number."""
 
-    def line(self, start: Any, slope: Any, offsets: Sequence[int]) -> Iterable[Any]:
-        # a pair takes no immediates: `slope` times the first few offsets stays in registers, the rest is one number
-        first = _pairs([slope * float(offset) for offset in offsets[:REPEATED]])
-        for start_of in range(0, len(offsets), REPEATED):
-            rest = cm.fma(slope, Float32(offsets[start_of] - offsets[0]), start)
-            for pair, _ in zip(first, range(start_of, len(offsets), 2), strict=False):
-                yield from _add_pairs(pair, (rest, rest))
+    def multiples(self, step: Any, count: int) -> Sequence[Any]:
+        # a pair takes no immediates: those that there are, moved by as many, are the next ones
+        found = [(Float32(0.0), step)]
+        while 2 * len(found) < count:
+            more = step * float(2 * len(found))
+            found += [_add_pairs(pair, (more, more)) for pair in found]
+        return [number for pair in found for number in pair]
 
     def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
         both = zip(_pairs(values), _pairs(added), strict=True)

@@ -29,7 +29,7 @@ from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .emit_row import TOGETHER, RowValues
 from .exponential import LOG2_E
-from .score_tile import ScoreTile
+from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
 WORD = 24  # positions that a word of `run_of` speaks of
@@ -221,10 +221,12 @@ class Evaluator:
     def read_ahead(self, root: Expr | None) -> None:
         """Starts what `root` reads at positions linear in q and kv together; before anything is waited for.
 
-        On a diagonal of `q - kv` these are the same number: a tile has few of them.
+        On a diagonal of `q - kv` these are the same number: a tile has few of them. A thread with one row shares no
+        column's read with another, so that a number a column is as many as it has either way.
         """
+        often = (Rate.ELEMENT, Rate.COLUMN) if self.tile.rows == 1 else (Rate.ELEMENT,)
         for node in walk(root) if root is not None else ():
-            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) is Rate.ELEMENT:
+            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) in often:
                 self._read_ahead(node)
 
     def _read_ahead(self, node: Expr) -> None:
@@ -234,7 +236,7 @@ class Evaluator:
         if len(moving) > 1 or form is None:
             return
         offsets = {self.offset(form, r, c) for r in range(shape.rows) for c in range(shape.columns)}
-        if 3 * len(offsets) > 2 * shape.rows * shape.columns:
+        if shape.rows > 1 and 3 * len(offsets) > 2 * shape.rows * shape.columns:
             return  # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
         start = self.position(form, 0, 0) - self.offset(form, 0, 0)
         indices = [start if mode == moving[0] else self.value(a) for mode, a in enumerate(node.args)]
@@ -560,8 +562,13 @@ class BoundMods(Fixed):
         added: list[Any] = [None] * tile.columns
         lines = [term.line(at) for term in shape.linear_terms]
         if lines:
+            # the same few numbers for all columns, and one number more for each `LIFTED` of them
             start, slope = (functools.reduce(operator.add, parts) for parts in zip(*lines, strict=True))
-            added = list(arithmetic.line(start, slope, tile.shape.column_offsets))
+            offsets = tile.shape.column_offsets
+            assert offsets == tuple(range(len(offsets))), "a thread's columns are neighbours where it has one row"
+            tile.lifts = [cm.fma(slope, Float32(first), start) for first in offsets[::LIFTED]]
+            multiples = arithmetic.multiples(slope, LIFTED)
+            added = [multiples[offset % LIFTED] for offset in offsets]
         for c in columns:
             for sign, other in shape.others:
                 value = convert(at.value(other, 0, c), DType.FLOAT)

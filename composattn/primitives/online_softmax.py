@@ -89,11 +89,12 @@ class OnlineSoftmax(Fixed):
 
     def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place."""
-        scores = (tile.values[r, c] for c in columns)
-        exponents = self.arithmetic.scaled(scores, self.scale, self.scaled_shift[r])
-        found = exp2_of_columns(self.units, columns, exponents, self.arithmetic)
-        for c, probability in zip(columns, found, strict=True):
-            tile.values[r, c] = probability
+        for some, lift in tile.lifted(columns):
+            shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale
+            exponents = self.arithmetic.scaled((tile.values[r, c] for c in some), self.scale, shift)
+            found = exp2_of_columns(self.units, some, exponents, self.arithmetic)
+            for c, probability in zip(some, found, strict=True):
+                tile.values[r, c] = probability
 
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
@@ -115,6 +116,15 @@ class OnlineSoftmax(Fixed):
             known = (lse[r] == lse[r]) | (highest == Float32.inf)
             found.append(choose(known, highest, lse[r]))
         return found
+
+
+def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
+    """Scores of row `r` of which the largest is that of all the thread's, for `raise_maximum`."""
+    found: list[Any] = []
+    for columns, lift in tile.lifted(range(tile.columns)):
+        scores = [tile.values[r, c] for c in columns]
+        found += scores if lift is None else [tree(cute.arch.fmax, chains(cute.arch.fmax, scores)) + lift]
+    return found
 
 
 def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:

@@ -5,7 +5,8 @@ statistics) sees only this view. How rows and columns lie over registers and lan
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -15,6 +16,8 @@ from .lanes import first_of, over_lanes
 from .values import Fixed, smaller
 
 LaneMoves = tuple[tuple[int, int], ...]
+
+LIFTED = 32  # neighbouring columns
 
 ROW_PER_LANE: LaneMoves = ((1, 0), (2, 0), (4, 0), (8, 0), (16, 0))
 
@@ -152,7 +155,8 @@ class ScoreTile(Fixed):
 
     `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head (of the first row, see
     `head_index`); `q_index(r)` and `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a
-    partial tile.
+    partial tile. `lifts`: what the values of each `LIFTED` columns are short of, where that is one number of a thread's
+    only row and is left to who computes with them.
     """
 
     shape: FragmentShape
@@ -161,6 +165,7 @@ class ScoreTile(Fixed):
     h: Int32
     first_q: Int32
     first_kv: Int32
+    lifts: Sequence[Any] = ()
 
     @property
     def rows(self) -> int:
@@ -178,3 +183,9 @@ class ScoreTile(Fixed):
 
     def kv_index(self, c: int) -> Int32:
         return self.first_kv + self.shape.column_offsets[c]
+
+    def lifted(self, columns: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
+        """These columns, those together that have the same lift, with it; None: no lift."""
+        if not self.lifts:
+            return [(columns, None)]
+        return [(list(some), self.lifts[n]) for n, some in itertools.groupby(columns, lambda c: c // LIFTED)]

@@ -20,7 +20,7 @@ from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import BLACKWELL, TARGETS
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
-from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from tests.compile.blackwell_matrix import Cell, cells, faults, frees_what_it_allocates
@@ -49,6 +49,7 @@ PLANS = {
     "plain-d128": plan(),
     "window-d192-dv128": plan(mask=sliding_window(512), d=192, dv=128),
     "causal-packed-d256-sm103": plan(mask=causal(), d=256, layout=PACKED, target=B300),
+    "neighbours-d64": plan(mask=neighborhood((45, 45), (13, 9)), d=64),
 }
 MORE = {
     "causal-d64": plan(mask=causal(), d=64),
@@ -59,6 +60,10 @@ MORE = {
     "softcap-causal-d128": plan(softcap(30.0), causal()),
     "plain-d128-sm103": plan(target=B300),
     "causal-persistent-d128": plan(mask=causal(), schedule=Schedule(persistent=True)),
+    "documents-d64": plan(mask=document(DOCUMENTS), d=64),
+    "softcap-d192": plan(softcap(30.0), d=192),
+    "relative-bias-d64": plan(relative_bias(torch.zeros(8, 4095)), d=64),
+    "causal-d192-dv128": plan(mask=causal(), d=192, dv=128),
     "split-d128": plan(schedule=Schedule(split_kv=2)),
 }
 
@@ -168,14 +173,24 @@ def test_a_soft_cap_takes_five_quarters_of_an_exponential_by_hardware(folder: Pa
 
 def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
     """Instructions of a kv tile: of the softmax of a warp, untested and tested; of the others, for two query tiles."""
-    artifact = compile_offline(PLANS["plain-d128"], folder)
-    if not artifact.instructions:
-        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
-    code = artifact.instructions
-    loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
-    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    of = {name: sorted(b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])) for name in COUNTED}
+    of = loops_of(PLANS["plain-d128"], folder)
     assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
 
 
-COUNTED = {"MUFU": [509, 695], "FMUL2": [214, 509, 695], "UTCHMMA": [151], "UTMALDG": [57]}
+def test_a_line_over_keys_costs_no_more_than_100_instructions_a_tile(folder: Path) -> None:
+    """ALiBi beside no score mod: a multiply-add for two keys, and what these add."""
+    plain, tested = loops_of(MORE["alibi-causal-d128"], folder)["MUFU"]
+    assert plain <= COUNTED["MUFU"][0] + 100 and tested <= COUNTED["MUFU"][1] + 100
+
+
+def loops_of(plan: ForwardPlan, folder: Path) -> dict[str, list[int]]:
+    """How long the innermost loops are that have such an instruction."""
+    code = compile_offline(plan, folder).instructions
+    if not code:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return {name: sorted(b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])) for name in COUNTED}
+
+
+COUNTED = {"MUFU": [504, 689], "FMUL2": [184, 504, 689], "UTCHMMA": [151], "UTMALDG": [56]}

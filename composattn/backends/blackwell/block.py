@@ -1,4 +1,4 @@
-"""What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory; a role."""
+"""What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int128
@@ -6,8 +6,6 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.values import Fixed
-from ..fused.kernels.forward import Role
-from ..fused.kernels.forward_call import Call
 from .roles import WARPGROUP
 from .take_over import BYTES, TakeOver
 from .tcgen05 import Commits, Operand, tile_layout
@@ -23,12 +21,14 @@ class Block(Fixed):
         early     softmax and correction    the place has its first probabilities, and O may be added to
                   to products
         late      softmax to products       the place has all of them
-        factors   softmax to correction     what O has to be multiplied by, a number a row
+        factors   softmax to correction     the place's: what O has to be multiplied by, a number a row
+        sums      softmax to correction     what O is to be multiplied by at the end, a number a row
         outputs   products to correction    what was multiplied is in O
         staged    correction to stores      O is in shared memory, or in its tensor
         answers   launch control to all     which block's work tile is next, if blocks take over tiles
 
-    Scores go where probabilities were multiplied from: products run in the order in which they were issued.
+    Scores go where probabilities were multiplied from: products run in the order in which they were issued. A place's
+    factors are free again when it has scores: the correction had read them before it let O be added to.
     """
 
     def __init__(self, tiling: BlackwellTiling, dtype):
@@ -43,28 +43,20 @@ class Block(Fixed):
             Edge(places, Commits(), None),
             Edge(places, Warps(2 * WARPGROUP), None),
             Edge(places, group, None),
+            Edge(places, group, None),
             Edge(tiles, group, group),
             Edge(tiles, Commits(), None),
             Edge(tiles, group, None),
             *([Edge(2, Copies(BYTES), Warps(tiling.roles.warps))] if tiling.takes_over else []),
         )
         self.edges = Edge.allocate(smem, edges)
-        (
-            self.q,
-            self.k,
-            self.v,
-            self.scores,
-            self.early,
-            self.late,
-            self.factors,
-            self.outputs,
-            self.staged,
-            *answers,
-        ) = self.edges
+        self.q, self.k, self.v, self.scores, self.early, self.late, *others = self.edges
+        self.factors, self.sums, self.outputs, self.staged, *answers = others
         if tiling.takes_over:
             self.next_tiles = TakeOver(answers[0], smem.allocate_array(Int128, 2))
         self.columns = smem.allocate_array(Int32, 1)  # where tensor memory begins
-        self.row_factors = smem.allocate_array(Float32, tiling.tile_m)
+        self.row_factors = smem.allocate_array(Float32, ROWS * places)
+        self.row_sums = smem.allocate_array(Float32, ROWS * tiles)
         # O's rows lie where Q's were: all products of them are done by then
         region = ROWS * tiling.region
         rows = smem.allocate_array(dtype, tiles * region, byte_alignment=1024)
@@ -83,16 +75,15 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
 
     def tensor_memory(self) -> Int32:
-        """The address of the first column, once all threads have met after it was asked for."""
+        """The address of the first column, once all threads have met after it was asked for.
+
+        Whoever wants it reads it: a number from one end of a kernel to the other has a register in every role.
+        """
         return cute.make_tensor(self.columns, cute.make_layout(1))[0]
 
     def place(self, tile) -> Slot:
-        """The first place of a query tile, of `scores`, `early` and `late`."""
+        """The first place of a query tile, of `scores`, `early`, `late` and `factors`."""
         return Slot(self.tiling.score_places, Int32(tile), Int32(0))
-
-    def factor(self, row) -> cute.Tensor:
-        """Of a row of the block's query tiles, (1,)."""
-        return cute.make_tensor(self.row_factors + row, cute.make_layout(1))
 
 
 def of_tile(tile) -> Slot:
@@ -111,7 +102,7 @@ class Tile(Fixed):
 
     def __init__(self, block: Block, memory: Int32, number, thread):
         self.block, self.tiling, self.number = block, block.tiling, number
-        self.lane, self.row = thread % 32, thread
+        self.lane, self.row = cute.arch.lane_idx(), thread
         # of its warp, whose lanes these are, and where the block's columns begin
         self.memory = memory + (cute.arch.make_warp_uniform(thread // 32) << 21)
 
@@ -123,13 +114,10 @@ class Tile(Fixed):
         first = self.tiling.tensor_memory.outputs[0].first
         return self.memory + first + self.number * self.tiling.dv
 
-    def factor(self) -> cute.Tensor:
-        return self.block.factor(self.number * ROWS + self.row)
+    def factor(self, place: Slot) -> cute.Tensor:
+        """(1,)"""
+        return cute.make_tensor(self.block.row_factors + (place.index * ROWS + self.row), cute.make_layout(1))
 
-
-class MemoryRole(Role):
-    """A role of a block whose tensor memory begins at `memory`."""
-
-    def __init__(self, kernel, call: Call, block: Block, memory: Int32):
-        super().__init__(kernel, call, block)
-        self.memory = memory
+    def sum(self) -> cute.Tensor:
+        """(1,)"""
+        return cute.make_tensor(self.block.row_sums + (self.number * ROWS + self.row), cute.make_layout(1))

@@ -6,12 +6,12 @@ from cutlass import const_expr
 
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import Slot
-from ..fused.kernels.forward import KeyCopies
-from .block import MemoryRole, of_tile
+from ..fused.kernels.forward import KeyCopies, Role
+from .block import of_tile
 from .tiling import ROWS
 
 
-class Load(MemoryRole):
+class Load(Role):
     """Q once a work tile, K tile by tile, V one tile behind K, as products want them."""
 
     def first_slots(self):
@@ -51,7 +51,7 @@ class Load(MemoryRole):
         return (*(slot.next() for slot in q_slots), k_slot, v_slot)
 
 
-class Store(MemoryRole):
+class Store(Role):
     """O by bulk copies, which leave out what is no query."""
 
     def first_slots(self):

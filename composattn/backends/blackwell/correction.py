@@ -6,21 +6,24 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.pipelines import Slot
-from ...primitives.values import Bundle, Fixed, narrow
+from ...primitives.values import Bundle, Fixed, narrow, smaller
+from ..fused.kernels.forward import Role
 from ..fused.kernels.query_rows import Places, of_part
-from .block import MemoryRole, Tile, of_tile, put_words
+from .block import Tile, of_tile, put_words
 from .roles import WARPGROUP
 from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
 from .tiling import ROWS
 
-AT_ONCE = 16  # columns of O in registers: with 32, more than the 64 that a thread has were wanted
+RESCALED = 32  # columns of O in registers at once
+TAKEN = 16  # where they leave: with 32, more than the 64 registers that a thread has were wanted
 
 
-class Correction(MemoryRole):
+class Correction(Role):
     """A warpgroup that has a row of every query tile in each thread."""
 
-    def __init__(self, kernel, call, block, memory):
-        super().__init__(kernel, call, block, memory)
+    def __init__(self, kernel, call, block):
+        super().__init__(kernel, call, block)
+        memory = block.tensor_memory()
         thread = cute.arch.thread_idx()[0] - self.tiling.roles.correction * 32
         self.tiles = [Tile(block, memory, t, thread) for t in range(self.tiling.query_tiles)]
 
@@ -35,14 +38,19 @@ class Correction(MemoryRole):
         shared = self.kernel.tiles_of_all(self.call, work)
         if const_expr(self.plan.layout.kv == "paged"):
             v_slot = self.clear_values(work, shared.all, v_slot)
-        for i in cutlass.range(shared.all.count, unroll=1):
+        first = Int32(0)
+        if const_expr(not self.kernel.apart):
+            first = smaller(shared.all.count, 1)
+            if first > 0:
+                at = tuple(row.begin(at[t]) for t, row in enumerate(rows))
+        for i in cutlass.range(first, shared.all.count, unroll=1):
             at = self.rescale(rows, shared, i, at)
         at = self.finish(rows, shared, q_slot, at)
         return (*at, q_slot.next(), v_slot)
 
     def rescale(self, rows, shared, i, at):
         if not self.kernel.apart:
-            return tuple(row.rescale(i > 0, at[t]) for t, row in enumerate(rows))
+            return tuple(row.rescale(Boolean(True), at[t]) for t, row in enumerate(rows))
         tile = shared.all.tile(i)
         return tuple(
             row.rescale_if(shared.needs(t, tile), tile != shared.of(t).first, at[t]) for t, row in enumerate(rows)
@@ -76,12 +84,12 @@ class Correction(MemoryRole):
 
 
 class OutputSlots(Bundle):
-    """Of one query tile: where its places, factors and outputs are."""
+    """Of one query tile: where its places, outputs and sums are."""
 
-    parts = ("place", "factor", "added")
+    parts = ("place", "added", "of_sum")
 
-    def __init__(self, place: Slot, factor: Slot, added: Slot) -> None:
-        self.place, self.factor, self.added = place, factor, added
+    def __init__(self, place: Slot, added: Slot, of_sum: Slot) -> None:
+        self.place, self.added, self.of_sum = place, added, of_sum
 
 
 class OutputRow(Fixed):
@@ -97,12 +105,11 @@ class OutputRow(Fixed):
             at = self.rescale(again, at)
         return at
 
-    def take_factor(self, factor: Slot):
-        self.block.factors.wait(factor)
-        number = self.me.factor()[0]
-        cute.arch.sync_warp()
-        self.block.factors.release(factor, self.me.lane)
-        return number
+    def begin(self, at: OutputSlots):
+        """The first tile: there is nothing to rescale."""
+        self.block.factors.wait(at.place)
+        self.block.early.fill(at.place, self.me.lane)
+        return OutputSlots(at.place.next(), at.added, at.of_sum)
 
     @cute.jit
     def rescale(self, again: Boolean, at: OutputSlots):
@@ -110,17 +117,18 @@ class OutputRow(Fixed):
 
         `again`: it has something already.
         """
-        number, added = self.take_factor(at.factor), at.added
+        self.block.factors.wait(at.place)
+        number, added = self.me.factor(at.place)[0], at.added
         if const_expr(self.tiling.score_places > 1):
             added = self.wait_output(again, added)
         if again & cute.arch.vote_any_sync(number != 1.0):
             after_wait()
-            for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
+            for first in cutlass.range_constexpr(0, self.tiling.dv, RESCALED):
                 self.scale_columns(first, number)
             wait_stores()
         cute.arch.sync_warp()
         self.block.early.fill(at.place, self.me.lane)
-        return OutputSlots(at.place.next(), at.factor.next(), added)
+        return OutputSlots(at.place.next(), added, at.of_sum)
 
     @cute.jit
     def wait_output(self, again: Boolean, added: Slot):
@@ -135,15 +143,18 @@ class OutputRow(Fixed):
 
     def scale_columns(self, first: int, number) -> None:
         address = self.me.output() + first
-        scaled = cute.make_rmem_tensor(AT_ONCE, Float32)
-        for i, value in enumerate(IN_PAIRS.times(load(address, AT_ONCE), number)):
+        scaled = cute.make_rmem_tensor(RESCALED, Float32)
+        for i, value in enumerate(IN_PAIRS.times(load(address, RESCALED), number)):
             scaled[i] = value
         store(address, cute.recast_tensor(scaled, Int32))
 
     @cute.jit
     def finish(self, any_keys: Boolean, loaded: Boolean, q_slot: Slot, at: OutputSlots):
         """O, its rows normalised, to shared memory for a bulk store, or row by row to its tensor."""
-        normalizer, added = self.take_factor(at.factor), at.added
+        self.block.sums.wait(at.of_sum)
+        normalizer, added = self.me.sum()[0], at.added
+        cute.arch.sync_warp()
+        self.block.sums.release(at.of_sum, self.me.lane)
         if any_keys:
             self.block.outputs.wait(added)
             after_wait()
@@ -152,16 +163,16 @@ class OutputRow(Fixed):
             # O lies where Q does, which may be on its way
             self.wait_loads(loaded, Slot(1, Int32(self.me.number), q_slot.phase))
             self.clear()
-        for first in cutlass.range_constexpr(0, self.tiling.dv, AT_ONCE):
-            numbers = cute.make_rmem_tensor(AT_ONCE, Float32)
-            for i, value in enumerate(IN_PAIRS.times(load(self.me.output() + first, AT_ONCE), normalizer)):
+        for first in cutlass.range_constexpr(0, self.tiling.dv, TAKEN):
+            numbers = cute.make_rmem_tensor(TAKEN, Float32)
+            for i, value in enumerate(IN_PAIRS.times(load(self.me.output() + first, TAKEN), normalizer)):
                 numbers[i] = value
             self.put(first, numbers)
         before_arrival()
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self.block.staged.fill(of_tile(self.me.number), self.me.lane)
-        return OutputSlots(at.place, at.factor.next(), added)
+        return OutputSlots(at.place, added, at.of_sum.next())
 
     @cute.jit
     def wait_loads(self, loaded: Boolean, q_slot: Slot):
@@ -172,9 +183,9 @@ class OutputRow(Fixed):
                 self.block.q.wait(q_slot)
 
     def clear(self) -> None:
-        zeros = cute.make_rmem_tensor(AT_ONCE, Int32)
+        zeros = cute.make_rmem_tensor(TAKEN, Int32)
         zeros.fill(0)
-        for first in range(0, self.tiling.dv, AT_ONCE):
+        for first in range(0, self.tiling.dv, TAKEN):
             store(self.me.output() + first, zeros)
         wait_stores()
 
@@ -183,10 +194,10 @@ class OutputRow(Fixed):
         if self.kernel.plan.direct_store:
             self.store(first, numbers)
             return
-        rounded = cute.make_rmem_tensor(AT_ONCE, self.block.dtype)
+        rounded = cute.make_rmem_tensor(TAKEN, self.block.dtype)
         narrow(rounded, numbers)
         start, words = self.block.o_start[self.me.number], cute.recast_tensor(rounded, Int32)
-        for i in range(AT_ONCE // 8):
+        for i in range(TAKEN // 8):
             four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
             put_words(start + at_column(self.me.row, first + 8 * i, ROWS, self.tiling.dv), four)
 
@@ -196,7 +207,7 @@ class OutputRow(Fixed):
         places = Places(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
         q, h, inside = places.row_place(0)
         target = self.work.queries.head(of_part(self.call.tensors.out, self.work.part), h)
-        columns = min(AT_ONCE, self.kernel.plan.head_dim_v - first)
+        columns = min(TAKEN, self.kernel.plan.head_dim_v - first)
         _store_row(target, q, first, numbers, columns, inside)
 
 

@@ -57,26 +57,25 @@ class BlackwellForward(Forward[BlackwellTiling]):
         if warp == roles.matrix:
             allocate(block.columns, columns)
         start_edges(block.edges, warp)
-        memory = block.tensor_memory()
         if warp < roles.correction:
             cute.arch.setmaxregister_increase(roles.softmax_registers)
-            Softmax(self, call, block, memory).run()
+            Softmax(self, call, block).run()
         elif warp < roles.matrix:
             cute.arch.setmaxregister_decrease(roles.correction_registers)
-            Correction(self, call, block, memory).run()
+            Correction(self, call, block).run()
         else:
             cute.arch.setmaxregister_decrease(roles.other_registers)
             if warp == roles.matrix:
-                Multiply(self, call, block, memory).run()
+                Multiply(self, call, block).run()
             elif warp == roles.load:
-                Load(self, call, block, memory).run()
+                Load(self, call, block).run()
             elif warp == roles.store:
-                Store(self, call, block, memory).run()
+                Store(self, call, block).run()
             elif const_expr(self.tiling.takes_over):
                 ask_until_none_is_left(block.next_tiles)
         cute.arch.sync_threads()
         if warp == roles.matrix:
-            free(memory, columns)
+            free(block.tensor_memory(), columns)
 
     # --- which kv tiles, asked alike by all roles --------------------------------------------------------------
 

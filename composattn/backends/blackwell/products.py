@@ -6,7 +6,8 @@ from cutlass import Boolean, Int32, const_expr
 
 from ...primitives.pipelines import Slot
 from ...primitives.values import Bundle, Fixed
-from .block import Block, MemoryRole, of_tile
+from ..fused.kernels.forward import Role
+from .block import Block, of_tile
 from .tcgen05 import after_wait, instruction, multiply
 from .tiling import STEP
 
@@ -31,11 +32,15 @@ class Progress(Bundle):
         return Progress(self.ahead, self.ready, Int32(0), Int32(0))
 
 
-class Multiply(MemoryRole):
+class Multiply(Role):
     """At kv tile j: O += P V of tile j - 1, then scores of tile j, for each query tile that needs them.
 
     With two places for scores these come first.
     """
+
+    def __init__(self, kernel, call, block):
+        super().__init__(kernel, call, block)
+        self.memory = block.tensor_memory()
 
     def first_slots(self):
         progress = (

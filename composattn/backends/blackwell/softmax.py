@@ -4,23 +4,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...primitives.arithmetic import IN_PAIRS
-from ...primitives.online_softmax import OnlineSoftmax
+from ...primitives.online_softmax import OnlineSoftmax, largest_scores
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
+from ..fused.kernels.forward import Role
 from ..fused.kernels.query_rows import QueryRows
-from .block import MemoryRole, Tile, of_tile
+from ..fused.traits import reads_any
+from .block import Tile, of_tile
 from .tcgen05 import after_wait, load, load_with_maxima, store, wait_stores
 from .tiling import ROWS, BlackwellTiling
 
 
-class Softmax(MemoryRole):
+class Softmax(Role):
     """A warpgroup for each query tile, all with the same code."""
 
-    def __init__(self, kernel, call, block, memory):
-        super().__init__(kernel, call, block, memory)
+    def __init__(self, kernel, call, block):
+        super().__init__(kernel, call, block)
         thread = cute.arch.thread_idx()[0]
         tile = cute.arch.make_warp_uniform(thread // ROWS)
-        self.me = Tile(block, memory, tile, thread % ROWS)
+        self.me = Tile(block, block.tensor_memory(), tile, thread % ROWS)
         self.scale_log2 = kernel.mods.softmax_scale_log2(call.scale)
 
     def first_slots(self):
@@ -29,17 +31,17 @@ class Softmax(MemoryRole):
     @cute.jit
     def visit(self, work, slots):
         """All kv tiles; then the normalizer follows the factors."""
-        place, factor = slots
+        place, of_sum = slots
         tiles = self.kernel.tiles_of(self.call, work, self.me.number)
         row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
         i = Int32(0)
         while i < tiles.count:
             for test in row.tests_of(tiles):
                 while test.goes_on(i):
-                    row.step(tiles.tile(i), test.apply, place, factor)
-                    i, place, factor = i + 1, place.next(), factor.next()
-        row.finish(self.call, factor)
-        return place, factor.next()
+                    row.step(tiles.tile(i), test, place)
+                    i, place = i + 1, place.next()
+        row.finish(self.call, of_sum)
+        return place, of_sum.next()
 
 
 class SoftmaxRow(QueryRows[BlackwellTiling]):
@@ -53,28 +55,32 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
         self.me, self.block, self.kernel = me, role.block, kernel
+        self.reads = reads_any(kernel.plan.program.score)
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
 
-    def step(self, n, test, place: Slot, factor: Slot) -> None:
+    def step(self, n, test, place: Slot) -> None:
         me, block, early = self.me, self.block, self.tiling.early_keys
-        ahead = self.mods.read_ahead(self.tile(None, n))
+        ahead, seen = self.mods.read_ahead(self.tile(None, n)), test.look(self.tile(None, n))
         block.scores.wait(place)
         after_wait()
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
-        by_load = self.tiling.maximum_by_load and test is None and not self.kernel.mods.changes_scores
+        by_load = self.tiling.maximum_by_load and not test.tested and not self.kernel.mods.changes_scores
         loaded = (load_with_maxima if by_load else load)(me.scores(place), self.tiling.tile_n)
         for c in range(self.tiling.tile_n):
             values[0, c] = loaded[c]
         tile = self.tile(values, n)
-        self.mods.apply_score(tile, ahead, all_visible=test is None)
-        if test is not None:
-            test(tile)
+        self.mods.apply_score(tile, ahead, all_visible=not test.tested)
+        test.hide(tile, seen)
         every = range(self.tiling.tile_n)
-        among = loaded[len(every) :] if by_load else [values[0, c] for c in every]
+        among = loaded[len(every) :] if by_load else largest_scores(tile, 0)
         rise = self.softmax.raise_maximum(0, among, rescale_threshold=self.tiling.rescale_threshold)
-        self.publish(rise, factor)
+        if self.reads:
+            block.scores.wait(place)  # they are there; but the compiler moves no read over a wait: 41 spilled
+        me.factor(place)[0] = rise
+        cute.arch.sync_warp()
+        block.factors.fill(place, me.lane)
         self.softmax.exponentials(tile, 0, every[:early])
         self.put(values, 0, early, place)
         block.early.fill(place, me.lane)
@@ -91,17 +97,13 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         wait_stores()
         cute.arch.sync_warp()
 
-    def publish(self, number, factor: Slot) -> None:
-        """A number of the row to the correction."""
-        self.block.factors.wait_empty(factor)
-        self.me.factor()[0] = number
-        cute.arch.sync_warp()
-        self.block.factors.fill(factor, self.me.lane)
-
-    def finish(self, call, factor: Slot) -> None:
+    def finish(self, call, of_sum: Slot) -> None:
         """The normalizer to the correction, what is asked for of LSE and the largest score to their tensors."""
         normalizer = cute.make_rmem_tensor(1, Float32)
         row_lse = cute.make_rmem_tensor(1, Float32)
         self.softmax.finish(normalizer, row_lse)
-        self.publish(normalizer[0], factor)
+        self.block.sums.wait_empty(of_sum)
+        self.me.sum()[0] = normalizer[0]
+        cute.arch.sync_warp()
+        self.block.sums.fill(of_sum, self.me.lane)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)

@@ -9,14 +9,14 @@ from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
-from ..fused.traits import has_costly_test, has_opaque_test, padded, queries, reads_pairs
+from ..fused.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
 ROWS = 128  # of one product: the lanes of tensor memory
 STEP = 16  # keys that one product sums over
-SMALL = 2048  # bytes: barriers, factors of rows, and what aligns the tiles
+SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,10 +113,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
 
 
 def _most_keys(program: Program) -> int:
-    """Scores of a row that leave registers for what the mods read and test: more spilled, up to 49 times."""
-    if reads_pairs(program.score) or has_costly_test(program.mask):
-        return 64
-    return 96 if has_opaque_test(program) else 128
+    """Scores of a row that leave registers for what the score mod reads."""
+    return 64 if reads_pairs(program.score) else 128
 
 
 def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:

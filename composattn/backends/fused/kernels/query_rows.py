@@ -1,18 +1,18 @@
 """A thread's query rows of one work tile: which they are, what tests their tiles, what they store."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Generic
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....primitives.emit import Leaves, Mods
+from ....primitives.emit import BoundMods, Leaves, Mods
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
+from ....primitives.visible_words import hide, visible_words
 from ..plan import AnyForwardTiling
 from .forward_call import Call, Work
 
@@ -68,12 +68,12 @@ class QueryRows(Places[AnyForwardTiling]):
 
     def tests_of(self, tiles: TileSequence) -> list["Test"]:
         """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
-        holds, apply = self.mods.limits_hold, self.mods
+        holds, mods = self.mods.limits_hold, self.mods
         if isinstance(holds, bool):
-            tests = [Test(tiles, True, True, apply.apply_limits if holds else apply.apply_mask)]
+            tests: list[Test] = [(ByLimits if holds else ByMask)(mods, tiles, True, True)]
         else:
-            tests = [Test(tiles, True, holds, apply.apply_limits), Test(tiles, True, ~holds, apply.apply_mask)]
-        return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(tiles, False, True, None)]
+            tests = [ByLimits(mods, tiles, True, holds), ByMask(mods, tiles, True, ~holds)]
+        return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(mods, tiles, False, True)]
 
     def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
         """What is asked for of LSE and the largest score of each row."""
@@ -95,12 +95,12 @@ class QueryRows(Places[AnyForwardTiling]):
 
 @dataclasses.dataclass
 class Test(Fixed):
-    """What hides elements of tiles that are `tested`, or are not, where it `holds` for the rows; None hides nothing."""
+    """Hides elements of tiles that are `tested`, or are not, where it `holds` for the rows. This one hides nothing."""
 
+    mods: BoundMods
     tiles: TileSequence
     tested: bool
     holds: Any
-    apply: Callable[[ScoreTile], None] | None
 
     def goes_on(self, i: Any) -> Any:
         """Whether there is an i-th tile, and it takes this test."""
@@ -109,6 +109,27 @@ class Test(Fixed):
         if tested is not True:
             more = more & (tested if self.tested else ~tested)
         return more if self.holds is True else more & self.holds
+
+    def look(self, tile: ScoreTile) -> Any:
+        """What `hide` has to know of a tile, asked before there are scores."""
+
+    def hide(self, tile: ScoreTile, seen: Any) -> None:
+        """Scores that the rows don't see to -inf, in place."""
+
+
+class ByLimits(Test):
+    """Each row sees the keys from its first one to its last one."""
+
+    def hide(self, tile: ScoreTile, seen: Any) -> None:
+        self.mods.apply_limits(tile)
+
+
+class ByMask(Test):
+    def look(self, tile: ScoreTile) -> tuple[Int32, ...]:
+        return visible_words(self.mods, tile)
+
+    def hide(self, tile: ScoreTile, seen: tuple[Int32, ...]) -> None:
+        hide(tile, seen)
 
 
 def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
