@@ -68,5 +68,5 @@ class Roles:
         return f"{softmax}; correction 128 threads; a warp each for products, loads, stores; registers {registers}"
 
 
-TWO_TILES = Roles(tiles=2, softmax_registers=192, correction_registers=80, other_registers=48)
+TWO_TILES = Roles(tiles=2, softmax_registers=184, correction_registers=80, other_registers=64)
 ONE_TILE = Roles(tiles=1, softmax_registers=240, correction_registers=128, other_registers=136)
