@@ -11,7 +11,7 @@ from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
-from .roles import ONE_TILE, TWO_TILES, Roles
+from .roles import ONE_TILE, TWO_TILES, TWO_TILES_OF_MORE_ADDRESSES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
 ROWS = 128  # of one product: the lanes of tensor memory
@@ -28,8 +28,8 @@ class BlackwellTiling(ForwardTiling):
     `early_keys` probabilities of a row are stored, and multiplied, before the others are there. `maximum_by_load`:
     where scores are neither changed nor tested, their load says which is the largest. `takes_over`: a persistent
     block that is done takes over the tile of a block that was not started (cluster launch control), in place of the one
-    a grid further. `rescale_threshold`: by how much,
-    in log2 units, a row's maximum may rise before the output is rescaled.
+    a grid further. `rescale_threshold`: by how much, in log2 units, a row's maximum may rise before the output is
+    rescaled.
     """
 
     query_tiles: int
@@ -48,7 +48,9 @@ class BlackwellTiling(ForwardTiling):
 
     @property
     def roles(self) -> Roles:
-        return TWO_TILES if self.query_tiles == 2 else ONE_TILE
+        if self.query_tiles == 1:
+            return ONE_TILE
+        return TWO_TILES_OF_MORE_ADDRESSES if self.d > 128 or self.persistent else TWO_TILES
 
     @property
     def tensor_memory(self) -> TensorMemory:
