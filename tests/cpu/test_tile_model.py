@@ -104,7 +104,8 @@ def test_loops_are_found_by_what_jumps_back_and_roles_by_what_leads_to_what() ->
     assert (copies.job, len(copies.loops)) == ("copies", 1)
     assert (working.job, len(working.loops)) == ("matrix and softmax", 2)
     assert [len(loop.body) for loop in working.loops] == [29, 34]
-    assert working.plain is working.loops[0] and working.tested is working.loops[1]
+    assert [loop.selects for loop in working.loops] == [2, 0]
+    assert working.plain is working.loops[1] and working.tested is working.loops[0]
 
 
 def test_code_that_waits_out_of_line_is_no_loop() -> None:
