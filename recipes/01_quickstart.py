@@ -19,7 +19,7 @@ def recent_or_first(b, h, q_idx, kv_idx):
 
 
 def fade(score, b, h, q_idx, kv_idx):
-    """Far keys count less, by a factor of the head's own."""
+    """Far keys count less, by a factor per head."""
     return score - slopes[h] * (q_idx - kv_idx)
 
 

@@ -1,4 +1,4 @@
-"""A sliding window with a few global tokens: two ready masks and one of one's own, joined with & and |."""
+"""A sliding window with a few global tokens: two ready masks and one of your own, joined with & and |."""
 
 import torch
 from common import best_device, compare_with_fp64, draw

@@ -1,4 +1,4 @@
-"""ALiBi: a penalty that grows with the distance, its slope the head's own (Press et al., 2022)."""
+"""ALiBi: a penalty that grows with the distance, with one slope per head (Press et al., 2022)."""
 
 import torch
 from common import best_device, compare_with_fp64, draw

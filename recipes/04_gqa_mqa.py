@@ -1,4 +1,4 @@
-"""Grouped-query and multi-query attention: fewer key/value heads than query heads, nothing else to say."""
+"""Grouped-query and multi-query attention: fewer key/value heads than query heads; nothing else changes."""
 
 import torch
 from common import best_device, compare_with_fp64, draw

@@ -1,4 +1,4 @@
-"""A bias by head and distance, learned: the gradient of what a score mod reads comes from its graph.
+"""A learned bias by head and distance: the gradient of what a score mod reads comes from its graph.
 
 A teacher attends with a hidden bias; the student starts from none and learns the teacher's from its outputs.
 """

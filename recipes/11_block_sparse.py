@@ -15,7 +15,7 @@ q, k, v = (draw(B, H, S, D, device=device, dtype=dtype) for _ in range(3))
 # Every block of queries picks the K blocks of keys whose means look most like its own.
 tiles = S // BLOCK
 means_q, means_k = (t.detach().float().unflatten(2, (tiles, BLOCK)).mean(3) for t in (q, k))
-picked = (means_q @ means_k.mT).topk(K).indices.to(torch.int32)  # (B, H, tiles, K), a set for each head
+picked = (means_q @ means_k.mT).topk(K).indices.to(torch.int32)  # (B, H, tiles, K), one set per head
 chosen = ca.BlockSparse.topk(picked, BLOCK, S, S)
 
 # Blocks are a mask like any other: here the picked past, and always the nearest 64 keys.

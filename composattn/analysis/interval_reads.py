@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .intervals import Tiles
 
 
-def read_in_tiles(node: Expr, at: list[Ints], tiles: Tiles) -> Value:
+def read_in_tiles(node: Expr, at: list[Any], tiles: Tiles) -> Value:
     """A captured tensor between its smallest and largest element among those that a tile reads."""
     held = node.attr.tensor
     x = tiles.tensors.get(id(held), held).detach().to(tiles.device)
@@ -51,7 +51,7 @@ def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: 
             indices.append(2 + which)
             continue
         # negative positions count from the end
-        signed = bounds(index)[0] < 0 and tiles.range(index)[0] < 0
+        signed = bounds(index)[0] < 0 and tiles.everywhere.of(index)[0] < 0
         if v.low is v.high:
             indices.append((torch.where(v.low < 0, v.low + size, v.low) if signed else v.low).clamp(0, size - 1))
             continue

@@ -23,15 +23,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..graph.expr import DType, Expr, walk
-from ..graph.linear import INT64, bounds, forget
+from ..graph.expr import DType, Expr, const, walk
+from ..graph.linear import INT64, OF_TYPE, UNKNOWN, Bounds, Ranges, bounds, forget
 from .interval_reads import read_in_tiles
 from .interval_rules import MAY_WRAP, RULES, as_kind, kind_of, unless_wrapped
 from .interval_values import Bools, Ints, T, Value, anything, cast, widened
@@ -161,20 +161,12 @@ class Tiles:
             forget()
         return values[root]
 
-    def range(self, node: Expr) -> tuple[int, int]:
-        """Bounds of the integer `node` that hold in all tiles, known on the host."""
-        v = self._everywhere.known(node)
-        assert isinstance(v, Ints)
-        return int(v.low.min()), int(v.high.max())
-
     @cached_property
-    def _everywhere(self) -> _OneTile:
-        return _OneTile(
-            self.q_len, self.kv_len, (self.q_len, self.kv_len), self.batch, self.heads, scalars=self.scalars
-        )
-
-    def read(self, node: Expr, at: list[Any]) -> Value:
-        return read_in_tiles(node, at, self)
+    def everywhere(self) -> _RangesOfCall:
+        """What holds of integers in all tiles, known on the host."""
+        last = {"b": self.batch - 1, "h": self.heads - 1, "q": self.q_len - 1, "kv": self.kv_len - 1}
+        most = last | {"q_len": self.q_len, "kv_len": self.kv_len}  # a sequence's own may be any up to it
+        return _RangesOfCall({name: (0, n) for name, n in most.items()}, self.scalars)
 
     def _node(self, node: Expr, args: list[Value]) -> Value:
         if node.op == "const":
@@ -187,7 +179,7 @@ class Tiles:
             held = node.attr.tensor
             return self.exactly(self.tensors.get(id(held), held).shape[node.args[0].attr])
         if node.op == "read":
-            return self.read(node, args)
+            return read_in_tiles(node, args, self)
         if node.op.startswith("cast_"):
             return self._fitted(node, cast(node.op.removeprefix("cast_"), args[0]))
         kind, values = kind_of(node, args), as_kind(node, args)
@@ -206,7 +198,7 @@ class Tiles:
         least, most = bounds(node)
         if low <= least and most <= high:  # for every position: no need to look at the tiles
             return False
-        least, most = self.range(node)
+        least, most = self.everywhere.of(node)
         return least <= low or high <= most  # what is clamped below has its end there
 
     def _fitted(self, node: Expr, v: Value) -> Value:
@@ -218,46 +210,37 @@ class Tiles:
         return Ints(torch.where(lost, v.low.clamp(max=low), v.low), torch.where(lost, v.high.clamp(min=high), v.high))
 
 
-class _OneTile(Tiles):
-    """All positions, batches and heads as one tile, on the host, of tensors whose contents are not looked at."""
+class _RangesOfCall(Ranges):
+    """Of one call, step by step as machines compute: what may leave its type may be any number of it."""
 
-    def known(self, root: Expr) -> Value:
-        """Bounds of `root`; those of its parts are kept, as whoever asks goes on to what they are parts of."""
-        waiting = [root]
-        while waiting:
-            node = waiting.pop()
-            if node in self._known:
-                continue
-            missing = [a for a in node.args if a not in self._known]
-            if missing:
-                waiting += [node, *missing]
-            else:
-                self._known[node] = self._node(node, [self._known[a] for a in node.args])
-        return self._known[root]
+    def __init__(self, leaves: Mapping[str, Bounds], scalars: Mapping[int, float]) -> None:
+        super().__init__(leaves)
+        self.scalars = scalars
 
-    @cached_property
-    def _known(self) -> dict[Expr, Value]:
-        return {}
+    def find(self, expr: Expr) -> Bounds:
+        if expr.op == "scalar" and expr.dtype.is_integer:
+            value = self.scalars.get(id(expr.attr), expr.attr.value)
+            return value, value
+        low, high = super().find(expr)
+        least, most = OF_TYPE.get(expr.dtype, UNKNOWN)
+        return (low, high) if least <= low and high <= most else (least, most)
 
-    def leaf(self, name: str) -> Ints:
-        most = {"q": self.q_len - 1, "kv": self.kv_len - 1, "b": self.batch - 1, "h": self.heads - 1}
-        # lengths too: a sequence's own may be any up to it
-        low, high = self.exactly(0), self.exactly(most.get(name, self.q_len if name == "q_len" else self.kv_len))
-        return Ints(low.low, high.high)
+    def rule(self, op: str) -> Callable[..., Bounds | None] | None:
+        return _STEPS.get(op) or super().rule(op)
 
-    def read(self, node: Expr, at: list[Any]) -> Value:
-        dtype = node.attr.tensor.dtype
-        if not node.dtype.is_integer or dtype is torch.int64:
-            return anything(node.dtype, self.device)
-        info = torch.iinfo(dtype)
-        return Ints(self.exactly(info.min).low, self.exactly(info.max).high)
 
-    def _leaves(self, node: Expr, ends: tuple[int, int]) -> bool:
-        return True
+def _sum(r: Ranges, e: Expr, x: Expr, y: Expr) -> Bounds:
+    (a, b), (c, d) = r.of(x), r.of(y)
+    return (a + c, b + d) if e.op == "add" else (a - d, b - c)
 
-    def _fitted(self, node: Expr, v: Value) -> Value:
-        if not isinstance(v, Ints) or node.dtype is not DType.INT32:
-            return v
-        low, high = _INT32
-        lost = (v.low < low) | (v.high > high)
-        return Ints(torch.where(lost, low, v.low), torch.where(lost, high, v.high))
+
+def _product(r: Ranges, e: Expr, x: Expr, y: Expr) -> Bounds:
+    corners = [a * b for a in r.of(x) for b in r.of(y)]
+    return min(corners), max(corners)
+
+
+# where `Ranges` sees sums whole, whose steps may wrap
+_STEPS: dict[str, Callable[..., Bounds | None]] = {
+    "add": _sum, "sub": _sum, "mul": _product, "neg": lambda r, e, x: (-r.of(x)[1], -r.of(x)[0]),
+    "lshift": lambda r, e, x, y: _product(r, e, x, const(1 << int(y.attr))) if y.is_const else None,
+}  # fmt: skip

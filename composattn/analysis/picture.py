@@ -21,7 +21,7 @@ def check_sizes(least: int, **sizes: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise errors.InvalidArgument(f"{name} must be an int of at least {least}, got {value!r}")
         if value > MOST.get(name, value):
-            raise errors.InvalidArgument(f"{name} is {value}; masks are followed up to {MOST[name]}")
+            raise errors.InvalidArgument(f"{name} is {value}; masks are analysed up to {MOST[name]}")
 
 
 def device_of(device: torch.device | str | None, held: Sequence[Capture]) -> torch.device:

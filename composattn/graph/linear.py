@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -87,14 +87,13 @@ class Affine:
 # One analysis asks the same of shared parts again and again. Plain dictionaries, emptied by `forget` when it is done:
 # kept, they would hold captured tensors alive.
 _linear: dict[Expr, Linear] = {}
-_bounds: dict[Expr, Bounds] = {}
 _at_most: dict[tuple[Expr, Expr], bool] = {}
 
 
 def forget() -> None:
     """End of an analysis: let go of its expressions."""
     _linear.clear()
-    _bounds.clear()
+    _ANYWHERE.known.clear()
     _at_most.clear()
 
 
@@ -250,85 +249,99 @@ def finish(expr: Expr) -> Expr:
     return apply("cast_int32", expr)
 
 
+class Ranges:
+    """Numbers that integers and bools never leave; infinite where nothing is known.
+
+    `leaves`: those that index leaves never leave. A mask's own arithmetic is taken not to overflow.
+    """
+
+    def __init__(self, leaves: Mapping[str, Bounds]) -> None:
+        self.leaves = leaves
+        self.known: dict[Expr, Bounds] = {}
+
+    def of(self, expr: Expr) -> Bounds:
+        found = self.known.get(expr)
+        if found is None:
+            if expr.depth > DEEP:
+                _from_below(expr, self.known, self.find)
+            found = self.known[expr] = self.find(expr)
+        return found
+
+    def find(self, expr: Expr) -> Bounds:
+        """Those of `expr` from those of its arguments."""
+        if expr.dtype is DType.BOOL and not expr.is_const:
+            return 0, 1
+        rule = self.rule(expr.op)
+        found = None if rule is None or not (expr.dtype.is_integer or expr.is_const) else rule(self, expr, *expr.args)
+        return UNKNOWN if found is None else found
+
+    def rule(self, op: str) -> Callable[..., Bounds | None] | None:
+        return _RANGES.get(op)
+
+
 Bounds = tuple[float, float]
-_UNKNOWN = (-math.inf, math.inf)
+UNKNOWN = (-math.inf, math.inf)
+OF_TYPE = {DType.INT32: (-_INT32 - 1, _INT32), DType.INT64: INT64}
 
 
-def bounds(expr: Expr) -> Bounds:
-    """Numbers that `expr` (int or bool) never leaves; infinite where nothing is known."""
-    found = _bounds.get(expr)
-    if found is None:
-        if expr.depth > DEEP:
-            _from_below(expr, _bounds, _range)
-        found = _bounds[expr] = _range(expr)
-    return found
-
-
-def _range(expr: Expr) -> Bounds:
-    if expr.dtype is DType.BOOL and not expr.is_const:
-        return 0, 1
-    rule = _RANGES.get(expr.op)
-    found = None if rule is None or not (expr.dtype.is_integer or expr.is_const) else rule(expr, *expr.args)
-    return _UNKNOWN if found is None else found
-
-
-def _divided(e: Expr, x: Expr, y: Expr) -> Bounds | None:
+def _divided(r: Ranges, e: Expr, x: Expr, y: Expr) -> Bounds | None:
     if not (y.is_const and y.attr > 0):
         return None
-    low, high = (v if math.isinf(v) else v // y.attr for v in bounds(x))
+    low, high = (v if math.isinf(v) else v // y.attr for v in r.of(x))
     return low, high
 
 
-def _remainder(e: Expr, x: Expr, y: Expr) -> Bounds | None:
+def _remainder(r: Ranges, e: Expr, x: Expr, y: Expr) -> Bounds | None:
     if not (y.is_const and y.attr > 0):
         return None
-    low, high = bounds(x)
+    low, high = r.of(x)
     return 0, (min(high, y.attr - 1) if low >= 0 else y.attr - 1)
 
 
 def _each(pick: Callable[..., float], other: Callable[..., float]) -> Callable[..., Bounds]:
     """`pick` of the lower ends of the last two arguments, `other` of the upper ones."""
 
-    def rule(e: Expr, *args: Expr) -> Bounds:
-        (a, b), (c, d) = bounds(args[-2]), bounds(args[-1])
+    def rule(r: Ranges, e: Expr, *args: Expr) -> Bounds:
+        (a, b), (c, d) = r.of(args[-2]), r.of(args[-1])
         return pick(a, c), other(b, d)
 
     return rule
 
 
-def _size(e: Expr, x: Expr) -> Bounds:
-    low, high = bounds(x)
+def _size(r: Ranges, e: Expr, x: Expr) -> Bounds:
+    low, high = r.of(x)
     return max(0, low, -high), max(abs(low), abs(high))
 
 
-def _widened(e: Expr, x: Expr) -> Bounds | None:
-    return None if x.dtype is DType.FLOAT else bounds(x)
+def _widened(r: Ranges, e: Expr, x: Expr) -> Bounds | None:
+    return None if x.dtype is DType.FLOAT else r.of(x)
 
 
-def _of_sum(e: Expr, *args: Expr) -> Bounds:
-    return _bounds_of_sum(linear(e), e)
+def _of_sum(r: Ranges, e: Expr, *args: Expr) -> Bounds:
+    lin = linear(e)
+    low: float = lin.constant
+    high: float = lin.constant
+    for t, c in lin.terms.items():
+        if t is e:
+            return UNKNOWN
+        a, b = r.of(t)
+        low, high = low + min(a * c, b * c), high + max(a * c, b * c)
+    return low, high
 
 
-# of each operation of which something is known: (node, *arguments) → least and most
+# of each operation of which something is known: (ranges, node, *arguments) → least and most
 _RANGES: dict[str, Callable[..., Bounds | None]] = {
-    "const": lambda e: (e.attr, e.attr), "index": lambda e: _LEAF[e.attr], "read": lambda e, *at: e.attr.range,
-    "size": lambda e, dim: (1, _INT32),  # a tensor without elements is no capture
-    "scalar": lambda e: INT64 if e.dtype is DType.INT64 else (-_INT32 - 1, _INT32),
+    "const": lambda r, e: (e.attr, e.attr), "index": lambda r, e: r.leaves[e.attr],
+    "scalar": lambda r, e: OF_TYPE[e.dtype], "read": lambda r, e, *at: e.attr.range,
+    "size": lambda r, e, dim: (1, _INT32),  # a tensor without elements is no capture
     "cast_int32": _widened, "cast_int64": _widened, "floordiv": _divided, "mod": _remainder, "abs": _size,
     "maximum": _each(max, max), "clamp_min": _each(max, max), "minimum": _each(min, min), "clamp_max": _each(min, min),
     "where": _each(min, max), **dict.fromkeys(("add", "sub", "neg", "mul", "lshift", "rshift"), _of_sum),
 }  # fmt: skip
 
-
-def _bounds_of_sum(lin: Linear, whole: Expr) -> Bounds:
-    low: float = lin.constant
-    high: float = lin.constant
-    for t, c in lin.terms.items():
-        if t is whole:
-            return _UNKNOWN
-        a, b = bounds(t)
-        low, high = low + min(a * c, b * c), high + max(a * c, b * c)
-    return low, high
+_ANYWHERE = Ranges(_LEAF)
+bounds = _ANYWHERE.of
+"""Numbers that hold at every position of every call."""
 
 
 def at_most(x: Expr, y: Expr) -> bool:

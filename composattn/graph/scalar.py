@@ -97,5 +97,5 @@ def _finite(value: float | int) -> float:
         return float(value)
     except OverflowError:
         raise errors.UnsupportedCapture(
-            f"a scalar of {value.__class__.__name__} beyond every float; give a float"
+            f"a scalar of type {value.__class__.__name__} is larger than any float; give a float"
         ) from None

@@ -267,7 +267,8 @@ def trace_score(fn: Callable[..., Any]) -> Expr:
 def _returned(fn: Callable[..., Any], result: Any, wanted: str) -> Expr:
     if isinstance(result, Several) or (isinstance(result, torch.Tensor) and result.ndim):
         raise errors.UnindexedTensor(
-            f"{wanted}; this is a tensor not read at all its dimensions, or a vector not reduced: .sum(-1), .any(-1)",
+            f"{wanted}; this is a tensor that is not read at all its dimensions, or a vector that is not reduced: "
+            "write .sum(-1) or .any(-1)",
             _definition(fn),
         )
     if not isinstance(result, (Symbolic, torch.Tensor, bool, int, float)):

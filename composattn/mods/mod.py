@@ -149,14 +149,13 @@ def _check_positions(leaves: dict[str, Any]) -> None:
         if not _is_place(value, name == "score"):
             what = f"{value.dtype} {value.layout}" if _is_plain_tensor(value) else repr(value)
             raise errors.InvalidArgument(
-                f"{name} is {what}; a mod is called at tensors that broadcast, or numbers of 64 "
-                "bits: integers for positions"
+                f"{name} is {what}; a mod takes tensors that broadcast, or numbers of 64 bits; positions are integers"
             )
     shapes = {name: tuple(v.shape) for name, v in leaves.items() if isinstance(v, torch.Tensor)}
     try:
         torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
-        raise errors.ShapeMismatch(f"the tensors that a mod is called at don't broadcast: {shapes}") from None
+        raise errors.ShapeMismatch(f"the tensors that a mod is called with don't broadcast: {shapes}") from None
 
 
 def _is_plain_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Cases of packed sequences and of keys in pages; what no sequence uses is NaN, so that it shows where it gets to.
+"""Cases of packed sequences and of keys in pages; what no sequence uses is NaN, so that a read of it shows.
 
     case = make_varlen_case(0, [100, 0, 37], heads=8, kv_heads=2, mask_mod=causal())
     check(partial(composattn.attention, backend="hopper"), case)
