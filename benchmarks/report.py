@@ -259,9 +259,9 @@ def plot_speed(results: list[Result], folder: Path) -> None:
     plt.close(figure)
 
 
-def between(text: str, generated: str, name: str) -> str:
-    """`text` with what stands between its markers for `name` replaced."""
-    begin, end = f"<!-- {name}: generated, see benchmarks/report.py -->", f"<!-- {name}: end -->"
+def between(text: str, generated: str, name: str, by: str = "benchmarks/report.py") -> str:
+    """`text` with what stands between its markers for `name` replaced; `by` is the script that writes it."""
+    begin, end = f"<!-- {name}: generated, see {by} -->", f"<!-- {name}: end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the page has no markers {begin!r} … {end!r}")

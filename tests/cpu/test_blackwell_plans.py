@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import BLACKWELL
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal
+from tests.rooms import ROOT
 
 PAGED = Layout("dense", "paged", page_size=64, used_kv=True)
 
@@ -73,3 +75,8 @@ def test_explain_says_that_there_is_no_backward() -> None:
     said = str(ca.Attention(mask_mod=causal(), backend="blackwell").explain(q, q, q))
     assert "forward on blackwell (sm_100a)" in said and "columns S0" in said
     assert "backward on blackwell" not in said
+
+
+def test_the_page_prints_the_plans_and_counts_of_today() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_blackwell.py"))
+    assert made["PAGE"].read_text() == made["page"](), "run: python docs/make_blackwell.py"

@@ -9,7 +9,15 @@ import pytest
 import composattn
 from tests.rooms import ROOT
 
-PAGES = ("CONTRIBUTING.md", "README.md", "CHANGELOG.md", "docs/torch.md", "docs/emulator.md", "docs/design.md")
+PAGES = (
+    "CONTRIBUTING.md",
+    "README.md",
+    "CHANGELOG.md",
+    "docs/torch.md",
+    "docs/emulator.md",
+    "docs/design.md",
+    "docs/blackwell.md",
+)
 FOLDERS = ("composattn", "tests", "docs", "benchmarks", "recipes", ".ci")
 
 
