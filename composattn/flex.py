@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ def flex_attention(
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
-    if _is_dense(query) and _is_dense(key) and query.ndim == key.ndim == 4:
+    if _are_dense(query, key) and query.ndim == key.ndim == 4:
         (batch, heads, *_), (kv_batch, kv_heads, *_) = query.shape, key.shape
         if heads != kv_heads and not enable_gqa:
             raise errors.GroupMismatch(
@@ -105,14 +105,24 @@ def _check_kernel(kernel_options: dict[str, Any]) -> None:
         )
 
 
-def _is_dense(x: Any) -> bool:
+def _are_dense(x: Any, y: Any) -> bool:
     """Others are refused by name where the call is checked."""
-    return isinstance(x, torch.Tensor) and not x.is_nested
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and not (x.is_nested or y.is_nested)
 
 
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, Mask]] = weakref.WeakKeyDictionary()  # with the mask_mod it is for
+
+class _Known(NamedTuple):
+    """The mask that a `BlockMask` means, for as long as it has the mask_mod and the counts that it was made of."""
+
+    mask_mod: Any
+    counts: torch.Tensor
+    mask: Mask
+    fits: set[Any]  # shapes, device and lengths of calls that it was checked for
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
@@ -124,6 +134,9 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     known = None if compiling else _known_mask(block_mask)
     if known is None:
         _check(block_mask)
+    asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
+    if known is not None and asked in known.fits:
+        return known.mask
     if block_mask.kv_num_blocks.device != query.device:
         raise errors.BlockMaskMismatch(
             f"block_mask lies on {block_mask.kv_num_blocks.device}, q on {query.device}; "
@@ -133,17 +146,20 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     if compiling:
         return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
     if known is None:
-        known = _build(block_mask)
-        _known[block_mask] = block_mask.mask_mod, known
-    return known
+        known = _Known(block_mask.mask_mod, block_mask.kv_num_blocks, _build(block_mask), set())
+        _known[block_mask] = known
+    known.fits.add(asked)
+    return known.mask
 
 
-def _known_mask(block_mask: Any) -> Mask | None:
+def _known_mask(block_mask: Any) -> _Known | None:
     try:
-        mask_mod, mask = _known.get(block_mask, (None, None))
+        known = _known.get(block_mask)
     except TypeError:  # nothing refers to it weakly: no BlockMask
         return None
-    return mask if mask is not None and block_mask.mask_mod is mask_mod else None
+    if known is None or block_mask.mask_mod is not known.mask_mod or block_mask.kv_num_blocks is not known.counts:
+        return None
+    return known
 
 
 def _check(block_mask: Any) -> None:

@@ -89,12 +89,11 @@ class Upkeep:
         self._refreshed: dict[int | None, Refreshed[None]] = {None: Refreshed(None)}  # by stream: each waits for itself
 
     def __call__(self) -> None:
-        """To be called before each launch."""
-        if self.derived:
-            stream = None if self._streams_on is None else stream_handle(self._streams_on)
-            if stream not in self._refreshed:
-                self._refreshed[stream] = Refreshed(None)
-            self._refreshed[stream]([stamp(c) for c in self.written], lambda: refresh(self.derived))
+        """To be called before each launch, where there are `derived` ones."""
+        stream = None if self._streams_on is None else stream_handle(self._streams_on)
+        if stream not in self._refreshed:
+            self._refreshed[stream] = Refreshed(None)
+        self._refreshed[stream]([stamp(c) for c in self.written], refresh, (), self.derived)
 
 
 def behind(captures: Iterable[Capture]) -> Iterator[Capture]:
@@ -126,7 +125,7 @@ def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def stamp(source: Capture) -> Hashable:
     """Changes when what `source` stands for was written to, or it stands for another; None where nobody says so."""
     if isinstance(source, Derived):
-        return source.version
+        return source._made.version
     now = version(source.tensor)
     return (now, source.epoch) if now is not None and isinstance(source, Lent) else now
 

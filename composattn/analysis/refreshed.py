@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -47,20 +47,24 @@ class Refreshed(Generic[V]):
         """As it is, up to date or not."""
         return self._kept[1]
 
-    def __call__(self, stamp: Sequence[Hashable], make: Callable[[], V], holding: Sequence[object] = ()) -> V:
-        """The value up to date. A None in the stamp: nobody says whether it changed.
+    def __call__(
+        self, stamp: Sequence[Hashable], make: Callable[..., V], holding: Sequence[object] = (), *given: Any
+    ) -> V:
+        """The value up to date, by `make(*given)`. A None in the stamp: nobody says whether it changed.
 
         `holding` is kept alive with the value: an address in the stamp is then nobody else's.
         """
         made_for, value, _ = self._kept
         if made_for is None or stamp != made_for or None in stamp:
-            return self._made_again(stamp, make, holding)
+            return self._made_again(stamp, make, holding, given)
         if self._streams is not None and not self._streams.know():
             with self._lock:
                 self._streams.read(value)
         return value
 
-    def _made_again(self, stamp: Sequence[Hashable], make: Callable[[], V], holding: Sequence[object]) -> V:
+    def _made_again(
+        self, stamp: Sequence[Hashable], make: Callable[..., V], holding: Sequence[object], given: tuple[Any, ...]
+    ) -> V:
         with self._lock:
             made_for, value, _ = self._kept
             if made_for is not None and stamp == made_for and None not in stamp:  # another thread made it meanwhile
@@ -69,7 +73,7 @@ class Refreshed(Generic[V]):
                 return value
             if self._streams is not None:
                 self._streams.write()
-            made = make()
+            made = make(*given)
             if made is value or may_cache():
                 self._kept = stamp, made, holding
                 self.version += 1

@@ -92,7 +92,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Differentiable, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        found = without_autocast(q, call.forward, q, k, v, captured)
+        if torch._C._is_any_autocast_enabled():
+            found = without_autocast(q, call.forward, q, k, v, captured)
+        else:  # without a function more on the way
+            found = call.forward(q, k, v, captured)
         out, lse, max_scores = found
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -126,7 +129,10 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if torch.is_grad_enabled() and not call.differentiable_twice:
         found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
         return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
-    return _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
+    known = BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted)
+    if call.lending is None and not torch._C._is_any_autocast_enabled():
+        return call.backward(known)
+    return _backward(call, known)
 
 
 def _backward(call: Differentiable, known: BackwardInputs) -> Grads:

@@ -79,7 +79,12 @@ class Planned:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
-        call = self.prepared(inputs)
+        try:
+            call = self._prepared.get(inputs.form)
+        except (AttributeError, TypeError, RuntimeError):
+            call = None
+        if call is None:  # a new form, or what has none
+            call = self.prepared(inputs)
         check_call(self.program, self._tables, inputs)
         found = call(inputs, asked)
         return found[0] if asked is OUT_ALONE else asked_of(found, asked)

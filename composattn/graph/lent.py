@@ -144,12 +144,15 @@ def lent_for(tensor: torch.Tensor, user: str = "eager", place: Hashable = None) 
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    memory = id(storage), tensor.storage_offset()
-    key = (*memory, user, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+    key = (
+        id(storage), tensor.storage_offset(), user,
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
+    )  # fmt: skip
     capture = _known.get(key)
     if capture is None:
         capture = _begin(key, (*key[2:], tensor.device, place), storage)
-    if not capture.follows(tensor, storage):
+    # as `follows` says, without the call
+    if id(tensor) != capture._last or storage_uses(storage._cdata) > OF_ONE_TENSOR:
         capture.follow(tensor, storage)
     return capture
 

@@ -45,7 +45,7 @@ MODS: dict[str, tuple[Any, Any]] = {
     "hidden": (None, lambda b, h, q, kv: (q >= 20) & (kv < 30)),
     "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30)),
     "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
-    "alibi": (lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv), causal),
+    "alibi": (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), causal),
     "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), causal),
     "relative": (lambda s, b, h, q, kv: s + BIAS[h, q - kv + 300], None),
     "choice": (lambda s, b, h, q, kv: s * torch.where(q > kv, 1.5, 0.5), None),
@@ -72,7 +72,7 @@ CASES = {
     "softcap-d192-dv128": ("softcap", torch.float16, 1, 1, 150, 150, 192, 128, True, False),
     "relative-gqa2-d64-dv256": ("relative", torch.bfloat16, 2, 1, 130, 130, 64, 256, True, False),
     "window-d256-in-order": ("window", torch.bfloat16, 1, 1, 150, 150, 256, 256, False, True),
-    "document-gqa2-d64-in-order": ("document", torch.float16, 2, 1, 290, 290, 64, 64, True, True),
+    "document-gqa2-d64-in-order": ("document", torch.bfloat16, 2, 1, 290, 290, 64, 64, True, True),
 }
 
 

@@ -15,9 +15,12 @@ from composattn.analysis.captured_gradient import GradientProgram, Pattern, fuse
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import EmulatedCall
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
+from composattn.call.autograd import BackwardInputs
 from composattn.call.problem import Problem
+from composattn.call.sequences import NO_SEQUENCES
 from composattn.graph.expr import Capture
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -86,21 +89,21 @@ def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator
     mask = (lambda b, h, q, kv: q >= kv) if causal else None
 
     def draw(heads: int, length: int) -> torch.Tensor:
-        return outlier_normal(1, heads, length, d, generator=generator, dtype=dtype).requires_grad_()
+        return outlier_normal(1, heads, length, d, generator=generator, dtype=dtype)
 
     inputs = [draw(heads, q_len), draw(kv_heads, kv_len), draw(kv_heads, kv_len)]
-    dout, dlse = draw(heads, q_len).detach(), torch.randn(1, heads, q_len, generator=generator)
-    read = [c.tensor for c in Program(Score.of(score).expr).captures]
-    attention = ca.Attention(score_mod=score, mask_mod=mask, backend="hopper-emulated")
-    out = attention(*inputs, return_lse=True)
-    found = torch.autograd.grad(out, [*inputs, *read], [dout, dlse])
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    o, lse = reference.attention(
-        *exact, score=Score.of(score).expr, mask=None if mask is None else Mask.of(mask).expr, scale=d**-0.5
-    )
+    dout, dlse = draw(heads, q_len), torch.randn(1, heads, q_len, generator=generator)
+    program = Program(Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    read = [c.tensor for c in program.captures]
+    exact = [t.double().requires_grad_() for t in inputs]
+    o, lse = reference.attention(*exact, score=program.score, mask=program.mask, scale=d**-0.5)
+    out = o.detach().to(dtype)
+    known = BackwardInputs(*inputs, out, lse.detach().float(), dout, dlse, read, [True] * (3 + len(read)))
+    with torch.no_grad():
+        found = EmulatedCall(Problem.of(*inputs), program, d**-0.5, HOPPER).gradient(known, (), NO_SEQUENCES)
 
     # D comes from O as it was rounded: an error of D is a gradient through LSE with the other sign
-    of_rounding = (dout.double() * (out[0].double() - o)).sum(-1).detach()
+    of_rounding = (dout.double() * (out.double() - o)).sum(-1).detach()
 
     def gradients(signs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         incoming = dout.double() * signs[..., None], (dlse.double() - of_rounding) * signs
@@ -114,18 +117,21 @@ def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator
         assert float((got.double() - want.double()).norm()) <= 4 * torch.finfo(dtype).eps * size
 
 
-@pytest.mark.parametrize("mask", [None, lambda b, h, q, kv: q >= kv], ids=["full", "causal"])
+SPILLING = [
+    *itertools.product(["relative", "relative-in-softcap"], [64, 128, 256]),
+    *(("two-by-distance", d) for d in (64, 256)),  # with D 128 a few registers of the second table spill
+]
+
+
+# of each two by default one is causal and one is not
 @pytest.mark.parametrize(
-    ("mods", "d"),
-    [
-        *itertools.product(["relative", "relative-in-softcap"], [64, 128, 256]),
-        *(("two-by-distance", d) for d in (64, 256)),  # with D 128 a few registers of the second table spill
-    ],
+    ("mods", "d", "mask"),
+    sampled((*case, mask) for n, case in enumerate(SPILLING) for mask in ("full", "causal")[:: 1 - n % 2 * 2]),
 )
-def test_sums_in_the_kernel_spill_nothing(mods: str, mask: Mod | None, d: int, folder: Path) -> None:
+def test_sums_in_the_kernel_spill_nothing(mods: str, mask: str, d: int, folder: Path) -> None:
     make, _ = MODS[mods]
     score = Score.of(make({name: torch.randn(TABLES[name](4)) for name in ("relative", "buckets")}))
-    program = Program(score.expr, None if mask is None else Mask.of(mask).expr)
+    program = Program(score.expr, Mask.of(lambda b, h, q, kv: q >= kv).expr if mask == "causal" else None)
     problem = Problem(1, 4, 2, 8, 8, d, d, torch.bfloat16, torch.device("cuda"))
     summing = GradientProgram(program, fused_reads(program))
     plan = plan_backward(problem, summing, HOPPER).main

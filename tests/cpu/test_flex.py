@@ -135,6 +135,22 @@ def test_a_mask_mod_that_a_block_mask_was_given_since_is_seen(generator: torch.G
     close(ca.flex_attention(*x, block_mask=blocks), theirs(*x, block_mask=blocks))
 
 
+def test_a_block_mask_is_looked_at_again_where_the_call_or_its_lists_are_others(generator: torch.Generator) -> None:
+    x = inputs(generator)
+    blocks = torchs.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=128)
+    for _ in range(2):
+        close(ca.flex_attention(*x, block_mask=blocks), theirs(*x, block_mask=blocks))
+    with pytest.raises(errors.BlockMaskMismatch, match=f"{LENGTH}"):
+        ca.flex_attention(*(t[:, :, 1:] for t in x), block_mask=blocks)
+    blocks.seq_lengths = (LENGTH, LENGTH + 1)
+    with pytest.raises(errors.BlockMaskMismatch, match=f"{LENGTH + 1}"):
+        ca.flex_attention(*x, block_mask=blocks)
+    blocks.seq_lengths = (LENGTH, LENGTH)
+    blocks.kv_num_blocks = torch.zeros_like(blocks.kv_num_blocks)
+    blocks.full_kv_num_blocks = torch.zeros_like(blocks.full_kv_num_blocks)
+    assert not ca.flex_attention(*x, block_mask=blocks).any()
+
+
 @pytest.mark.parametrize("given", [5, "causal", [1], torch.ones(2, 2, dtype=torch.bool), causal])
 def test_what_is_no_block_mask_is_refused_by_name(given: Any, generator: torch.Generator) -> None:
     with pytest.raises(errors.BlockMaskMismatch):

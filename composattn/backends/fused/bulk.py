@@ -9,16 +9,19 @@ import torch
 from ...errors import UnsupportedLayout
 
 
-def is_tidy(t: torch.Tensor) -> bool:
-    """Whether copies can read `t` as it is."""
-    strides = t.stride()
-    # address and strides together, as a number is a multiple of 16 by its last bits
-    return strides[-1] == 1 and 0 not in strides and not (gcd(*strides[:-1]) * t.element_size() | t.data_ptr()) % 16
+def are_tidy(*tensors: torch.Tensor) -> bool:
+    """Whether copies can read all of them as they are."""
+    for t in tensors:
+        strides = t.stride()
+        # address and strides together, as a number is a multiple of 16 by its last bits
+        if strides[-1] != 1 or 0 in strides or (gcd(*strides[:-1]) * t.element_size() | t.data_ptr()) % 16:
+            return False
+    return True
 
 
 def tidy(t: torch.Tensor) -> torch.Tensor | None:
     """`t`, with harmless strides where sizes are 1, whose own may be anything; None where copies can't read it."""
-    if is_tidy(t):
+    if are_tidy(t):
         return t
     unit = 16 // t.element_size()
     *strides, last = t.stride()

@@ -22,6 +22,7 @@ from .launch import ForwardLauncher, Outputs
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
+from .tiling import BackwardTiling
 
 
 class FusedCall:
@@ -69,7 +70,7 @@ class FusedCall:
         captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
-            backward_of(self.target)
+            self.backward_tiling  # noqa: B018  raises where there is none
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
         return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
 
@@ -113,6 +114,11 @@ class FusedCall:
     def captured_sums(self) -> str:
         """Who sums the gradients of captured tensors, for people to read; nobody where there is no backward."""
         return self.gradient.describe() if self.has_backward else ""
+
+    @cached_property
+    def backward_tiling(self) -> Callable[..., BackwardTiling]:
+        """What chooses the tilings of the backward. Raises: `GradientUnsupported` where there is none."""
+        return backward_of(self.target)
 
     @cached_property
     def gradient(self) -> FusedGradient:

@@ -50,7 +50,8 @@ class Reads:
         """The tensors, up to date; 0-d ones come as one element."""
         if not self.captured:
             return ()
-        self.upkeep()
+        if self.upkeep.derived:
+            self.upkeep()
         found = tuple(captured) if self.are_as_given else self._found(captured, scalars, sequences, made or {})
         return tuple([t if t.ndim else t.reshape(1) for t in found]) if self.has_numbers else found
 

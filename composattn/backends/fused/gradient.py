@@ -123,7 +123,8 @@ class FusedGradient:
         q, k, v, out, lse, dout, dlse, captured, _ = known
         if dout.dtype is not out.dtype:
             dout = dout.to(out.dtype)
-        launcher = self.launcher(dlse is not None, self.deterministic(), summed)
+        form = (dlse is not None, self.deterministic(), summed)
+        launcher = self._launchers.get(form) or self.launcher(*form)
         return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made)
 
     def _summed(

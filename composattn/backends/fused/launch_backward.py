@@ -12,7 +12,7 @@ from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
 from .arguments import PiecesArguments
-from .bulk import copyable, is_tidy
+from .bulk import are_tidy, copyable
 from .captured import Reads
 from .compile import compile_plan
 from .launch import memory_like, on_device_of
@@ -99,7 +99,8 @@ class BackwardLauncher:
         rows, keys = self._work(q, k, sequences, reads) if self.has_tables else (None, None)
         workspace, dq_accum, turns = self._workspace(q, sequences)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
-        q, k, v, out, dout = [t if is_tidy(t) else copyable(t) for t in (q, k, v, out, dout)]
+        if not are_tidy(q, k, v, out, dout):
+            q, k, v, out, dout = map(copyable, (q, k, v, out, dout))
         on_device_of(
             q,
             self._launch,

@@ -71,7 +71,7 @@ def both_ways(expr: Expr, q_len: int, kv_len: int, tile: tuple[int, int], batch:
 @pytest.mark.parametrize("part", range(20))
 def test_random_masks_are_never_cut_short(part: int) -> None:
     start = int(os.environ["COMPOSATTN_TEST_SEED"]) * 100_000 + part * 1000
-    for seed in range(start, start + 1000):
+    for seed in range(start, start + 200):  # 11 ms each
         mask = RandomMask(seed)
         try:
             both_ways(mask.expr, mask.q_len, mask.kv_len, mask.tile, mask.batch, mask.heads)

@@ -29,7 +29,7 @@ def sound(mask: RandomMask) -> None:
 @pytest.mark.parametrize("part", range(20))
 def test_random_masks_are_never_judged_wrong(part: int) -> None:
     start = int(os.environ["COMPOSATTN_TEST_SEED"]) * 100_000 + 50_000 + part * 1000
-    for seed in range(start, start + 1000):
+    for seed in range(start, start + 250):
         mask = RandomMask(seed)
         try:
             sound(mask)
