@@ -37,9 +37,9 @@ FEW = dataclasses.replace(HOPPER, sms=2)
 # what a kernel compares comes out equal: whole tiles, one more or less, ends at either of the rows (r, r + 8) that a
 # thread has of each 16, a group of one head.
 ON_HOPPER = ((400, 500, 2), (192, 256, 2), (196, 129, 2), (191, 385, 1), (385, 384, 2))
-# Blocks with two query tiles of 128 rows: a last block whose second tile has no queries or one, more kv tiles than the
-# rings have slots, a second tile with no keys beside a first with one tile of them, one key.
-ON_BLACKWELL = ((384, 384, 1), (129, 128, 1), (384, 128, 1), (257, 129, 2), (640, 640, 1), (130, 1, 1))
+# For blocks of two query tiles of 128 rows, under a mask that ends at the bottom right: a last block whose second tile
+# has no queries or one, blocks and first tiles with no keys, more kv tiles than the rings have slots, one key in all.
+ON_BLACKWELL = ((384, 384, 1), (256, 128, 1), (384, 128, 1), (257, 129, 2), (640, 640, 1), (130, 1, 1), (200, 328, 1))
 SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL}
 
 
@@ -69,13 +69,13 @@ class Calls:
         return call
 
 
-def forward_trial(dim: int, *shape: int, target: Target = HOPPER) -> tuple[str, Trial]:
+def forward_trial(dim: int, *shape: int, target: Target = HOPPER, align: str = "top_left") -> tuple[str, Trial]:
     from composattn.backends.fused.launch import ForwardLauncher
     from composattn.backends.fused.plan import plan_forward
 
     q, k, v, _ = _inputs(dim, *shape)
     calls = Calls()
-    plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, target)
+    plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal(align)).program, target)
     out, lse, _ = ForwardLauncher(plan, calls.kernel_of)(q, k, v, dim**-0.5)
     results = out, lse
     return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
@@ -128,7 +128,7 @@ def _trial(
 TRIALS = {
     "forward": forward_trial,
     "backward": backward_trial,
-    "blackwell": functools.partial(forward_trial, target=BLACKWELL),
+    "blackwell": functools.partial(forward_trial, target=BLACKWELL, align="bottom_right"),
 }
 
 
