@@ -299,6 +299,17 @@ for _rounding in ("rz", "rm", "rp"):
         for _name in _spell(f"{_op}.{_rounding}", _FTZ, ("f32",)):
             _add(_name, Alu("f32", ("f32",) * _count, _directed(_f, _rounding), "fma"))
 
+
+def _mixed(fn: Any, widen: Any) -> Any:
+    """`fn` of operands that are 16-bit floats, but for the last."""
+    return lambda *operands: fn(*map(widen, operands[:-1]), operands[-1])
+
+
+for _atype, _to_f32 in {"bf16": bf16_to_f32, "f16": lambda a: a.astype(np.float32)}.items():
+    for _op, _f, _count in (("add", np.add, 1), ("sub", np.subtract, 1), ("fma", _fma, 2)):
+        for _name in _spell(_op, ("", "rn") if _op != "fma" else ("rn",), ("f32",), (_atype,)):
+            _add(_name, Alu("f32", (*(_atype,) * _count, "f32"), _mixed(_f, _to_f32), "fma"))
+
 # Three operands take a row of their own, named by their number.
 for _op, _f in {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}.items():
     _head, *_nan = _op.split(".")

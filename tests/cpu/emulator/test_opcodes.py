@@ -307,14 +307,20 @@ BINARY: dict[str, Callable[[float, float], float]] = {
 }  # fmt: skip
 
 
+def fma(a: float, b: float, c: float) -> float:
+    return a * b + c
+
+
 def float_case(op: str) -> tuple[str, list[str], Callable[..., Any], float] | None:
     parts = op.split(".")
     head, kind = parts[0], parts[-1]
     tolerance = {"f32": 3e-7, "f64": 1e-15, "f16": 1e-3, "bf16": 8e-3}.get(kind, 0.0)
     if kind not in ("f32", "f64", "f16", "bf16") or head in ("setp", "set", "cvt", "selp", "mov", "copysign"):
         return None
+    if parts[-2] == "f32":  # mixed: 16-bit floats, but for the last operand
+        return "f32", [*[kind] * (2 if head == "fma" else 1), "f32"], {**BINARY, "fma": fma}[head], 3e-7
     if head in ("fma", "mad"):
-        return kind, [kind] * 3, lambda a, b, c: a * b + c, tolerance
+        return kind, [kind] * 3, fma, tolerance
     if head in BINARY:
         fn = BINARY[head]
         if "NaN" in parts:
