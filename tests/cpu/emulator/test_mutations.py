@@ -153,11 +153,12 @@ HARMLESS = {
     "wait skipped": 4, "arrival dropped": 4, "barrier dropped": 2, "coordinate wrong": 2, "wgmma fence dropped": 4,
     "commit dropped": 3, "comparison off by one": 17,
 }  # fmt: skip
-# Of Blackwell's, each of whose roles computes the range of tiles: also releases of slots that are not filled again, and
-# fences that another has made needless or behind which columns are only freed.
+# Of Blackwell's, each of whose roles computes the range of tiles: also releases of slots that are not filled again,
+# waits that another role's number implies, fences that another made needless or behind which columns are only freed; of
+# comparisons 20 that never come out equal, ends of empty runs, products that nobody reads. docs/emulator.md has all.
 HARMLESS_BLACKWELL = {
-    "wait skipped": 6, "arrival dropped": 4, "coordinate wrong": 1, "commit dropped": 5, "tensor fence dropped": 6,
-    "comparison off by one": 48,
+    "wait skipped": 6, "arrival dropped": 4, "coordinate wrong": 1, "commit dropped": 3, "tensor fence dropped": 8,
+    "comparison off by one": 34,
 }  # fmt: skip
 
 
