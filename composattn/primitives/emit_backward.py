@@ -29,9 +29,8 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
-from .diagonals import Diagonals
 from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
-from .emit_captured import CapturedSums
+from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_ops import convert
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
@@ -111,7 +110,7 @@ class BoundBackwardMods(Fixed):
             at.forget_element()
         self._hide(at, tested, at.tile.values, d_probabilities)
 
-    def sum_captured(self, at: Evaluator, ds: cute.Tensor, diagonals: Diagonals | None) -> Callable[[], None]:
+    def sum_captured(self, at: Evaluator, ds: cute.Tensor, diagonals: AnyDiagonals | None) -> Callable[[], None]:
         """What the tile's dS give to captured tensors, if the plan sums any; all of it after a call of the result."""
         sums = self.backward.sums
         return (lambda: None) if sums is None else sums.add(at, ds, diagonals)

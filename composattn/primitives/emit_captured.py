@@ -19,9 +19,13 @@ from ..graph.expr import Capture, DType, Rate
 from .diagonals import Diagonals
 from .emit import Evaluator
 from .emit_ops import convert
+from .lane_diagonals import LaneDiagonals
 from .lanes import WARP, add, first_of, over_lanes
 from .score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from .values import choose, larger, smaller
+
+AnyDiagonals = Diagonals | LaneDiagonals
+MOST_ROWS, FEW_ROWS = 32, 8
 
 
 class CapturedSums:
@@ -35,7 +39,7 @@ class CapturedSums:
         ]
         self.units = slot[program.units]
 
-    def add(self, at: Evaluator, ds: cute.Tensor, diagonals: Diagonals | None) -> Callable[[], None]:
+    def add(self, at: Evaluator, ds: cute.Tensor, diagonals: AnyDiagonals | None) -> Callable[[], None]:
         """Adds what the tile's dS give; to be called by whole warps.
 
         What the last read by distance gives waits in `diagonals` (needed where there is one) for a call of what is
@@ -45,16 +49,18 @@ class CapturedSums:
         for read, tensor, total, number in self.reads:
             captured = at.leaves.captured
             unit, add_to = captured[self.units][number], captured[total].iterator
-            values = _values(read, at, ds)
+            every = range(at.tile.rows)
             if read.pattern is Pattern.DISTANCE:
+                values = _values(read, at, ds, every)
                 assert diagonals is not None
                 rest()
                 diagonals.put(values)
                 rest = functools.partial(_add_diagonals, read, at, diagonals, captured[tensor], add_to, unit)
                 continue
-            where, sums, holds = _PATTERNS[read.pattern](read, at, values)
-            flat = [_flat(captured[tensor], indices) for indices in where]
-            _add_if(Boolean(holds), add_to, flat, [s * unit for s in sums])
+            for rows in _runs(every) if read.pattern in _BY_ROWS else [every]:
+                where, sums, holds = _PATTERNS[read.pattern](read, at, _values(read, at, ds, rows), rows)
+                flat = [_flat(captured[tensor], indices) for indices in where]
+                _add_if(Boolean(holds), add_to, flat, [s * unit for s in sums])
         return rest
 
 
@@ -63,7 +69,7 @@ def _nothing() -> None:
 
 
 def _add_diagonals(
-    read: FusedRead, at: Evaluator, diagonals: Diagonals, tensor: cute.Tensor, add_to: Any, unit: Any
+    read: FusedRead, at: Evaluator, diagonals: AnyDiagonals, tensor: cute.Tensor, add_to: Any, unit: Any
 ) -> None:
     """Adds the sums by distance that were put in `diagonals`, one diagonal per lane."""
     cute.arch.sync_warp()
@@ -81,10 +87,15 @@ def _add_diagonals(
         _add_if(Boolean(holds), add_to, [flat], [diagonals.sum(first) * unit])
 
 
-def _values(read: FusedRead, at: Evaluator, ds: cute.Tensor) -> list[list[Any]]:
-    """The gradient of the read at each row and column."""
+def _runs(rows: range) -> list[range]:
+    """Rows whose sums are in registers together: of many a few, as 64 with their places spilled 114."""
+    return [rows] if len(rows) <= MOST_ROWS else [rows[n : n + FEW_ROWS] for n in range(0, len(rows), FEW_ROWS)]
+
+
+def _values(read: FusedRead, at: Evaluator, ds: cute.Tensor, rows: range) -> list[list[Any]]:
+    """The gradient of the read at each of `rows` and each column."""
     found = []
-    for r in range(at.tile.rows):
+    for r in rows:
         row = []
         for c in range(at.tile.columns):
             value = ds[r, c]
@@ -103,26 +114,26 @@ Sums = tuple[list[list[Any]], list[Any], Any]
 """Positions, the sums that belong there, and whether this lane holds them."""
 
 
-def _by_head(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
+def _by_head(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     total = over_lanes(add, _total([x for row in values for x in row]), WARP)
     return [_positions(read, at, 0, 0)], [total], first_of(cute.arch.lane_idx(), WARP)
 
 
-def _by_column(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
+def _by_column(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape, columns = at.tile.shape, range(at.tile.columns)
     sums = [shape.along_column(add, _total([row[c] for row in values])) for c in columns]
     return [_positions(read, at, 0, c) for c in columns], sums, shape.first_in_column(cute.arch.lane_idx())
 
 
-def _by_row(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
+def _by_row(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape = at.tile.shape
     sums = [shape.along_row(add, _total(row)) for row in values]
-    return [_positions(read, at, r, 0) for r in range(at.tile.rows)], sums, shape.first_in_row(cute.arch.lane_idx())
+    return [_positions(read, at, r, 0) for r in rows], sums, shape.first_in_row(cute.arch.lane_idx())
 
 
-def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]]) -> Sums:
+def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     where = []
-    for r in range(at.tile.rows):
+    for r in rows:
         for c in range(at.tile.columns):
             where.append(_positions(read, at, r, c))
             at.forget_element()
@@ -135,6 +146,7 @@ _PATTERNS = {
     Pattern.COLUMN: _by_column,
     Pattern.PAIR: _by_pair,
 }
+_BY_ROWS = (Pattern.ROW, Pattern.PAIR)
 
 
 def _positions(read: FusedRead, at: Evaluator, r: int, c: int) -> list[Any]:

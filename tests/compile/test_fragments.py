@@ -25,6 +25,7 @@ from composattn.mods.score import Score
 from composattn.primitives.diagonals import Diagonals
 from composattn.primitives.emit import Evaluator, Leaves, Mods
 from composattn.primitives.emit_captured import CapturedSums
+from composattn.primitives.lane_diagonals import LaneDiagonals
 from composattn.primitives.online_softmax import OnlineSoftmax
 from composattn.primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 
@@ -151,10 +152,13 @@ FIRST_Q, FIRST_KV, HEAD = 17, 5, 1
 
 
 class Sums:
-    """A warp's dS of one tile, its rows and columns from `FIRST_Q` and `FIRST_KV`, to the sums of a captured tensor."""
+    """A warp's dS of one tile, its rows and columns from `FIRST_Q` and `FIRST_KV`, to the sums of a captured tensor.
 
-    def __init__(self, shape: FragmentShape, program: GradientProgram) -> None:
-        self.shape, self.mods = shape, Mods(program)
+    `moving`: along diagonals they go from lane to lane.
+    """
+
+    def __init__(self, shape: FragmentShape, program: GradientProgram, moving: bool) -> None:
+        self.shape, self.mods, self.moving = shape, Mods(program), moving
         self.sums = CapturedSums(program, self.mods.capture_slot)
         self.by_distance = any(read.pattern is Pattern.DISTANCE for read, *_ in self.sums.reads)
 
@@ -169,19 +173,33 @@ class Sums:
         first = FIRST_Q + shape.lane_row(lane), FIRST_KV + shape.lane_column(lane)
         values = own_elements(shape, ds, lane)
         at = Evaluator(self.mods, leaves, ScoreTile(shape, values, leaves.b, leaves.h, *map(Int32, first)))
-        diagonals = None
+        diagonals: Any = None
         if const_expr(self.by_distance):
             lines = SmemAllocator().allocate_array(Float32, FLOATS, byte_alignment=128)
             for n in cutlass.range(FLOATS // 32, unroll=1):
                 cute.make_tensor(lines + (n * 32 + lane), cute.make_layout(1))[0] = -Float32.inf  # not to be summed
-            diagonals = Diagonals(shape, lines, FLOATS, 0, 1)
+            if const_expr(self.moving):
+                diagonals = LaneDiagonals(shape, lines, FLOATS, 0, 1)
+                diagonals.clear()
+            else:
+                diagonals = Diagonals(shape, lines, FLOATS, 0, 1)
         self.sums.add(at, values, diagonals)()
 
 
 @pytest.mark.parametrize("pattern", TABLES, ids=lambda p: p.name)
 @pytest.mark.parametrize("lanes", ["four lanes per column", "one column per lane"])
 def test_captured_sums_follow_the_lanes(lanes: str, pattern: Pattern, generator: torch.Generator) -> None:
-    shape, (make, size) = SHAPES[lanes], TABLES[pattern]
+    check_sums(SHAPES[lanes], pattern, False, generator)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_sums_by_distance_may_go_from_lane_to_lane(rows: int, generator: torch.Generator) -> None:
+    shape = FragmentShape((0,), tuple(range(rows)), ROW_PER_LANE).transposed
+    check_sums(shape, Pattern.DISTANCE, True, generator)
+
+
+def check_sums(shape: FragmentShape, pattern: Pattern, moving: bool, generator: torch.Generator) -> None:
+    make, size = TABLES[pattern]
     table = torch.zeros(size, requires_grad=True)
     score = make(table)
     bare = Program(Score.of(score).expr)
@@ -191,7 +209,7 @@ def test_captured_sums_follow_the_lanes(lanes: str, pattern: Pattern, generator:
     ds = torch.randint(-8, 9, (shape.warp_rows, shape.warp_columns), generator=generator) / 4
     totals, units = torch.zeros(table.numel(), dtype=torch.int64), torch.tensor([4.0])
     declared = [fake(Float32, *ds.shape), fake(Float32, *size), fake(Int64, *totals.shape), fake(Float32, 1)]
-    kernel = Captured(Sums(shape, program), [*declared, make_fake_stream()])
+    kernel = Captured(Sums(shape, program, moving), [*declared, make_fake_stream()])
     run(kernel.program, kernel.launch(ds, table.detach(), totals, units, dynamic_shared=4 * FLOATS))
 
     rows = FIRST_Q + torch.arange(shape.warp_rows)[:, None]
