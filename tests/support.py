@@ -34,12 +34,12 @@ def has_gpu_backend() -> bool:
     return gpu_backend() != ""
 
 
-def has_backward(backend: str) -> bool:
-    """Whether a backend computes gradients; an architecture's may not yet."""
+def has_backward(backend: str, *dims: int) -> bool:
+    """Whether a backend computes gradients, of calls of these head dimensions; an architecture's may not yet."""
     from composattn.backends.fused.architecture import ARCHITECTURES
 
     architecture = ARCHITECTURES.get(backend.removesuffix("-emulated"))
-    return architecture is None or architecture.backward_tiling is not None
+    return architecture is None or architecture.max_gradient_dim >= max(dims, default=1)
 
 
 def needs_backward(backend: str) -> None:
@@ -50,7 +50,8 @@ def needs_backward(backend: str) -> None:
 
 def as_served(case: Case, backend: str) -> Case:
     """The case, forward only where the backend computes no gradients."""
-    return case if has_backward(backend) else case.without_gradients()
+    learns = has_backward(backend, case.q.shape[-1], case.v.shape[-1])
+    return case if learns else case.without_gradients()
 
 
 @functools.cache

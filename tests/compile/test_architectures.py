@@ -60,7 +60,6 @@ def test_kernels_for_several_architectures_are_made_and_emulated_in_one_process(
 
 
 def test_each_architecture_has_a_kernel_for_every_step_that_plans_name() -> None:
-    backward = {"backward", "preprocess", "postprocess", "backward_gather"}
+    steps = {"forward", "combine", "backward", "preprocess", "postprocess", "backward_gather"}
     for architecture in ARCHITECTURES.values():
-        steps = {"forward", "combine"} | (backward if architecture.backward_tiling is not None else set())
         assert steps <= set(architecture.kernels())

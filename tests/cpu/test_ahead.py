@@ -18,7 +18,6 @@ from composattn.backends.fused import compile as compiling
 from composattn.backends.fused import inspect, toolchain
 from composattn.backends.fused.target import TARGETS, Target
 from composattn.mods import alibi, causal, document, neighborhood, sliding_window, softcap
-from tests.support import has_backward, needs_backward
 
 GPU_OF = {target.arch: capability for capability, target in TARGETS.items()}
 IDS = torch.arange(512) // 97
@@ -95,6 +94,7 @@ def learning(**mods: Any) -> Call:
 
 
 SHAPE, ONE_QUERY = ["--shape", "2,4,2,512,512,64"], ["--shape", "2,4,2,1,512,64"]
+WIDE = ["--shape", "2,4,2,512,512,192"]
 DOCUMENTS, BLOCKS = document(IDS) & causal(), ca.BlockSparse.topk(PICKED, 64, 512, 512)
 CALLS: dict[str, tuple[list[str], Call]] = {
     # what is compiled, and the call that comes later
@@ -135,8 +135,6 @@ def first_call_compiles_nothing(
 def test_the_first_call_on_a_device_loads_what_was_compiled_ahead(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arch: str
 ) -> None:
-    if name == "gradient":
-        needs_backward(TARGETS[GPU_OF[arch]].backend)
     kernels = first_call_compiles_nothing(compiled, monkeypatch, tmp_path / "ahead", name, arch, 148)
     also = {"split": {"combine"}, "gradient": {"preprocess", "backward", "postprocess"}}
     assert kernels >= {"forward", *also.get(name, ())}
@@ -202,12 +200,11 @@ def test_what_can_not_be_compiled_is_refused_by_name(
     assert compiled == []
 
 
-@pytest.mark.skipif(has_backward("blackwell"), reason="there is one")
 def test_a_backward_that_there_is_not_is_refused_by_name(
     compiled: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compile", *SHAPE, "--target", "sm_100a", "--gradient"]) == 1
-    assert 'GradientUnsupported: backend="blackwell" has no backward yet' in capsys.readouterr().err
+    assert main(["compile", *WIDE, "--target", "sm_100a", "--gradient"]) == 1
+    assert 'GradientUnsupported: backend="blackwell" has gradients for D and Dv up to 128' in capsys.readouterr().err
     assert compiled == []
 
 

@@ -70,8 +70,8 @@ def test_roles_get_the_registers_there_are() -> None:
         Roles(tiles=2, softmax_registers=200, correction_registers=80, other_registers=64)
 
 
-def test_explain_says_that_there_is_no_backward() -> None:
-    q = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
+def test_explain_leaves_out_a_backward_that_there_is_not() -> None:
+    q = torch.zeros(1, 2, 256, 192, dtype=torch.bfloat16)
     said = str(ca.Attention(mask_mod=causal(), backend="blackwell").explain(q, q, q))
     assert "forward on blackwell (sm_100a)" in said and "columns S0" in said
     assert "backward on blackwell" not in said

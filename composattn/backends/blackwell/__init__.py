@@ -8,14 +8,25 @@ import torch
 
 from ..fused.architecture import Architecture, Kernel
 from ..fused.target import BLACKWELL
+from .backward_tiling import backward_tiling
 from .tiling import forward_tiling
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
+    from ..fused.kernels.preprocess import Preprocess
+    from .backward import BlackwellBackward
     from .forward import BlackwellForward
+    from .rounding import BlackwellGather, BlackwellPostprocess
 
-    return {"forward": BlackwellForward, "combine": Combine}
+    return {
+        "forward": BlackwellForward,
+        "combine": Combine,
+        "preprocess": Preprocess,
+        "backward": BlackwellBackward,
+        "postprocess": BlackwellPostprocess,
+        "backward_gather": BlackwellGather,
+    }
 
 
 ARCHITECTURE = Architecture(
@@ -25,7 +36,8 @@ ARCHITECTURE = Architecture(
     ran=False,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
+    max_gradient_dim=128,
     forward_tiling=forward_tiling,
-    backward_tiling=None,
+    backward_tiling=backward_tiling,
     kernels=_kernels,
 )

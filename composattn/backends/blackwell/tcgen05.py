@@ -74,26 +74,31 @@ class Operand(Fixed):
         size = self.rows * self.columns * 2
         return ((self.start & 0x3FFFF) >> 4) + stage * (size >> 4) + ((leading >> 4) << 16)
 
+    def step(self, number: int) -> int:
+        """What a step adds to `at`."""
+        wide = swizzled(self.columns)
+        if self.by_rows:
+            return STEP * wide * 2 * number >> 4
+        block, column = divmod(STEP * number, wide)
+        return block * (self.rows * wide * 2) + column * 2 >> 4
+
     def descriptor(self, at: Int32, step: int) -> Int64:
         wide = swizzled(self.columns)
-        eight_rows = 8 * wide * 2
-        if self.by_rows:
-            offset = STEP // 8 * eight_rows * step
-        else:
-            block, column = divmod(STEP * step, wide)
-            offset = block * (self.rows * wide * 2) + column * 2
         pattern = 2 if wide == 64 else 4  # 128 or 64 bytes
-        upper = (eight_rows >> 4) | 1 << 14 | pattern << 29
-        return Int64((at + (offset >> 4)).to(cutlass.Uint32)) | (upper << 32)
+        upper = (8 * wide * 2 >> 4) | 1 << 14 | pattern << 29
+        return Int64((at + self.step(step)).to(cutlass.Uint32)) | (upper << 32)
 
 
 # --- products ---------------------------------------------------------------------------------------------------
 
 
-def instruction(dtype, columns: int, by_rows: bool = False) -> int:
-    """The word that says what a product multiplies: 128 rows by `columns`, 16-bit numbers, summed in fp32."""
+def instruction(dtype, columns: int, by_rows: bool = False, left_by_rows: bool = False) -> int:
+    """The word that says what a product multiplies: 128 rows by `columns`, 16-bit numbers, summed in fp32.
+
+    Whether the right operand, or the left one, is summed over its rows.
+    """
     kind = {cutlass.Float16: 0, cutlass.BFloat16: 1}[dtype]
-    return 1 << 4 | kind << 7 | kind << 10 | by_rows << 16 | columns >> 3 << 17 | ROWS >> 4 << 24
+    return 1 << 4 | kind << 7 | kind << 10 | left_by_rows << 15 | by_rows << 16 | columns >> 3 << 17 | ROWS >> 4 << 24
 
 
 def multiply(target: Int32, a: Int32 | Int64, b: Int64, words: int, accumulate: Any) -> None:
@@ -192,6 +197,28 @@ def after_wait() -> None:
 def before_arrival() -> None:
     """In front of an arrival that tells others: loads of tensor memory before it stay there."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+
+
+class Lane(Fixed):
+    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.key_rows`."""
+
+    def __init__(self, memory: Int32, warp: Int32) -> None:
+        self.address = memory + (warp % 4 << 21)
+
+    def read(self, column: Any, count: int) -> tuple:
+        return load(self.address + column, count)
+
+    def write(self, column: Any, words: Any) -> None:
+        store(self.address + column, words)
+
+    def written(self) -> None:
+        wait_stores()
+
+    def have_read(self) -> None:
+        before_arrival()
+
+    def heard(self) -> None:
+        after_wait()
 
 
 def _pieces(count: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -25,17 +26,13 @@ class Columns:
         return f"{self.first}-{self.stop - 1}"
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorMemory:
-    """Scores and outputs side by side; probabilities, two in a column, over the scores that they were made of.
+class ColumnMap(abc.ABC):
+    """Who has which columns. Raises `ValueError` where regions overlap or leave tensor memory."""
 
-    `scores[t][s]`: those of query tile t in its place s. A thread has read its row of scores before it writes its
-    probabilities there, and the product that reads these is issued before the next scores of that place.
-    Raises `ValueError` where regions overlap or leave tensor memory.
-    """
-
-    scores: tuple[tuple[Columns, ...], ...]
-    outputs: tuple[Columns, ...]
+    @property
+    @abc.abstractmethod
+    def regions(self) -> Mapping[str, Columns]:
+        """By name, those that must be apart."""
 
     def __post_init__(self) -> None:
         regions = sorted(self.regions.items(), key=lambda region: region[1].first)
@@ -45,6 +42,28 @@ class TensorMemory:
         name, last = regions[-1]
         if last.stop > COLUMNS or regions[0][1].first < 0:
             raise ValueError(f"{name} (columns {last}) leaves tensor memory, which has {COLUMNS} columns")
+
+    @property
+    def allocated(self) -> int:
+        """Columns a block asks for, a power of two."""
+        used = max(columns.stop for columns in self.regions.values())
+        return max(32, 1 << (used - 1).bit_length())
+
+    def describe(self, over: str) -> str:
+        words = ", ".join(f"{name} {columns}" for name, columns in self.regions.items())
+        return f"columns {words}, {over}; {self.allocated} of {COLUMNS}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMemory(ColumnMap):
+    """Scores and outputs side by side; probabilities, two in a column, over the scores that they were made of.
+
+    `scores[t][s]`: those of query tile t in its place s. A thread has read its row of scores before it writes its
+    probabilities there, and the product that reads these is issued before the next scores of that place.
+    """
+
+    scores: tuple[tuple[Columns, ...], ...]
+    outputs: tuple[Columns, ...]
 
     @staticmethod
     def of(tiles: int, places: int, keys: int, dv: int) -> TensorMemory:
@@ -63,12 +82,44 @@ class TensorMemory:
                   for t, places in enumerate(self.scores) for s, columns in enumerate(places)}  # fmt: skip
         return {**scores, **{f"O{t}": columns for t, columns in enumerate(self.outputs)}}
 
+    def __str__(self) -> str:
+        return self.describe("P over S")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTensorMemory(ColumnMap):
+    """Sᵀ and then Pᵀ, dPᵀ and then dSᵀ in one region each, two numbers in a column; dV, dK; dQ.
+
+    Where no columns are left, dQ comes over dSᵀ, whose product with Q is issued before it, and the next dPᵀ waits until
+    it has been read.
+    """
+
+    scores: Columns
+    gradients: Columns
+    dv: Columns
+    dk: Columns
+    dq: Columns
+
+    @staticmethod
+    def of(queries: int, d: int, dv: int) -> BackwardTensorMemory:
+        """For tiles of so many queries."""
+        used = 2 * queries + dv + d
+        return BackwardTensorMemory(
+            Columns(0, queries),
+            Columns(queries, queries),
+            Columns(2 * queries, dv),
+            Columns(2 * queries + dv, d),
+            Columns(used if used + d <= COLUMNS else queries, d),
+        )
+
     @property
-    def allocated(self) -> int:
-        """Columns a block asks for, a power of two."""
-        used = max(columns.stop for columns in self.regions.values())
-        return max(32, 1 << (used - 1).bit_length())
+    def dq_is_apart(self) -> bool:
+        return self.dq.first != self.gradients.first
+
+    @cached_property
+    def regions(self) -> Mapping[str, Columns]:
+        apart = {"dQ": self.dq} if self.dq_is_apart else {}
+        return {"S": self.scores, "dP": self.gradients, "dV": self.dv, "dK": self.dk, **apart}
 
     def __str__(self) -> str:
-        words = ", ".join(f"{name} {columns}" for name, columns in self.regions.items())
-        return f"columns {words}, P over S; {self.allocated} of {COLUMNS}"
+        return self.describe("P over S, dS over dP" if self.dq_is_apart else "P over S, dS and dQ over dP")

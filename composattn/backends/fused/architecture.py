@@ -38,9 +38,9 @@ class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
-    `ran`: its kernels ran on such a GPU, and were found right.
-    `backward_tiling` is also told whether dQ is summed in a fixed order; None: there is no backward. `kernels`, by the
-    step that a plan names, imports the kernel language.
+    `ran`: its kernels ran on such a GPU, and were found right. `max_gradient_dim` is the largest head dimension of its
+    backward. `backward_tiling` is also told whether dQ is summed in a fixed order. `kernels`, by the step that a plan
+    names, imports the kernel language.
     """
 
     name: str
@@ -49,8 +49,9 @@ class Architecture:
     ran: bool
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
+    max_gradient_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
-    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling] | None
+    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
 
     def check(self, problem: Problem, program: Program) -> None:
@@ -74,6 +75,18 @@ class Architecture:
                     f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
                 )
 
+    def has_gradient(self, problem: Problem) -> bool:
+        return max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
+
+    def check_gradient(self, problem: Problem) -> None:
+        """Refuses gradients that the kernels can't compute."""
+        if not self.has_gradient(problem):
+            raise GradientUnsupported(
+                f'backend="{self.name}" has gradients for D and Dv up to {self.max_gradient_dim}, got '
+                f'{problem.head_dim} and {problem.head_dim_v}; use backend="streaming" for gradients, or call it under '
+                "torch.no_grad()"
+            )
+
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """By name. `composattn.backends` enters them: they are made of what this folder has, so nothing here imports them."""
@@ -82,17 +95,6 @@ ARCHITECTURES: dict[str, Architecture] = {}
 def architecture_of(target: Target) -> Architecture:
     """Whose kernels run on `target`."""
     return ARCHITECTURES[target.backend]
-
-
-def backward_of(target: Target) -> Callable[[Problem, Program, Target, bool], BackwardTiling]:
-    """What chooses the tilings of its backward kernels. Raises: `GradientUnsupported` where there are none."""
-    architecture = architecture_of(target)
-    if architecture.backward_tiling is None:
-        raise GradientUnsupported(
-            f'backend="{architecture.name}" has no backward yet; use backend="streaming" for gradients, or call it '
-            "under torch.no_grad()"
-        )
-    return architecture.backward_tiling
 
 
 def planned_for(backend: str | None) -> Target:

@@ -15,14 +15,13 @@ from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending
-from .architecture import architecture_of, backward_of
+from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
-from .tiling import BackwardTiling
 
 
 class FusedCall:
@@ -43,7 +42,7 @@ class FusedCall:
         kernel_of: Callable[[Any], Any] = compile_plan,
     ) -> None:
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
-        self.kernel_of = kernel_of
+        self.kernel_of, self.architecture = kernel_of, architecture_of(target)
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
@@ -70,7 +69,7 @@ class FusedCall:
         captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
-            self.backward_tiling  # noqa: B018  raises where there is none
+            self.checks_gradient  # noqa: B018  raises where there is none
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
         return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
 
@@ -81,7 +80,7 @@ class FusedCall:
         """
         if not gradient:
             return self.launcher(*asked).kernels()
-        backward_of(self.target)
+        self.checks_gradient  # noqa: B018  raises where there is none
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
@@ -98,8 +97,8 @@ class FusedCall:
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is one: not where keys lie in pages, nor on GPUs for which none is generated."""
-        return self.problem.layout.kv != "paged" and architecture_of(self.target).backward_tiling is not None
+        """Whether there is one: not where keys lie in pages, nor for head dimensions that it leaves out."""
+        return self.problem.layout.kv != "paged" and self.architecture.has_gradient(self.problem)
 
     @property
     def plan(self) -> str:
@@ -116,9 +115,9 @@ class FusedCall:
         return self.gradient.describe() if self.has_backward else ""
 
     @cached_property
-    def backward_tiling(self) -> Callable[..., BackwardTiling]:
-        """What chooses the tilings of the backward. Raises: `GradientUnsupported` where there is none."""
-        return backward_of(self.target)
+    def checks_gradient(self) -> None:
+        """Raises: `GradientUnsupported` where there is no backward."""
+        self.architecture.check_gradient(self.problem)
 
     @cached_property
     def gradient(self) -> FusedGradient:

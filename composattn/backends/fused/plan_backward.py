@@ -16,7 +16,7 @@ from ...analysis.tile_lists import QueryLists, made_lists
 from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
-from .architecture import architecture_of, backward_of
+from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut
 from .order import exchanged, mirror, order_of_keys
 from .plan import TiledPlan, compiled_in, extent_of
@@ -118,11 +118,12 @@ def plan_backward(
     `intervals`: which queries a tile of keys visits, by default derived from the mask.
     `cut`: which tiles of keys several blocks share, by default as keeps the multiprocessors busy.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
     """
     architecture = architecture_of(target)
     architecture.check(problem, program)
-    chosen = tiling or backward_of(target)(problem, program, target, deterministic)
+    architecture.check_gradient(problem)
+    chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
     visited, limits = program.of_keys
     lists = None
     if intervals is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any
 
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 
@@ -81,3 +82,27 @@ class BackwardTiling(Tiling):
     kernel: str = "backward"
     section_tiles: int
     in_pieces: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBackwardTiling(BackwardTiling):
+    """Products lie in memory of the matrix unit, a row a thread: `groups` of threads share the queries of a tile.
+
+    `dq_at_once`: columns of a row of dQ that a thread has in registers, which leave in parts of `dq_part` through two
+    buffers. `distances`: numbers in shared memory through which sums of gradients by distance pass.
+    """
+
+    groups: int = 2
+    dq_at_once: int
+    dq_part: int = 32
+    distances: int = 0
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> Any:
+        """Where scores, gradients, dv, dk and dq lie in the unit's memory: `first`, `count`, `stop` of each."""
+
+    @property
+    def queries(self) -> int:
+        """Of a tile, that a thread has."""
+        return self.tile_m // self.groups

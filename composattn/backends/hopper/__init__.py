@@ -40,6 +40,7 @@ ARCHITECTURE = Architecture(
     ran=True,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
+    max_gradient_dim=256,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,
     kernels=_kernels,

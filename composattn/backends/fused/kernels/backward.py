@@ -32,7 +32,8 @@ class Backward(abc.ABC, Generic[AnyTiling]):
     """A block keeps a tile of keys and walks over the queries that see it.
 
     One warp copies K, V once and Q, dO with their rows' statistics. Edges of its block: kv (1 stage), q (Q and LSE),
-    do (dO and D). What the other warps do is the architecture's (`share_roles`); all ask alike for their queries.
+    do (dO and D; or D comes on q). What the other warps do is the architecture's (`share_roles`); all ask alike for
+    their queries.
 
     For a head group (GQA) the walk goes over the queries of all its heads, so dK and dV are summed without atomics.
     Where tiles are few they are cut into pieces, runs of query tiles, which leave what they have of dK and dV apart, in
@@ -45,6 +46,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
     arguments = MainArguments
     threads: int  # of a block
     stored_rows: int  # of dK and dV that leave in one copy
+    delta_with_q = False  # whether D comes on the edge of Q and LSE, not of dO
 
     def __init__(self, plan: BackwardPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
@@ -201,6 +203,15 @@ class Backward(abc.ABC, Generic[AnyTiling]):
             return runs
         return [run.piece(work.piece.index, work.piece.count) for run in runs]
 
+    @cute.jit
+    def steps(self, call, work):
+        """How many query tiles a tile of keys visits, of all heads of its group."""
+        count = Int32(0)
+        for member in cutlass.range(call.group, unroll=1):
+            for run in self.query_tiles(call, work, work.kv_head * call.group + member):
+                count = count + run.count
+        return count
+
     # --- walks over tiles ------------------------------------------------------------------------------------
 
     @cute.jit
@@ -286,10 +297,13 @@ class Backward(abc.ABC, Generic[AnyTiling]):
                     bar = block.q_edge.acquire(q_slot)
                     cute.copy(tmas.q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
                     cute.copy(tmas.rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
+                    if const_expr(self.delta_with_q):
+                        cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, q_slot.index], tma_bar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
                     cute.copy(tmas.dout, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
-                    cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
+                    if const_expr(not self.delta_with_q):
+                        cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
         return kv_slot.next(), q_slot, do_slot
 

@@ -1,6 +1,7 @@
 """After the backward kernel: fp32 sums of the pieces of tiles of keys, added up and rounded to dK and dV."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, Generic
 
 import cutlass
@@ -13,7 +14,7 @@ from ....primitives.seqlen import DenseRows
 from ..arguments import GatherArguments
 from ..plan_backward import AnyTiling, GatherPlan
 from .backward import pieces_of
-from .rounding import Exit, Sums, is_first_warp
+from .rounding import Exit, RowSums, Sums, is_first_warp
 
 
 class BackwardGather(abc.ABC, Generic[AnyTiling]):
@@ -88,6 +89,22 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
             yield is_first_warp(), tma, shared, tiles, n * (self.tiling.tile_n // self.rows) + group
 
         Exit(self.layout(columns), self.dtype).leave(sums, total, self.part, thread, outputs)
+
+
+class RowGather(BackwardGather[AnyTiling]):
+    """Of sums that lie one row per thread: whole rows of a tile of keys."""
+
+    tile_layout: Callable[[int, int], Any]  # of so many rows and columns in shared memory
+
+    def __init__(self, plan: GatherPlan[AnyTiling]):
+        super().__init__(plan)
+        self.rows = plan.tiling.tile_n
+
+    def layout(self, columns: int) -> Any:
+        return self.tile_layout(self.rows, columns)
+
+    def sums(self, columns: int) -> RowSums:
+        return RowSums(columns)
 
 
 def _add(total: cute.Tensor, more: cute.Tensor) -> None:

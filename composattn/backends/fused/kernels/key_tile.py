@@ -66,7 +66,7 @@ class KeyGroup(Fixed, abc.ABC):
 
     def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":
         """This thread's rows of a statistic."""
-        return RowStatistic(shared[None, stage].iterator + self.row)
+        return RowStatistic(shared[None, stage].iterator + self.row, self.shape, together=2)
 
     def add_dq(self, call, m, tQrdQ: cute.Tensor, turn_slot) -> None:
         """A part of dQ to memory, in this block's turn where the order is fixed."""
@@ -113,16 +113,18 @@ def _whole_or_piece(me: cutlass.Constexpr, call: cutlass.Constexpr, is_whole: Bo
 
 
 class RowStatistic(Fixed):
-    """A number per query row, two rows per access of shared memory, when first asked for: registers are scarce."""
+    """A number per query row, `together` of them per access, when first asked for: registers are scarce."""
 
-    def __init__(self, start: cute.Pointer):
-        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=8)
-        self.pairs: dict = {}
+    def __init__(self, start: cute.Pointer, shape: FragmentShape, together: int):
+        self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=4 * together)
+        self.shape, self.together = shape, together
+        self.found: dict = {}
 
     def __getitem__(self, r: int) -> Float32:
-        pair = r // 2
-        if pair not in self.pairs:
-            values = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.make_tensor(self.start + 8 * pair, cute.make_layout(2)), values)
-            self.pairs[pair] = values
-        return self.pairs[pair][r % 2]
+        first = r - r % self.together
+        if first not in self.found:
+            values = cute.make_rmem_tensor(self.together, Float32)
+            place = self.start + self.shape.row_offsets[first]
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(self.together)), values)
+            self.found[first] = values
+        return self.found[first][r - first]

@@ -1,7 +1,8 @@
 """After the backward kernel: the fp32 sums of dQ, scaled and rounded, into the tensor."""
 
 import abc
-from typing import Any, Generic
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import cutlass.cute as cute
 from cutlass import const_expr
@@ -12,7 +13,10 @@ from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
 from ..arguments import PostprocessArguments
 from ..plan_backward import AnyTiling, PostprocessPlan
-from .rounding import Exit, Sums, is_first_warp
+from ..tiling import RowBackwardTiling
+from .rounding import Exit, RowSums, Sums, is_first_warp
+
+AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
 
 
 class Postprocess(abc.ABC, Generic[AnyTiling]):
@@ -82,3 +86,22 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
             yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
 
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
+
+
+class RowPostprocess(Postprocess[AnyRowTiling]):
+    """Of sums that lie one row per thread: a group has the columns that leave the main kernel together (`DqRows`)."""
+
+    tile_layout: Callable[[int, int], Any]  # of so many rows and columns in shared memory
+
+    def __init__(self, plan: PostprocessPlan[AnyRowTiling]):
+        super().__init__(plan)
+        self.groups = plan.tiling.d // plan.tiling.dq_part
+
+    def layout(self) -> Any:
+        return self.tile_layout(self.tiling.tile_m, self.tiling.d)
+
+    def sums(self) -> RowSums:
+        return RowSums(self.tiling.dq_part)
+
+    def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
+        return cute.local_tile(shared, (self.tiling.tile_m, self.tiling.dq_part), (0, group))

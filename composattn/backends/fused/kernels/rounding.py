@@ -1,10 +1,11 @@
 """Sums in fp32 memory, in the order of a product's registers, on their way out: rounded, through shared memory."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, Float32
 from cutlass.memory import SmemAllocator
 
 from ....primitives.bulk_stores import send, wait_read
@@ -19,6 +20,26 @@ class Sums(Protocol):
 
     def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         """Registers, rounded to 16 bits, to their tile in shared memory."""
+
+
+@dataclasses.dataclass
+class RowSums(Fixed):
+    """So many columns of a row in each thread: what a product leaves whose rows lie with threads."""
+
+    columns: int
+
+    def registers(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.columns, Float32)
+
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        put_row(rounded, shared, thread, 0)
+
+
+def put_row(numbers: cute.Tensor, shared: cute.Tensor, row: Any, first: Any) -> None:
+    """16-bit numbers to `row` of a tile in shared memory, from column `first` on, a multiple of 8."""
+    for i in range(cute.size(numbers) // 8):
+        eight = cute.make_tensor(numbers.iterator + 8 * i, cute.make_layout(8))
+        cute.autovec_copy(eight, cute.local_tile(shared[row, None], (8,), (first // 8 + i,)))
 
 
 class Exit(Fixed):

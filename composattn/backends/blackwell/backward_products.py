@@ -1,0 +1,136 @@
+"""The backward's warp that multiplies: Sᵀ, dPᵀ, dV, dK and dQ of the query tiles that a tile of keys visits."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...primitives.pipelines import Slot
+from ...primitives.tile_queue import TileQueue
+from ...primitives.values import Bundle, Fixed
+from .key_tile import Block
+from .tcgen05 import Operand, after_wait, instruction, multiply, swizzled
+from .tiling import STEP
+
+
+class At(Bundle):
+    """Which Q and dO come next, and of which step the scores are."""
+
+    parts = ("q", "do", "step")
+
+    def __init__(self, q: Slot, do: Slot, step: Slot) -> None:
+        self.q, self.do, self.step = q, do, step
+
+    def next(self) -> "At":
+        return At(self.q.next(), self.do.next(), self.step.next())
+
+
+class Products(Fixed):
+    """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
+
+        S0 [Q] | dP0 [dO] | dV0 [P0] | S1 [Q] | dK0 [dS0] | dQ0 | dP1 [dO, dQ0 read] | dV1 [P1] | S2 ...
+
+    P1 is computed under dK0 and dQ0, and dS1 under dV1 and S2. Where dQ has columns of its own, dQ1 waits until dQ0 has
+    been read, not dP1. Steps of a product are issued a few at a time, in a loop: descriptors of all of them, held along
+    the walk over query tiles, spilled 30 of 64 registers.
+    """
+
+    def __init__(self, kernel, block: Block, memory: Int32):
+        self.kernel, self.block, self.memory, self.tiling = kernel, block, memory, kernel.tiling
+        self.map = self.tiling.columns
+
+    @cute.jit
+    def run(self, call):
+        block = self.block
+        first = Slot.first(1), Slot.first(1), At(block.q_edge.first, block.do_edge.first, Slot.first(1))
+        self.kernel.walk(call, block, lambda *work: self.visit(*work), TileQueue.hear, first)
+
+    @cute.jit
+    def visit(self, call, work, slots):
+        """All query tiles of a tile of keys."""
+        block = self.block
+        kv_slot, sums_slot, at = slots
+        count = self.kernel.steps(call, work)
+        block.kv_edge.wait(kv_slot)
+        if count > 0:
+            self.scores(at)
+            self.gradients(at)
+            self.add_dv(at)
+            for _ in cutlass.range(1, count, unroll=1):
+                following = at.next()
+                self.scores(following)
+                self.add_dk_and_dq(at)
+                at = following
+                self.gradients(at)
+                self.add_dv(at)
+            self.add_dk_and_dq(at)
+            at = at.next()
+        block.sums.fill(sums_slot)
+        return kv_slot.next(), sums_slot.next(), at
+
+    def scores(self, at: At) -> None:
+        """Sᵀ = K Qᵀ."""
+        block = self.block
+        block.q_edge.wait(at.q)
+        after_wait()
+        self.issue(self.map.scores, block.operands["k"], 0, block.operands["q"], at.q.index)
+        block.scores.fill(at.step)
+
+    def gradients(self, at: At) -> None:
+        """dPᵀ = V dOᵀ."""
+        block = self.block
+        block.do_edge.wait(at.do)
+        if not self.map.dq_is_apart:
+            block.dq.wait_empty(at.step)
+        after_wait()
+        self.issue(self.map.gradients, block.operands["v"], 0, block.operands["do"], at.do.index)
+        block.gradients.fill(at.step)
+
+    def add_dv(self, at: At) -> None:
+        """dV += Pᵀ dO."""
+        block = self.block
+        block.probabilities.wait(at.step)
+        after_wait()
+        self.issue_onto(self.map.dv, self.map.scores, block.across["do"], at.do.index)
+        block.do_edge.release(at.do, None)
+
+    def add_dk_and_dq(self, at: At) -> None:
+        """dK += dSᵀ Q, and dQ = dS K."""
+        block = self.block
+        block.scores_done.wait(at.step)
+        after_wait()
+        self.issue_onto(self.map.dk, self.map.gradients, block.across["q"], at.q.index)
+        block.q_edge.release(at.q, None)
+        if self.map.dq_is_apart:
+            block.dq.wait_empty(at.step)
+            after_wait()
+        self.issue(self.map.dq, block.across["ds"], 0, block.across["k"], 0)
+        block.dq.fill(at.step)
+
+    @cute.jit
+    def issue(self, target, left: Operand, left_stage, right: Operand, right_stage):
+        """Starts a product of two tiles in shared memory."""
+        a, b = left.at(left_stage), right.at(right_stage)
+        few = swizzled(left.columns) // STEP
+        for run in cutlass.range(left.steps // few, unroll=1):
+            first_a, first_b = a + run * left.step(few), b + run * right.step(few)
+            steps = [(left.descriptor(first_a, n), right.descriptor(first_b, n)) for n in range(few)]
+            self.multiply(
+                target, steps, instruction(self.block.dtype, target.count, right.by_rows, left.by_rows), run > 0
+            )
+
+    @cute.jit
+    def issue_onto(self, target, left, right: Operand, right_stage):
+        """Starts a product of scores in tensor memory, which is added to what is there."""
+        a, b, apart = self.memory + left.first, right.at(right_stage), self.tiling.queries
+        few = apart // STEP
+        for group in cutlass.range(self.tiling.groups, unroll=1):
+            # P and dS are over scores of the same thread
+            first_a, first_b = a + group * apart, b + group * right.step(few)
+            steps = [(first_a + n * (STEP // 2), right.descriptor(first_b, n)) for n in range(few)]
+            self.multiply(target, steps, instruction(self.block.dtype, target.count, right.by_rows), True)
+
+    def multiply(self, target, steps, words: int, accumulate) -> None:
+        """A few steps of a product; `accumulate`: the first one adds to what is there."""
+        with cute.arch.elect_one():
+            for n, (a, b) in enumerate(steps):
+                multiply(self.memory + target.first, a, b, words, accumulate if n == 0 else True)

@@ -1,0 +1,75 @@
+"""The part of a backward that takes dQ out of the matrix unit's memory and adds it to fp32 memory, as all blocks do."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from ....primitives.bulk_sums import BulkSums, wait_sums
+from ....primitives.pipelines import BoundEdge, Slot
+from ....primitives.register_chunks import THREADS
+from ....primitives.tile_queue import TileQueue
+from ....primitives.values import Fixed
+from .key_rows import MatrixMemory
+
+
+class DqRows(Fixed):
+    """A group of `THREADS`, each with a row of a tile of dQ, which leaves in parts of `dq_part` columns.
+
+    `block` says by its edge `dq` that a tile is there, and hears that it has been read.
+    """
+
+    def __init__(self, kernel: Any, block: Any, memory: MatrixMemory, thread: Any):
+        self.kernel, self.block, self.tiling, self.memory = kernel, block, kernel.tiling, memory
+        self.lane = cute.arch.lane_idx()
+        columns = self.tiling.dq_part
+        self.sums = BulkSums(block.sums_of_dq, thread, columns, block.of_dq)
+
+    @cute.jit
+    def run(self, call):
+        slots = Slot.first(1), Slot.first(2)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
+        wait_sums(self.sums.is_sender, read=True)
+
+    @cute.jit
+    def visit(self, call, work, slots):
+        slot, buffer = slots
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.kernel.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    padded = work.padded
+                    buffer = self.add(call.dq_accum[padded.b, head, padded.first + run.tile(i), None], slot, buffer)
+                    slot = slot.next()
+        return slot, buffer
+
+    def add(self, target: cute.Tensor, slot: Slot, buffer: Slot) -> Slot:
+        """A tile of dQ to `target`, in this block's turn where the order is fixed; gives the buffer that is free."""
+        block, tiling, part = self.block, self.tiling, self.tiling.dq_part
+        block.dq.wait(slot)
+        self.memory.heard()
+        if const_expr(block.turn_edge is not None):
+            block.turn_edge.wait(slot)
+        for first in range(0, tiling.d, tiling.dq_at_once):
+            count = min(tiling.dq_at_once, tiling.d - first)
+            numbers = self.memory.read(tiling.columns.dq.first + first, count)
+            if first + count == tiling.d:
+                self.memory.have_read()
+                cute.arch.sync_warp()
+                block.dq.release(slot, self.lane)
+            for start in range(0, count, part):
+                place = target.iterator + (first + start) * THREADS
+                buffer = self.sums.add(numbers[start : start + part], buffer, place)
+        if const_expr(block.turn_edge is not None):
+            _release_if(self.sums.is_sender, block.turn_edge, slot, self.lane)
+        return buffer
+
+
+@cute.jit
+def _release_if(condition: Boolean, edge: cutlass.Constexpr[BoundEdge], slot: Slot, lane: Int32):
+    """Gives the turn on, once what was added is there."""
+    if condition:
+        wait_sums(True, read=False)
+        cute.arch.sync_warp()
+        edge.release(slot, lane)

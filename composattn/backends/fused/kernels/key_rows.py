@@ -1,0 +1,237 @@
+"""A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a key."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from ....primitives.bulk_stores import send, wait_read
+from ....primitives.lane_diagonals import LaneDiagonals
+from ....primitives.pipelines import Slot
+from ....primitives.register_chunks import THREADS, store_part
+from ....primitives.score_tile import FragmentShape, ScoreTile
+from ....primitives.values import Fixed, narrow, narrowed
+from ..tiling import RowBackwardTiling
+from .key_tile import KeyGroup, KeyTile, RowStatistic
+from .rounding import put_row
+
+AT_ONCE = 16  # numbers of dP that are fetched together
+COLUMNS = 32  # of dK and dV in registers at once
+
+
+class MatrixMemory(Protocol):
+    """A thread's row of the matrix unit's memory, in columns of 32 bits."""
+
+    def read(self, column: Any, count: int) -> Any:
+        """So many fp32 numbers."""
+
+    def write(self, column: Any, words: cute.Tensor) -> None:
+        """32-bit registers, there after `written`."""
+
+    def written(self) -> None:
+        """What was written is there for whom the warp tells next."""
+
+    def have_read(self) -> None:
+        """What was read may be written over by whom the warp tells next."""
+
+    def heard(self) -> None:
+        """Behind a wait for others: what they have done is there."""
+
+
+class KeyRows(KeyGroup):
+    """A group of `THREADS` with the scores of all keys and its part of a tile's queries: a thread has a key.
+
+    `block` says by edges when there is something to do: `scores` and `gradients`, that Sᵀ and dPᵀ are there, `sums`,
+    that dK and dV are complete; and hears by `probabilities` and `scores_done` that P and dS are over them.
+    """
+
+    tiling: RowBackwardTiling
+    apart = 0
+
+    def __init__(self, kernel: Any, block: Any, memory: MatrixMemory, thread: Any, shape: FragmentShape):
+        """`shape`: of a group's scores, (query, key)."""
+        tiling = kernel.tiling
+        self.tiling, self.block, self.memory, self.lane = tiling, block, memory, cute.arch.lane_idx()
+        self.number = cute.arch.make_warp_uniform(thread // THREADS)
+        self.thread = thread % THREADS
+        self.shape = shape
+        self.row = self.number * tiling.queries
+        self.diagonals = None
+        if tiling.distances:
+            warps = tiling.groups * THREADS // 32
+            self.diagonals = LaneDiagonals(shape, block.lines, tiling.distances, thread // 32, warps)
+            self.diagonals.clear()
+
+    def is_first_warp(self) -> Boolean:
+        return (self.number == 0) & (self.thread // 32 == 0)
+
+    def begin(self, work: KeyTile) -> None:
+        """Sums start from zeros: products add to them from the first one on, once P is there."""
+        super().begin(work)
+        zeros = cute.make_rmem_tensor(COLUMNS, Int32)
+        zeros.fill(0)
+        for columns in (self.tiling.columns.dk, self.tiling.columns.dv):
+            for first in range(columns.first, columns.stop, COLUMNS):
+                _write_if(self._mine(first), self.memory, first, zeros)
+        self.memory.written()
+
+    def _mine(self, column: int) -> Boolean:
+        """Which group has the sums of these columns: they take turns."""
+        return self.number == column // COLUMNS % self.tiling.groups
+
+    def step(self, call: Any, m: Int32, tested: Boolean, q_slot: Slot, slot: Slot) -> None:
+        """One query tile: P to the unit's memory, dS also to shared memory."""
+        block, mods, memory = self.block, self.mods, self.memory
+        parts = [Part(self, m, first, q_slot) for first in range(0, self.tiling.queries, self.shape.rows)]
+        block.q_edge.wait(q_slot)
+        block.scores.wait(slot)
+        if const_expr(mods.backward.one_pass):
+            block.gradients.wait(slot)
+        memory.heard()
+        for part in parts:
+            part.fetch()
+            if const_expr(mods.backward.one_pass):
+                mods.both(part.at, part.lse, part.gradients, part.delta, tested)
+                part.leave_gradients()
+            else:
+                mods.probabilities(part.at, part.lse, tested)
+            part.leave_probabilities()
+        memory.written()
+        cute.arch.sync_warp()
+        block.probabilities.fill(slot, self.lane)
+        if const_expr(not mods.backward.one_pass):
+            block.gradients.wait(slot)
+            memory.heard()
+            for part in parts:
+                mods.score_gradients(part.at, part.gradients, part.delta)
+                part.leave_gradients()
+        cute.arch.fence_view_async_shared()
+        memory.written()
+        cute.arch.sync_warp()
+        block.scores_done.fill(slot, self.lane)
+        for part in parts:
+            mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
+
+    # --- the end of a tile ------------------------------------------------------------------------------------
+
+    def finish(self, call: Any) -> None:
+        self.block.sums.wait(Slot.first(1))
+        self.memory.heard()
+        super().finish(call)
+
+    def write_keys(self, call: Any) -> None:
+        """Through the shared memory of K and V, which all products have read."""
+        for _, columns, factor, shared in self._results(call):
+            for first in range(columns.first, columns.stop, COLUMNS):
+                _put_if(self._mine(first), self, shared, first, first - columns.first, factor)
+        send(self._outputs(call), self.block.of_compute.meet)
+        wait_read(self.is_first_warp())
+
+    def _outputs(self, call: Any) -> Iterator[tuple]:
+        work, tile_n = self.work, self.tiling.tile_n
+        for i, columns, _, shared in self._results(call):
+            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (tile_n, columns.count))
+            yield self.is_first_warp(), call.tmas.results[i], shared, tiles, work.n
+
+    def leave_piece(self, call: Any) -> None:
+        for i, columns, factor, _ in self._results(call):
+            target = call.pieces.sums[i][self.work.piece.slot, None]
+            for first in range(columns.first, columns.stop, COLUMNS):
+                _leave_if(self._mine(first), self, target, first, first - columns.first, factor)
+        call.pieces.note(self.work, (self.number == 0) & (self.thread == 0))
+
+    def _results(self, call: Any) -> tuple[tuple[int, Any, Any, cute.Tensor], ...]:
+        """dK and dV: number, columns of the unit's memory, factor, shared memory."""
+        columns, block = self.tiling.columns, self.block
+        return (0, columns.dk, call.scale, block.sK), (1, columns.dv, None, block.sV)
+
+    def sums(self, column: int, factor: Any) -> cute.Tensor:
+        """`COLUMNS` of a result's sums."""
+        numbers = cute.make_rmem_tensor(COLUMNS, Float32)
+        for i, value in enumerate(self.memory.read(column, COLUMNS)):
+            numbers[i] = value if factor is None else value * factor
+        return numbers
+
+
+class Part(Fixed):
+    """A thread's scores of a query tile, those of its queries from `first` on."""
+
+    def __init__(self, me: KeyRows, m: Int32, first: int, q_slot: Slot):
+        self.block, self.thread, self.memory = me.block, me.thread, me.memory
+        self.row, columns = me.row + first, me.tiling.columns
+        scores, gradients = [of.first + me.row for of in (columns.scores, columns.gradients)]
+        self.scores, self.values = scores + first, self.numbers(me.shape.rows)
+        self.gradients = Fetched(self.numbers(me.shape.rows), me.memory, gradients + first)
+        # two numbers in a column, of all parts one after the other: over what this thread has read
+        self.left_scores, self.left_gradients = scores + first // 2, gradients + first // 2
+        first_q = m * me.tiling.tile_m + self.row
+        tile = ScoreTile(me.shape, self.values, me.work.b, me.head, first_q, me.first_kv)
+        self.at = me.mods.evaluator(tile)
+        me.mods.read_ahead(self.at)
+        self.lse, self.delta = [
+            RowStatistic(of[None, q_slot.index].iterator + self.row, me.shape, together=4)
+            for of in (me.block.sLse, me.block.sDelta)
+        ]
+
+    @staticmethod
+    def numbers(rows: int) -> cute.Tensor:
+        return cute.make_rmem_tensor((rows, 1), Float32)
+
+    def fetch(self) -> None:
+        for r, value in enumerate(self.memory.read(self.scores, cute.size(self.values))):
+            self.values[r, 0] = value
+
+    def rounded(self, values: cute.Tensor, column: Any) -> cute.Tensor:
+        """To 16 bits, in registers and in memory from `column` on."""
+        numbers = cute.make_rmem_tensor(cute.size(values), self.block.dtype)
+        narrow(numbers, values)
+        self.memory.write(column, cute.recast_tensor(numbers, Int32))
+        return numbers
+
+    def leave_probabilities(self) -> None:
+        self.rounded(self.values, self.left_scores)
+
+    def leave_gradients(self) -> None:
+        """Also to shared memory, where the product with K wants them; the last ones have been read before dP came."""
+        put_row(self.rounded(self.gradients.numbers, self.left_gradients), self.block.sdS, self.thread, self.row)
+
+
+class Fetched(Fixed):
+    """Registers for scores from `column` on, of which `AT_ONCE` are fetched when the first of them is asked for.
+
+    All at once, beside P, spilled 24 of 160 registers.
+    """
+
+    def __init__(self, numbers: cute.Tensor, memory: MatrixMemory, column: Any):
+        self.numbers, self.memory, self.column = numbers, memory, column
+        self.there: set[int] = set()
+
+    def __getitem__(self, place: tuple[int, int]) -> Float32:
+        first = place[0] - place[0] % AT_ONCE
+        if first not in self.there:
+            self.there.add(first)
+            for r, value in enumerate(self.memory.read(self.column + first, AT_ONCE)):
+                self.numbers[first + r, 0] = value
+        return self.numbers[place]
+
+    def __setitem__(self, place: tuple[int, int], value: Float32) -> None:
+        self.numbers[place] = value
+
+
+@cute.jit
+def _write_if(mine: Boolean, memory: Any, column: int, words: cute.Tensor):
+    if mine:
+        memory.write(column, words)
+
+
+@cute.jit
+def _put_if(mine: Boolean, me: Any, shared: cute.Tensor, column: int, first: int, factor: Any):
+    if mine:
+        put_row(narrowed(me.sums(column, factor), me.block.dtype), shared, me.thread, first)
+
+
+@cute.jit
+def _leave_if(mine: Boolean, me: Any, target: cute.Tensor, column: int, first: int, factor: Any):
+    if mine:
+        store_part(target, me.sums(column, factor), first // COLUMNS, me.thread)

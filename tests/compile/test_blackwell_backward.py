@@ -1,0 +1,105 @@
+"""The Blackwell backward, compiled with no GPU: it fits, spills nothing, frees what it allocates, loops shortly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.inspect import Artifact
+from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans, plan_backward
+from composattn.backends.fused.target import BLACKWELL, TARGETS
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
+from tests.compile.blackwell_matrix import frees_what_it_allocates
+
+B300 = TARGETS[10, 3]
+PACKED = Layout("packed", "packed")
+DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
+FA4_LOOP = 583  # instructions of flash-attn-4 4.0.0b36 of 64 queries and 32 keys of a warp, D 128, causal
+
+
+def plans(
+    score: Score | None = None,
+    mask: Mask | None = None,
+    d: int = 128,
+    dv: int | None = None,
+    target: object = BLACKWELL,
+    layout: Layout = DENSE,
+    in_order: bool = False,
+) -> BackwardPlans:
+    problem = Problem(2, 8, 8, 2048, 2048, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout)
+    program = ca.Attention(score_mod=score, mask_mod=mask).program
+    return plan_backward(problem, program, target, deterministic=in_order, cut=None)  # type: ignore[arg-type]
+
+
+CAUSAL = plans(mask=causal())
+PLANS = {"causal-d128": CAUSAL}
+MORE = {
+    "plain-d128": plans(),
+    "plain-d64": plans(d=64),
+    "causal-packed-d64-sm103": plans(mask=causal(), d=64, layout=PACKED, target=B300),
+    "causal-d128-sm103": plans(mask=causal(), target=B300),
+    "window-d96-in-order": plans(mask=sliding_window(512), d=96, in_order=True),
+    "window-d128-in-order": plans(mask=causal() & sliding_window(512), in_order=True),
+    "documents-d128": plans(mask=document(DOCUMENTS)),
+    "documents-packed-d64": plans(mask=document(DOCUMENTS) & causal(), d=64, layout=PACKED),
+    "alibi-causal-d128": plans(alibi(8), causal()),
+    "softcap-causal-d128": plans(softcap(30.0), causal()),
+    "softcap-d64-dv128": plans(softcap(30.0), d=64, dv=128),
+}
+
+
+def check_lean(artifact: Artifact) -> None:
+    if artifact.registers is None or not artifact.instructions:
+        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
+    assert (artifact.spills, artifact.stack) == (0, 0)
+    assert artifact.shared_memory <= BLACKWELL.shared_memory
+    assert artifact.registers * artifact.threads <= BLACKWELL.registers
+    for name in ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "UBLKRED"):
+        assert artifact.mnemonics[name] > 0, name
+    assert artifact.mnemonics["REDG"] == 0, "dQ goes through shared memory"
+    plan = artifact.plan
+    assert isinstance(plan, BackwardPlan)
+    assert frees_what_it_allocates(artifact.ptx, plan.tiling.columns.allocated)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_compiles_lean(name: str, folder: Path) -> None:
+    check_lean(compile_offline(PLANS[name].main, folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_compile_lean(name: str, folder: Path) -> None:
+    found = MORE[name]
+    check_lean(compile_offline(found.main, folder))
+    for plan in (found.preprocess, found.postprocess):
+        made = compile_offline(plan, folder)
+        assert (made.spills, made.stack) == (0, 0)
+
+
+def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
+    """Instructions of a query tile: of a warp that computes P and dS of 64 queries and 32 keys, and of one that takes
+    dQ out; of the copies.
+    """
+    artifact = compile_offline(CAUSAL.main, folder)
+    if not artifact.instructions:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    code = artifact.instructions
+    loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    of = {name: [b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])] for name in COUNTED}
+    assert of == {name: [pytest.approx(n, rel=0.02)] for name, n in COUNTED.items()}
+    assert of["MUFU"][0] <= FA4_LOOP
+
+
+COUNTED = {"MUFU": 547, "UBLKRED": 120, "UTMALDG": 56}

@@ -1,0 +1,122 @@
+"""The backward for Blackwell, emulated in several modes: right by fp64, and the same bits in each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused.cut import Cut
+from composattn.backends.fused.emulated import emulating
+from composattn.backends.fused.target import BLACKWELL
+from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.mods import masks
+from composattn.mods.masks import causal, document, sliding_window
+from composattn.mods.scores import alibi, softcap
+from composattn.testing import Case, assert_attention_close, make_case, make_varlen_case
+from composattn.testing import run as run_case
+from tests.compile.test_backward_emulated import check as check_kernels
+
+MODES = (EAGER, LATE, random_mode(1), random_mode(2))
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+IDS = torch.arange(333) // 70
+KINDS = torch.randint(0, 3, (1, 2, 7, 10), generator=torch.Generator().manual_seed(4), dtype=torch.int8)
+
+
+def learned(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def by(mod: Callable[..., Any]) -> dict[str, Any]:
+    return {"score_mod": mod}
+
+
+BIAS, GAIN, NUMBER = learned(2, 700), learned(2), learned()
+ROW, COLUMN, PAIR = learned(2, 333), learned(333), learned(2, 150, 150)
+CASES: dict[str, Callable[[], Case]] = {
+    "causal-gqa2-d128": lambda: make_case(0, batch=1, heads=2, kv_heads=1, q_len=200, kv_len=333, dim=128,
+                                          mask_mod=causal(), **BF16),
+    "plain-d64-fp16": lambda: make_case(1, batch=2, heads=1, q_len=130, kv_len=77, dim=64, dtype=torch.float16),
+    "window-d96-dv40": lambda: make_case(2, batch=1, heads=2, q_len=300, dim=96, v_dim=40,
+                                         mask_mod=causal() & sliding_window(50), **BF16),
+    "alibi-d64-dv128": lambda: make_case(3, batch=1, heads=2, q_len=200, dim=64, v_dim=128, score_mod=alibi(2),
+                                         mask_mod=causal(), **BF16),
+    "softcap-gqa2-d128": lambda: make_case(4, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=200, dim=128,
+                                           score_mod=softcap(5.0), mask_mod=causal(), **BF16),
+    "documents-d8": lambda: make_case(5, batch=1, heads=2, q_len=333, dim=8, mask_mod=document(IDS), **BF16),
+    "hidden-rows-and-keys-d64": lambda: make_case(
+        6, batch=1, heads=1, q_len=60, kv_len=300, dim=64, mask_mod=lambda b, h, q, kv: (q >= 20) & (kv < 30), **BF16
+    ),
+    "lists-d64": lambda: make_case(
+        7, batch=1, heads=2, kv_heads=1, q_len=300, dim=64,
+        mask_mod=ca.BlockSparse(KINDS, (48, 32), partial=causal()), **BF16,
+    ),
+    "grid-d128": lambda: make_case(8, batch=1, heads=1, q_len=300, dim=128,
+                                   mask_mod=masks.neighborhood((15, 20), (3, 5)), **BF16),
+    "packed-d64": lambda: make_varlen_case(9, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, kv_heads=1, dim=64,
+                                           mask_mod=causal(), **BF16),
+    "packed-d128": lambda: make_varlen_case(10, [15, 0, 130, 1], heads=2, dim=128, score_mod=alibi(2), **BF16),
+    "distance-d64": lambda: make_case(11, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=200, dim=64,
+                                      **by(lambda s, b, h, q, kv: s + BIAS[h, q - kv + 333]), **BF16),
+    "distance-in-softcap-d128": lambda: make_case(
+        12, batch=1, heads=2, q_len=150, dim=128, mask_mod=causal(),
+        **by(lambda s, b, h, q, kv: 5 * torch.tanh((s + BIAS[h, q - kv + 333]) / 5)), **BF16,
+    ),
+    "head-and-number-d64": lambda: make_case(
+        13, batch=1, heads=2, q_len=150, dim=64,
+        **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv) + NUMBER * 0.1 * (q - kv)), **BF16,
+    ),
+    "row-and-column-d128": lambda: make_case(
+        14, batch=1, heads=2, q_len=150, kv_len=200, dim=128,
+        **by(lambda s, b, h, q, kv: s + 0.01 * ROW[h, q] * (q - kv) + COLUMN[kv]), **BF16,
+    ),
+    "pair-d64": lambda: make_case(15, batch=1, heads=2, q_len=150, dim=64,
+                                  **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
+}  # fmt: skip
+DEFAULT = "causal-gqa2-d128"
+
+
+@pytest.mark.parametrize("in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "in-order"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == DEFAULT else pytest.mark.slow) for n in CASES])
+def test_all_modes_give_the_same_right_gradients(name: str, in_order: bool) -> None:
+    """dQ too where it is summed in order; captured sums are fixed-point numbers, so their order is free."""
+    case = CASES[name]()
+    attention = functools.partial(ca.attention, backend="blackwell-emulated", deterministic=in_order)
+    results = []
+    for mode in MODES:
+        with emulating(mode):
+            results.append(run_case(attention, case))
+    assert {"dq", "dk", "dv"} <= set(results[0])
+    assert_attention_close(
+        results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
+        dout=case.dout, dlse=case.dlse, varlen=case.varlen, name=name,
+    )  # fmt: skip
+    for mode, result in zip(MODES, results, strict=True):
+        for key in result.keys() - (set() if in_order else {"dq"}):
+            assert torch.equal(result[key], results[0][key]), f"{key} differs in {mode} mode"
+    if not in_order:
+        close = [float((r["dq"] - results[0]["dq"]).double().norm()) for r in results]
+        assert max(close) <= torch.finfo(case.q.dtype).eps * float(results[0]["dq"].double().norm())
+
+
+# facts and cuts as of `tests.compile.test_backward_emulated`
+CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
+    "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), (2, 0, 2)),
+    "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), (4, 3, 3)),
+    "all-cut-in-order-d96": (("window", torch.float16, 2, 1, 200, 200, 96, 64, False, True), (2, 0, 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUT)
+def test_tiles_that_blocks_share_give_the_same_gradients(case: str, folder: Path, generator: torch.Generator) -> None:
+    facts, cut = CUT[case]
+    check_kernels(facts, folder, generator, BLACKWELL, Cut(*cut), mode=random_mode(3))
