@@ -145,6 +145,7 @@ class BoundEdge(Fixed):
 
     def wait_empty(self, slot: Slot) -> None:
         """Producer: wait until what the stage held before has been read."""
+        assert self.edge.consumers is not None, "no barrier of this edge says so: it would be the neighbour's"
         cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
 
     def wait(self, slot: Slot) -> None:
