@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,19 +12,15 @@ import torch
 import composattn as ca
 from tests import combinations
 from tests.combinations import OK, Cell, cells, outcome
+from tests.support import docs_script
 
-DOCS = Path(__file__).parents[2] / "docs"
 BACKENDS = ("reference", "streaming")
 SAMPLE = 12
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_combinations", DOCS / "make_combinations.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("make_combinations")
 
 
 def sample(backend: str) -> list[Cell]:
