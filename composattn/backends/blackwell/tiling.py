@@ -106,7 +106,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
         v_stages=v_stages,
         early_keys=tile_n * 3 // 4 // 32 * 32,
         maximum_by_load=target.maximum_by_load,
-        exponential=exponential_units(program, target, d, dv),
+        exponential=exponential_units(program, target, d, dv, problem.dtype),
         l2=64 << 20,
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
