@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..api import attention
 from ..errors import DTypeMismatch, ShapeMismatch, UnsupportedOption, WrongRank
 from ..mods.masks import causal
+from .tables import reader
 
 _THEIRS = torch.nn.functional.scaled_dot_product_attention
 
@@ -113,13 +114,9 @@ def _table(
     batch, heads = padded.shape[:-3], padded.shape[-3:-2]
     if batch.numel() != 1:  # some of several batch dimensions may be one for all
         padded = padded.expand(*leading[:-1], *padded.shape[-3:])
-    flat = padded.reshape(1 if batch.numel() == 1 else leading[:-1].numel(), *(heads or [1]), *padded.shape[-2:])
-    read = [size > 1 for size in flat.shape]
-
-    def at(*place: Any) -> Any:
-        return flat[tuple(i if several else 0 for i, several in zip(place, read, strict=True))]
-
-    return at
+    return reader(
+        padded.reshape(1 if batch.numel() == 1 else leading[:-1].numel(), *(heads or [1]), *padded.shape[-2:])
+    )
 
 
 class _Routed(TorchFunctionMode):

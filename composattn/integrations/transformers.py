@@ -28,6 +28,7 @@ from ..mods.mask import Mask
 from ..mods.masks import causal
 from ..mods.score import Score
 from ..mods.scores import softcap as soft_cap
+from .tables import reader
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -113,18 +114,16 @@ def _sees_all(mask_function: MaskFunction, q_length: int, q_offset: Any, kv_end:
 def _padding(tokens: torch.Tensor, kv_length: int, kv_offset: Any) -> MaskFunction | None:
     """The mask of (B, S) `tokens`, False where padding; None where there is none.
 
-    Waits for the device once per forward, as transformers' own masks do. Tokens that follow each other, as with padding
-    left or right of them, are two bounds per sequence: tiles beyond are skipped, and a longer table is no new plan.
+    Waits for the device to say whether there is any, as transformers' own masks do, and once more where there is.
+    Tokens that follow each other, as with padding left or right of them, are two bounds per sequence: tiles beyond
+    are skipped, and a longer table is no new plan.
     """
     if not torch.compiler.is_compiling():
-        begin = tokens.int().argmax(-1)
-        end = tokens.shape[1] - tokens.flip(-1).int().argmax(-1)
-        count = tokens.sum(-1)
-        whole, rows = torch.stack([tokens.all(), ((end - begin == count) | (count == 0)).all()]).tolist()
-        if whole:
+        if bool(tokens.all()):
             return None
-        if rows:
-            end = torch.where(count == 0, begin, end)
+        begin, count = tokens.int().argmax(-1), tokens.sum(-1)
+        end = torch.where(count == 0, begin, tokens.shape[1] - tokens.flip(-1).int().argmax(-1))
+        if bool((end - begin == count).all()):
             return lambda b, h, q_idx, kv_idx: (kv_idx >= begin[b]) & (kv_idx < end[b])
     table = theirs.prepare_padding_mask(tokens, kv_length, kv_offset)
     return theirs.padding_mask_function(table)  # type: ignore[no-any-return]
@@ -172,7 +171,7 @@ def attend(
     query (B, Hq, Sq, D), key (B, Hkv, Skv, D), value (B, Hkv, Skv, Dv).
     attention_mask: what `mask` made; or a 4-d tensor, bool (True where visible) or added to the scores; or None, where
         the module's `is_causal` decides as in `sdpa`.
-    softcap: c·tanh(score / c). position_bias: (B or 1, Hq or 1, Sq, Skv), added to the scores, differentiable.
+    softcap: c·tanh(score / c). position_bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores, differentiable.
     s_aux: (Hq,) sinks, a logit beside those of the keys with no value, differentiable.
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, where packed documents begin in a batch of one; max_length_q,
         max_length_k: their greatest lengths. No document sees another, whatever the mask says.
@@ -258,18 +257,12 @@ def _told(
             )
         return causal(), None
     seen = given[..., : key.shape[2]]
-    return (_of_pair(seen), None) if seen.dtype is torch.bool else (None, seen)
-
-
-def _of_pair(table: torch.Tensor) -> Callable[..., Any]:
-    """b, h, q, kv → what a (B or 1, H or 1, Sq, Skv) table says of the pair."""
-    batches, heads = table.shape[:2]
-    return lambda b, h, q_idx, kv_idx: table[b if batches > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+    return (reader(seen), None) if seen.dtype is torch.bool else (None, seen)
 
 
 def _adding(table: torch.Tensor) -> Score:
     """The score mod that adds what a table says of the pair."""
-    at = _of_pair(table)
+    at = reader(table)
     return Score.of(lambda score, b, h, q_idx, kv_idx: score + at(b, h, q_idx, kv_idx))
 
 

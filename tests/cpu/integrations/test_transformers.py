@@ -153,6 +153,14 @@ def test_masks_as_tensors_are_followed(kind: torch.dtype, heads: int) -> None:
     assert float((found[0] - found[1]).abs().max()) <= 2e-6
 
 
+def test_a_mask_of_one_row_is_that_of_all_queries() -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    for seen in (torch.tensor([1, 1, 0, 1, 1, 0]).bool().expand(2, 1, 1, 6), torch.randn(2, 4, 1, 6)):
+        out, _ = integration.attend(torch.nn.Module(), q, k, v, seen)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        assert float((out.transpose(1, 2) - wanted).abs().max()) <= 1e-6
+
+
 def test_checkpointing_changes_no_gradient() -> None:
     of = model("gemma2").train()
     inputs = {"input_ids": torch.randint(1, WORDS, (2, TOKENS)), "use_cache": False}
