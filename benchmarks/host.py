@@ -12,6 +12,7 @@ issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import statistics
 import sys
@@ -28,13 +29,16 @@ if __package__ in (None, ""):
 
 import composattn as ca  # noqa: E402
 from benchmarks.host_work import Calls, calls_of, without_kernels  # noqa: E402
+from benchmarks.implementations import BARE, OURS  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
 from benchmarks.timing import host_stopwatch, interleaved  # noqa: E402
+from composattn.backends.fused.launch import ForwardLauncher  # noqa: E402
+from composattn.backends.fused.launch_backward import BackwardLauncher  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
 
-OURS = "composattn"
 Call = Callable[[], Any]
+Launch = tuple[Any, tuple[Any, ...]]  # a kernel and what it is given
 
 
 class Inputs:
@@ -122,6 +126,71 @@ def entries(x: Inputs) -> dict[str, dict[str, Call]]:
     return found
 
 
+class Bare:
+    """The kernels and the memory of `call`, in a bare autograd.Function: what no Python of ours could go below.
+
+    The kernels' arguments are those of one call, recorded; memory is allocated as in each call and not used.
+    """
+
+    def __init__(self, call: Call, x: Inputs, grad: bool) -> None:
+        self.x = x
+        self.forward: list[Launch] = []
+        self.backward: list[Launch] = []
+        run = _with_backward(call, x) if grad else call
+        with torch.set_grad_enabled(grad), _recorded(self.forward, self.backward):
+            run()
+
+    def __call__(self) -> Any:
+        return _applied(self, *self.x.qkv)[0] if torch.is_grad_enabled() else self.launched(self.x.q)[0]
+
+    def launched(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.empty_like(q), torch.empty_strided(q.shape[:3], q.stride()[:3], device=q.device)
+        for kernel, given in self.forward:
+            kernel(*given)
+        return made
+
+
+class _Bare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bare: Bare, q: Any, k: Any, v: Any) -> Any:
+        out, lse = bare.launched(q)
+        ctx.bare = bare
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        q, k, v, _, _ = ctx.saved_tensors
+        made = [torch.empty_like(t) for t in (q, k, v, q, q)]  # dq, dk, dv, statistics of rows, the sum of dq
+        for kernel, given in ctx.bare.backward:
+            kernel(*given)
+        return None, *made[:3]
+
+
+# `_Bare.apply` without what it does in Python for `torch.func`, as ours
+_applied = super(torch.autograd.Function, _Bare).apply
+
+
+@contextlib.contextmanager
+def _recorded(forward: list[Launch], backward: list[Launch]) -> Iterator[None]:
+    """Inside, launches are noted: kernels with their arguments."""
+    ahead, back = ForwardLauncher.launch, BackwardLauncher._launch
+
+    def launch(self: ForwardLauncher, *given: Any) -> None:
+        forward.append((self.kernel, given))
+        ahead(self, *given)
+
+    def launch_back(self: BackwardLauncher, *groups: Any) -> None:
+        backward.extend(zip(self.kernels(), groups, strict=False))
+        back(self, *groups)
+
+    ForwardLauncher.launch, BackwardLauncher._launch = launch, launch_back  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ForwardLauncher.launch, BackwardLauncher._launch = ahead, back  # type: ignore[method-assign]
+
+
 def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """Rows of all entries, forward and with the backward."""
     rows: list[dict[str, Any]] = []
@@ -137,10 +206,14 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
                     rows.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
                     continue
                 done[who] = run
+            if name == "ca.Attention, causal":
+                bare = Bare(calls[OURS], x, grad)
+                done[BARE] = _with_backward(bare, x) if grad else bare
             with torch.set_grad_enabled(grad):
                 timings = interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
             found = [
-                {"row": _name(name, grad), "impl": who, "ms": t.ms, "spread": t.spread} for who, t in timings.items()
+                {"row": _name(name, grad), "impl": who, "ms": t.ms, "spread": t.spread, "least_ms": t.least}
+                for who, t in timings.items()
             ]
             print(_name(name, grad))
             show(found)

@@ -19,6 +19,7 @@ OURS = "composattn"
 DETERMINISTIC = "composattn, fixed order"
 PACKED = "composattn varlen"
 GEMM = "cuBLAS GEMM 8192"
+BARE = "bare launches"  # our kernels and memory in a bare autograd.Function, nothing else
 
 
 class NotServed(Exception):

@@ -19,10 +19,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median over the rounds, and (upper - lower quartile) / median."""
+    """Milliseconds per call: the median over the rounds, (upper - lower quartile) / median, and the least of them."""
 
     ms: float
     spread: float
+    least: float
 
 
 HEAD_START = 4_000_000  # clocks that the GPU waits before a sample: 2 ms, in which the host issues the first call
@@ -86,7 +87,7 @@ def summary(samples: list[float]) -> Timing:
     if len(samples) < 4:
         raise ValueError(f"a spread needs at least 4 rounds, got {len(samples)}")
     lower, median, upper = statistics.quantiles(samples, n=4)
-    return Timing(median, (upper - lower) / median)
+    return Timing(median, (upper - lower) / median, min(samples))
 
 
 def balanced_orders(names: list[str]) -> list[list[str]]:
