@@ -298,6 +298,11 @@ def _all() -> Iterable[Case]:
             dim=128,
             measure="memory",
         )
+    for pattern in (full, causal, window, documents, alibi):
+        narrow = functools.partial(window, width=256) if pattern is window else pattern
+        for dtype in (torch.float32, torch.bfloat16) if pattern is causal else (torch.float32,):
+            name = f"forward D64 B1 H8 S2048 {pattern.__name__}, {str(dtype).removeprefix('torch.')}, on a CPU"
+            yield Case(name, ("cpu",), narrow, batch=1, heads=8, q_len=2048, dim=64, dtype=dtype)
     # Small enough for a laptop; shows that the harness runs, says nothing about speed.
     for direction in ("forward", "backward"):
         for pattern in (causal, window, alibi, documents):
@@ -325,6 +330,7 @@ SETS: tuple[str, ...] = (
     "graph",
     "host",
     "memory",
+    "cpu",
     "smoke",
 )
 

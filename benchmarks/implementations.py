@@ -177,7 +177,7 @@ class FlexAttention:
                 pattern.mask_mod, B=None, H=None, Q_LEN=case.q_len, KV_LEN=case.kv_len, device=device
             )
         call: Callable[..., Any] = flex_attention
-        if device.type == "cuda":
+        if device.type == "cuda" or "cpu" in case.sets:
             # A timed backward runs many times over one forward.
             functorch_config.donated_buffer = False
             torch._dynamo.reset()

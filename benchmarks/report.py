@@ -87,7 +87,7 @@ def cell(row: Row | None) -> str:
     if row is None:
         return ""
     if "tflops" in row:
-        return f"{row['tflops']:.0f}"
+        return f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:.3f}"
     if "tbps" in row:
         return f"{row['tbps']:.2f}"
     if "tokens_per_s" in row:

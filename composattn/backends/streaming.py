@@ -23,7 +23,6 @@ from functools import cached_property
 
 import torch
 
-from ..analysis.bands import TileInterval
 from ..analysis.derived import refresh
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
@@ -31,12 +30,12 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
-from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.lent import Lending
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
+from .tiles import Mask, Step, Tile, steps
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,11 +69,6 @@ def _attention(
     refresh(mods.program.captures)
     out, lse, max_scores = attend(Streaming(mods, sequences=sequences), q, k, v)
     return out.to(q.dtype), lse, max_scores
-
-
-# Scores of one step, over all its heads: on a CPU about what its caches hold, on a GPU enough to fill it.
-SCORES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
-SMALLEST_TILE, LARGEST_TILE = 64, 512
 
 
 @dataclass(frozen=True)
@@ -134,24 +128,14 @@ class Streaming:
         # of now, unless given: the backward must see no later ones
         numbers = [s.value for s in mods.program.scalars] if scalars is None else scalars
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
-        self.visited: list[list[list[_Tile]]] = []  # by step and query tile: what the forward saw, for the backward
+        self.visited: list[list[list[Tile]]] = []  # by step and query tile: what the forward saw, for the backward
 
     def steps(
-        self, parts: Sequence[Part], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> Iterator[_Step]:
-        """The sequences cut into groups of heads whose tiles are not too large together."""
-        batch, kv_heads, group = q.shape[:3]
-        budget = SCORES_AT_ONCE.get(q.device.type, SCORES_AT_ONCE["cuda"])
-        for part in parts:
-            q_len, kv_len = (s.stop - s.start for s in (part.queries, part.keys))
-            tile = min(SMALLEST_TILE, q_len) * min(SMALLEST_TILE, kv_len) * group
-            at_once = max(1, budget // max(1, tile))
-            heads = min(kv_heads, at_once)
-            batches = max(1, min(batch, at_once // kv_heads))
-            for b in range(0, batch, batches):
-                for h in range(0, kv_heads, heads):
-                    at = slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads))
-                    yield _Step(self, part, *at, q, k, captured)
+        self, parts: list[Part], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> Iterator[Step]:
+        """The steps of the call, for the tensors that autograd gave."""
+        tensors = {id(t): given for t, given in zip(self.captures, captured, strict=True)}
+        return steps(parts, Mask(self.mods.program, tensors, self.scalars), q, k)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         """(out, lse, max_scores), all in the working precision."""
@@ -162,8 +146,9 @@ class Streaming:
         for step in self.steps(form.parts, q, k, captured):
             here, v_here = [step.queries(x) for x in (out, lse, top)], step.keys(v)
             visited = []
+            memory = q.new_empty(math.prod(step.shape) * step.q_tile * step.kv_tile)
             for rows in step.query_tiles:
-                tiles, *found = _forward_rows(step, rows, v_here)
+                tiles, *found = _forward_rows(self, step, rows, v_here, memory)
                 for x, of_rows in zip(here, found, strict=True):
                     x[:, :, :, rows] = of_rows
                 visited.append(tiles)
@@ -202,12 +187,12 @@ class Streaming:
             k_here, v_here = step.keys(k), step.keys(v)
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
                 q_tile, do_tile, lse_tile, delta_tile = (step.queries(x)[:, :, :, rows] for x in (q, dout, lse, delta))
-                q_tile, do_tile = step.stack(q_tile) * self.scale, step.stack(do_tile)
+                q_tile, do_tile = _stack(q_tile) * self.scale, _stack(do_tile)
                 dq_tile = torch.zeros_like(q_tile)
                 for tile in tiles:
                     columns = tile.columns
                     dp = do_tile @ v_here[:, :, columns].mT
-                    p, ds = _backward_tile(step, tile, q_tile, dp, lse_tile, delta_tile, slopes, totals)
+                    p, ds = _backward_tile(self, step, tile, q_tile, dp, lse_tile, delta_tile, slopes, totals)
                     dv_here[:, :, columns].add_(p.mT @ do_tile)
                     dk_here[:, :, columns].add_(ds.mT @ q_tile)
                     dq_tile = dq_tile + ds @ k_here[:, :, columns]
@@ -218,38 +203,65 @@ class Streaming:
         return (*grads, *sums)
 
 
-Visited = tuple[list["_Tile"], torch.Tensor, torch.Tensor, torch.Tensor]
+Visited = tuple[list[Tile], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward_rows(step: _Step, rows: slice, v: torch.Tensor) -> Visited:
-    """(tiles visited, out, lse, max_scores) of one query tile, by online softmax."""
-    q_tile = step.stack(step.q[:, :, :, rows]) * step.call.scale
+def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, memory: torch.Tensor) -> Visited:
+    """(tiles visited, out, lse, max_scores) of one query tile: each kv tile's own softmax, merged by their LSE."""
+    q_tile = _stack(step.q[:, :, :, rows]) * call.scale
     shape = (*step.shape, rows.stop - rows.start)
-    top = q_tile.new_full((*shape, 1), -math.inf)
-    total = q_tile.new_zeros((*shape, 1))
-    acc = q_tile.new_zeros((*q_tile.shape[:-1], v.shape[-1]))
+    lse, top = (q_tile.new_full((*shape, 1), -math.inf) for _ in range(2))
+    out = q_tile.new_zeros((*q_tile.shape[:-1], v.shape[-1]))
     visited = []
     for tile, visible in step.seen_from(rows):
         visited.append(tile)
-        scores = step.scores(q_tile, tile)
-        if step.call.score is not None:
-            scores = step.evaluate([step.call.score], tile, scores)[0].expand(scores.shape)
-        if visible is not None:
-            scores = scores.masked_fill(~visible, -math.inf)
-        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        base = higher.masked_fill(higher == -math.inf, 0.0)
-        p = (scores - base).exp_()
-        fade = torch.exp(top - base)
-        total = total * fade + p.sum(-1, keepdim=True)
-        acc = acc * step.stack(fade) + step.stack(p) @ v[:, :, tile.columns]
-        top = higher
-    seen = total.masked_fill(total == 0, 1.0)
-    return visited, acc.view(*shape, -1) / seen, (top + seen.log()).squeeze(-1), top.squeeze(-1)
+        raw = scores = _scores(q_tile, step, tile, memory)
+        if call.score is not None:
+            scores = step.evaluate([call.score], tile, raw)[0].expand(raw.shape)
+        scores, highest = _hidden(scores, visible, raw)
+        # one operation where exponentials and their sum take three; the largest probability is 1 / sum
+        p = torch.softmax(scores, -1, out=raw)
+        tile_lse = highest - p.amax(-1, keepdim=True).log_()
+        unseen = highest == -math.inf
+        if bool(unseen.any()):
+            p.masked_fill_(unseen, 0.0)
+            tile_lse.masked_fill_(unseen, -math.inf)
+        of_tile = _stack(p) @ v[:, :, tile.columns]
+        top = torch.maximum(top, highest)
+        if len(visited) == 1:
+            out, lse = of_tile, tile_lse
+        else:
+            out, lse = _merged(out, lse, of_tile, tile_lse)
+    return visited, out.view(*shape, -1), lse.squeeze(-1), top.squeeze(-1)
+
+
+def _hidden(scores: torch.Tensor, visible: torch.Tensor | None, memory: torch.Tensor) -> Pair:
+    """(scores with -inf where they are not visible, in `memory` where it pays; the highest of each row)."""
+    if visible is None:
+        return scores, scores.amax(-1, keepdim=True)
+    if visible.numel() < scores.numel():
+        # one mask for all heads: a minimum takes 29 µs where masked_fill takes 300, but leaves a hidden NaN
+        bound = torch.full_like(visible, math.inf, dtype=scores.dtype).masked_fill_(~visible, -math.inf)
+        scores = torch.minimum(scores, bound, out=memory)
+        highest = scores.amax(-1, keepdim=True)
+        if not bool(highest.isnan().any()):
+            return scores, highest
+    scores = scores.masked_fill(~visible, -math.inf)
+    return scores, scores.amax(-1, keepdim=True)
+
+
+def _merged(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Pair:
+    """(out, lse) of two parts of the keys; `out` is written to."""
+    total = torch.logaddexp(lse, other_lse)
+    base = total.masked_fill(total == -math.inf, 0.0)
+    out.mul_(_stack((lse - base).exp_())).add_(other.mul_(_stack((other_lse - base).exp_())))
+    return out, total
 
 
 def _backward_tile(
-    step: _Step,
-    tile: _Tile,
+    call: Streaming,
+    step: Step,
+    tile: Tile,
     q_tile: torch.Tensor,
     dp: torch.Tensor,
     lse: torch.Tensor,
@@ -258,8 +270,7 @@ def _backward_tile(
     totals: dict[int, torch.Tensor],
 ) -> Pair:
     """(P, d score) of one tile, the rows of a group stacked; gradients of captured reads are added to `totals`."""
-    call = step.call
-    raw = step.scores(q_tile, tile)
+    raw = _scores(q_tile, step, tile)
     visible = None if tile.full or call.mask is None else step.evaluate([call.mask], tile)[0]
     if visible is not None and torch.is_grad_enabled():
         raw = raw.masked_fill(~visible, 0.0)  # keeps the NaN of a hidden pair out of the second derivative
@@ -280,130 +291,19 @@ def _backward_tile(
             accumulate(totals[id(read.attr.tensor)], ds * torch.where(unseen, 0.0, by), indices)
         if call.mods.slope is not const(1.0):
             ds = ds * torch.where(unseen, 0.0, slope)
-    return step.stack(p), step.stack(ds)
+    return _stack(p), _stack(ds)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Rows and columns of one tile; `full` where every pair is visible, so that nothing is tested."""
-
-    rows: slice
-    columns: slice
-    full: bool
+def _stack(x: torch.Tensor) -> torch.Tensor:
+    """(b, kv head, group, rows, n) → (b, kv head, group · rows, n)."""
+    return x.flatten(2, 3)
 
 
-class _Step:
-    """What one step needs to know: its sequence (or all of a dense call's), heads and tiles, and the mods on them."""
-
-    def __init__(
-        self,
-        call: Streaming,
-        part: Part,
-        batches: slice,
-        kv_heads: slice,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-    ) -> None:
-        self.call, self.part = call, part
-        self.heads = (batches, kv_heads)
-        self.q, self.k = self.queries(q), self.keys(k)
-        self.shape = tuple(self.q.shape[:3])
-        self.q_len, self.kv_len = self.q.shape[3], self.k.shape[2]
-        self.tensors = {id(t): given for t, given in zip(call.captures, captured, strict=True)}
-        group = self.shape[2]
-        self.index = {
-            "b": self.arange(slice(part.b + batches.start, part.b + batches.stop), -1, 1, 1, 1, 1),
-            "h": self.arange(slice(kv_heads.start * group, kv_heads.stop * group), 1, -1, group, 1, 1),
-            "q_len": self.arange(slice(self.q_len, self.q_len + 1), 1),
-            "kv_len": self.arange(slice(self.kv_len, self.kv_len + 1), 1),
-        }
-        budget = SCORES_AT_ONCE.get(q.device.type, SCORES_AT_ONCE["cuda"]) // max(1, math.prod(self.shape))
-        self.q_tile = min(_tile(math.isqrt(budget)), max(1, self.q_len))
-        self.kv_tile = min(_tile(budget // self.q_tile), max(1, self.kv_len))
-
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
-        """The step's of (B, kv head, group, rows, ...)."""
-        return x[self.heads][:, :, :, self.part.queries]
-
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """The step's of (B, kv head, columns, ...)."""
-        return x[self.heads][:, :, self.part.keys]
-
-    @cached_property
-    def query_tiles(self) -> list[slice]:
-        return [slice(r, min(r + self.q_tile, self.q_len)) for r in range(0, self.q_len, self.q_tile)]
-
-    def arange(self, positions: slice, *shape: int) -> torch.Tensor:
-        return torch.arange(positions.start, positions.stop, device=self.q.device).view(shape)
-
-    @staticmethod
-    def stack(x: torch.Tensor) -> torch.Tensor:
-        """(b, kv head, group, rows, n) → (b, kv head, group · rows, n)."""
-        return x.flatten(2, 3)
-
-    def scores(self, q_tile: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        """scale·q·kᵀ of a tile, (b, kv head, group, rows, columns)."""
-        return (q_tile @ self.k[:, :, tile.columns].mT).unflatten(2, (self.shape[2], -1))
-
-    def evaluate(self, exprs: list[Expr], tile: _Tile, score: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Values of graphs on a tile, broadcastable to its scores."""
-        index = {
-            **self.index,
-            "q": self.arange(tile.rows, 1, 1, 1, -1, 1),
-            "kv": self.arange(tile.columns, 1, 1, 1, 1, -1),
-        }
-        return evaluate_all(exprs, self.env(index, score))
-
-    def env(self, index: dict[str, torch.Tensor], score: torch.Tensor | None = None) -> Env:
-        q, scalars = self.q, self.call.scalars
-        return Env(index, score, float_dtype=q.dtype, device=q.device, tensors=self.tensors, scalars=scalars)
-
-    def seen_from(self, rows: slice) -> Iterator[tuple[_Tile, torch.Tensor | None]]:
-        """Tiles with a visible pair, in ascending order, with what is visible of them; None: all."""
-        for columns, full in self.candidates[rows.start // self.q_tile]:
-            tile = _Tile(rows, columns, full)
-            if full or self.call.mask is None:
-                yield tile, None
-                continue
-            visible = self.evaluate([self.call.mask], tile)[0]
-            if bool(visible.all()):
-                yield _Tile(rows, columns, True), None
-            elif bool(visible.any()):
-                yield tile, visible
-
-    @cached_property
-    def candidates(self) -> list[list[tuple[slice, bool]]]:
-        """For every query tile the columns of the kv tiles that its intervals touch, and which need no test."""
-        all_columns = [slice(c, min(c + self.kv_tile, self.kv_len)) for c in range(0, self.kv_len, self.kv_tile)]
-        if self.call.mask is None:
-            return [[(columns, True) for columns in all_columns] for _ in self.query_tiles]
-        spans = [self.span(interval) for interval in self.call.mods.program.intervals]
-        found = []
-        for i in range(len(self.query_tiles)):
-            touched = []
-            for columns in all_columns:
-                begins = [s[i] for s in spans if s[i][0] < columns.stop and s[i][1] > columns.start]
-                if begins:
-                    full = any(fb <= columns.start and columns.stop <= fe for _, _, fb, fe in begins)
-                    touched.append((columns, full))
-            found.append(touched)
-        return found
-
-    def span(self, interval: TileInterval) -> list[tuple[int, int, int, int]]:
-        """Ends of an interval for every query tile: begin and end cover every head, full ends hold for every head."""
-        first = torch.tensor([r.start for r in self.query_tiles], device=self.q.device).view(1, 1, 1, -1, 1)
-        last = torch.tensor([r.stop - 1 for r in self.query_tiles], device=self.q.device).view(1, 1, 1, -1, 1)
-        env = self.env({**self.index, "first": first, "last": last})
-        ends = evaluate_all([interval.begin, interval.end, interval.full_begin, interval.full_end], env)
-        shape = (*self.shape, len(self.query_tiles), 1)
-        begin, end, full_begin, full_end = (e.expand(shape).transpose(3, 0).flatten(1) for e in ends)
-        nothing = begin >= end
-        columns = (
-            begin.masked_fill(nothing, self.kv_len).amin(1), end.masked_fill(nothing, 0).amax(1),
-            full_begin.amax(1), full_end.amin(1),
-        )  # fmt: skip
-        return list(zip(*(c.tolist() for c in columns), strict=True))
+def _scores(q_tile: torch.Tensor, step: Step, tile: Tile, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """scale·q·kᵀ of a tile, (b, kv head, group, rows, columns), written to `memory` where given."""
+    keys, shape = step.k[:, :, tile.columns].mT, (*q_tile.shape[:-1], tile.columns.stop - tile.columns.start)
+    given = None if memory is None else memory[: math.prod(shape)].view(shape)
+    return torch.matmul(q_tile, keys, out=given).unflatten(2, (step.shape[2], -1))
 
 
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -411,8 +311,3 @@ def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     working = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.to(working).contiguous() for x in (q, k, v))
     return q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])), k, v
-
-
-def _tile(size: int) -> int:
-    """The power of two at or below `size`, within bounds."""
-    return max(SMALLEST_TILE, min(LARGEST_TILE, 1 << max(0, size.bit_length() - 1)))

@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import composattn as ca
-from composattn.backends import streaming
+from composattn.backends import tiles
+from composattn.backends.tiles import TileSizes
 from composattn.testing import Space, check, make_case, random_case, strategies
 
 attend = functools.partial(ca.attention, backend="streaming")
@@ -38,8 +39,8 @@ def held_to_the_tolerance(seed: int, space: Space) -> None:
 @pytest.mark.parametrize("round_", range(ROUNDS))
 def test_small_calls_in_small_tiles(round_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:{round_}")
-    monkeypatch.setattr(streaming, "SMALLEST_TILE", draw.choice((4, 8)))
-    monkeypatch.setattr(streaming, "LARGEST_TILE", draw.choice((8, 16)))
+    sizes = TileSizes(draw.choice((4, 8)), draw.choice((4, 8, 16)), draw.choice((1, 1 << 19)))
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", sizes)
     for _ in range(CASES):
         held_to_the_tolerance(draw.randrange(2**31), Space())
 

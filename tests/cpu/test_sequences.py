@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import composattn as ca
-from composattn.backends import streaming
+from composattn.backends import tiles
+from composattn.backends.tiles import TileSizes
 from composattn.mods import alibi, causal, document, sliding_window
 from composattn.testing import SMALL, check, make_case, make_paged_case, make_varlen_case, random_case, run, strategies
 from composattn.testing.tolerance import Case
@@ -43,8 +44,7 @@ def test_drawn_paged_calls_are_right(case: Case) -> None:
 @pytest.mark.parametrize("round_", range(2))
 def test_random_calls_in_small_tiles(round_: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:packed:{round_}")
-    monkeypatch.setattr(streaming, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(streaming, "LARGEST_TILE", draw.choice((4, 8)))
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(4, draw.choice((4, 8)), 1 << 19))
     for _ in range(50):
         seed = draw.randrange(2**31)
         case = random_case(seed, PACKED)

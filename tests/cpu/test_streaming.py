@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends import streaming
+from composattn.backends import streaming, tiles
+from composattn.backends.tiles import TileSizes
 from composattn.mods import (
     alibi,
     bias,
@@ -38,8 +40,7 @@ attend = functools.partial(ca.attention, backend="streaming")
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 4 × 4, so that small inputs have many."""
-    monkeypatch.setattr(streaming, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(streaming, "LARGEST_TILE", 4)
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(4, 4, 1 << 19))
 
 
 def leaf(*shape, generator, positive=False):
@@ -146,7 +147,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_grows_with_the_square_of_the_length_nor_with_the_query_heads(generator, monkeypatch):
-    monkeypatch.setitem(streaming.SCORES_AT_ONCE, "cpu", 1 << 15)
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", dataclasses.replace(tiles.CPU, scores=1 << 15))
     # 16 query heads share one K/V head: expanding it would take 16 · 8192 · 16 elements
     q, k, v = qkv(generator=generator, batch=1, heads=16, kv_heads=1, q_len=1, kv_len=8192, dim=16, requires_grad=True)
     with Largest() as seen:
@@ -165,8 +166,8 @@ def test_no_tensor_grows_with_the_square_of_the_length_nor_with_the_query_heads(
     [
         (None, 64, 64),
         (causal(), 36, 28),
-        (causal() & sliding_window(8), 15, 0),
-        (document(torch.arange(64) // 16), 16, 16),
+        (causal() & sliding_window(16), 15, 0),
+        (document(torch.arange(128) // 32), 16, 16),
         (ca.mask(lambda b, h, q, kv: q < 0), 0, 0),
     ],
     ids=["nothing hidden", "causal", "a window", "documents", "everything hidden"],
@@ -174,13 +175,42 @@ def test_no_tensor_grows_with_the_square_of_the_length_nor_with_the_query_heads(
 def test_only_tiles_with_a_visible_pair_are_visited_and_full_ones_not_tested_with(
     mask, visited, full, generator, monkeypatch
 ):
-    monkeypatch.setattr(streaming, "SMALLEST_TILE", 8)
-    monkeypatch.setattr(streaming, "LARGEST_TILE", 8)
-    q, k, v = qkv(generator=generator, q_len=64, dim=4)
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(16, 16, 1 << 19))
+    q, k, v = qkv(generator=generator, q_len=128, dim=4)
     call = streaming.Streaming(streaming.Mods(Program(mask=None if mask is None else mask.expr), 1.0))
     call.forward(q, k, v, call.captures)
-    tiles = [tile for step in call.visited for row in step for tile in row]
-    assert (len(tiles), sum(tile.full for tile in tiles)) == (visited, full)
+    found = [tile for step in call.visited for row in step for tile in row]
+    assert (len(found), sum(tile.full for tile in found)) == (visited, full)
+
+
+def test_what_a_score_mod_returns_is_not_written_to(generator):
+    q, k, v = qkv(generator=generator, q_len=5, kv_len=7, dim=4)
+    table = torch.randn(5, 7, generator=generator)
+    before = table.clone()
+    attend(q, k, v, score_mod=lambda s, b, h, q, kv: table[q, kv], mask_mod=causal("bottom_right"))
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "mask", [causal(), ca.mask(lambda b, h, q, kv: kv <= q + 0 * h)], ids=["of all heads", "a head"]
+)
+def test_hidden_keys_may_hold_anything(mask, poison, generator):
+    q, k, v = qkv(generator=generator, batch=1, heads=2, q_len=9, dim=4)
+    known = attend(q, k, v, mask_mod=mask)
+    k[:, :, 8] = poison
+    found = attend(q, k, v, mask_mod=mask)
+    assert torch.equal(found[:, :, :8], known[:, :, :8])
+    assert found[:, :, 8].isnan().all()
+
+
+def test_columns_that_no_row_sees_are_left_out_in_quarters_of_a_tile(generator, monkeypatch):
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(16, 16, 1 << 19))
+    q, k, v = qkv(generator=generator, q_len=16, dim=4)
+    hashed = ca.mask(lambda b, h, q, kv: (3 * kv) % 8 == 3)  # kv 1 and 9
+    call = streaming.Streaming(streaming.Mods(Program(mask=hashed.expr), 1.0))
+    call.forward(q, k, v, call.captures)
+    assert [tile.columns for step in call.visited for row in step for tile in row] == [slice(0, 4), slice(8, 12)]
 
 
 @pytest.mark.parametrize("tile", [1, 3, 16, 64])
@@ -188,9 +218,7 @@ def test_only_tiles_with_a_visible_pair_are_visited_and_full_ones_not_tested_wit
 def test_tile_sizes_do_not_change_the_result(tile, budget, generator, monkeypatch):
     q, k, v = qkv(generator=generator, batch=2, heads=4, kv_heads=2, q_len=19, kv_len=23, dim=8, dtype=torch.float64)
     table = leaf(4, 9, generator=generator)
-    monkeypatch.setattr(streaming, "SMALLEST_TILE", tile)
-    monkeypatch.setattr(streaming, "LARGEST_TILE", tile)
-    monkeypatch.setitem(streaming.SCORES_AT_ONCE, "cpu", budget)
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(tile, tile, budget))
     dout, dlse = torch.randn(2, 4, 19, 8, generator=generator), torch.randn(2, 4, 19, generator=generator)
     check(attend, Case(q, k, v, relative_bias(table), causal("bottom_right"), None, dout, dlse))
 
