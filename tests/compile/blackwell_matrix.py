@@ -134,7 +134,7 @@ def faults(artifact: Artifact) -> Iterator[str]:
 
 def frees_what_it_allocates(ptx: str, columns: int) -> bool:
     """One warp asks for so many columns and frees as many; no path ends between, and all threads meet before."""
-    asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[%r\d+\], \1;", ptx)
+    asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[\S+\], \1;", ptx)
     freed = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.dealloc\S+ \t%r\d+, \1;", ptx)
     if not [n for _, n in asked] == [n for _, n in freed] == [str(columns)]:
         return False

@@ -26,7 +26,7 @@ from composattn.mods.score import Score
 from tests.compile.blackwell_matrix import Cell, cells, faults, frees_what_it_allocates
 
 B300 = TARGETS[10, 3]
-PACKED = Layout("packed", "packed")
+PACKED, PAGES = Layout("packed", "packed"), Layout("dense", "paged", page_size=64, used_kv=True)
 DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
 
 
@@ -47,7 +47,7 @@ def plan(
 
 PLANS = {
     "plain-d128": plan(),
-    "window-d192-dv128": plan(mask=sliding_window(512), d=192, dv=128),
+    "softcap-causal-pages-d192-dv128": plan(softcap(30.0), causal(), d=192, dv=128, layout=PAGES),
     "causal-packed-d256-sm103": plan(mask=causal(), d=256, layout=PACKED, target=B300),
     "neighbours-d64": plan(mask=neighborhood((45, 45), (13, 9)), d=64),
 }
@@ -63,6 +63,8 @@ MORE = {
     "documents-d64": plan(mask=document(DOCUMENTS), d=64),
     "softcap-d192": plan(softcap(30.0), d=192),
     "relative-bias-d64": plan(relative_bias(torch.zeros(8, 4095)), d=64),
+    "window-d192-dv128": plan(mask=sliding_window(512), d=192, dv=128),
+    "window-persistent-d128": plan(mask=sliding_window(512), schedule=Schedule(persistent=True)),
     "causal-d192-dv128": plan(mask=causal(), d=192, dv=128),
     "split-d128": plan(schedule=Schedule(split_kv=2)),
 }

@@ -10,7 +10,7 @@ import torch
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.blackwell.roles import ONE_TILE, TWO_TILES, TWO_TILES_OF_MORE_ADDRESSES, Roles
+from composattn.backends.blackwell.roles import ONE_TILE, TWO_TILES, Roles
 from composattn.backends.blackwell.tensor_memory import COLUMNS, Columns, TensorMemory
 from composattn.backends.blackwell.tiling import BlackwellTiling
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
@@ -64,7 +64,7 @@ def test_a_plan_prints_where_everything_lies() -> None:
 
 
 def test_roles_get_the_registers_there_are() -> None:
-    for roles in (TWO_TILES, TWO_TILES_OF_MORE_ADDRESSES, ONE_TILE):
+    for roles in (TWO_TILES, ONE_TILE):
         assert roles.threads * roles.launched <= 65536
     with pytest.raises(ValueError, match="registers of a thread of each warpgroup, launched with 128 each"):
         Roles(tiles=2, softmax_registers=200, correction_registers=80, other_registers=64)

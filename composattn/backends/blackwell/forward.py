@@ -38,6 +38,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
     """
 
     rows = ROWS
+    keeps_shared_base = False  # kept for all roles it went to the stack: 35 to 56 reloads of pages at D 192
 
     def __init__(self, plan: ForwardPlan[BlackwellTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n), IN_PAIRS)

@@ -69,8 +69,4 @@ class Roles:
 
 
 TWO_TILES = Roles(tiles=2, softmax_registers=192, correction_registers=80, other_registers=48)
-# Where a row has more than 128 numbers, or a block stays for several tiles, the warps of the products and loads keep
-# more addresses: with 48 registers they spilled 10 instructions in a window at D 192/128, and 28 in a block that stays.
-# Elsewhere the softmax spills up to 11 with 184.
-TWO_TILES_OF_MORE_ADDRESSES = Roles(tiles=2, softmax_registers=184, correction_registers=80, other_registers=64)
 ONE_TILE = Roles(tiles=1, softmax_registers=240, correction_registers=128, other_registers=136)

@@ -11,7 +11,7 @@ from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
-from .roles import ONE_TILE, TWO_TILES, TWO_TILES_OF_MORE_ADDRESSES, Roles
+from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
 ROWS = 128  # of one product: the lanes of tensor memory
@@ -48,9 +48,7 @@ class BlackwellTiling(ForwardTiling):
 
     @property
     def roles(self) -> Roles:
-        if self.query_tiles == 1:
-            return ONE_TILE
-        return TWO_TILES_OF_MORE_ADDRESSES if self.d > 128 or self.persistent else TWO_TILES
+        return ONE_TILE if self.query_tiles == 1 else TWO_TILES
 
     @property
     def tensor_memory(self) -> TensorMemory:

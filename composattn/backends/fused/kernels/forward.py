@@ -34,6 +34,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
     blocks = 1  # on a multiprocessor at once
+    keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     dtype: Any  # of q, k and v
 
     def __init__(
@@ -81,6 +82,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
             min_blocks_per_mp=self.blocks,
             # said where there are several, else the kernel language asks the driver, which compiling must not need
             preferred_smem_carveout=None if self.blocks == 1 else 100,
+            hint_smem_base_uniform=self.keeps_shared_base,
         )
 
     @cute.kernel
