@@ -2,8 +2,11 @@
 
     python -m tests.compile.blackwell_matrix --seconds 450            cells with no row yet, for so long; go on by again
     python -m tests.compile.blackwell_matrix d128 sm_103a             cells with all these words in their names
+    python -m tests.compile.blackwell_matrix --part 3/48 --record 3.json      each 48th cell from the third on
+    python -m tests.compile.blackwell_matrix --gather 1.json 2.json ...       rows of several records into one
 
-`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell. Rows of other sources are dropped.
+`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell, if no other record is named. Rows of
+other sources are dropped.
 """
 
 from __future__ import annotations
@@ -170,45 +173,73 @@ class Record:
     rows: dict[str, Row]
 
     @staticmethod
-    def read() -> Record:
+    def read(path: Path) -> Record:
         """Of what compiles here: without rows that other sources made."""
         here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
-        kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        kept = json.loads(path.read_text()) if path.exists() else {}
         same = (kept.get("language"), kept.get("sources")) == (here.language, here.sources)
         if not same:
             return here
         rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
         return dataclasses.replace(here, commit=kept["commit"], rows=rows)
 
-    def write(self) -> None:
+    def write(self, path: Path) -> None:
         """A line a row, its values in the order of `fields`."""
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         head: dict[str, object] = {"language": self.language, "sources": self.sources, "commit": self.commit}
         head["fields"] = list(next(iter(self.rows.values())))
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(list(row.values()))}" for name, row in self.rows.items())
-        RECORD.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
+        path.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
-    parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
-    asked = parser.parse_args(arguments)
-    record, end = Record.read(), time.monotonic() + asked.seconds
-    wanted = [cell for cell in cells() if all(word in str(cell).split() for word in asked.words)]
-    left = [cell for cell in wanted if str(cell) not in record.rows]
+def gather(paths: list[Path], record: Path) -> Record:
+    """All rows of several records, in the order of cells."""
+    found = Record.read(record)
+    for path in paths:
+        found.rows |= Record.read(path).rows
+    found.rows = {str(cell): found.rows[str(cell)] for cell in cells() if str(cell) in found.rows}
+    found.write(record)
+    return found
+
+
+def wanted(words: list[str], part: str) -> list[Cell]:
+    """Cells with all words in their names; of those each N-th from the I-th on, with `part` I/N."""
+    first, step = map(int, part.split("/"))
+    return [cell for cell in cells() if all(word in str(cell).split() for word in words)][first - 1 :: step]
+
+
+def compiled(left: list[Cell], record: Record, path: Path, seconds: float) -> None:
+    """Rows of cells that have none yet into the record and its file, as each is made."""
+    end = time.monotonic() + seconds
     for cell in left:
         if time.monotonic() > end:
             break
         begun = time.monotonic()
         found = record.rows[str(cell)] = row(cell)
-        record.write()
+        record.write(path)
         print(f"{cell}: {time.monotonic() - begun:.1f} s {found}", flush=True)
-    rows = [record.rows[str(cell)] for cell in wanted if str(cell) in record.rows]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
+    parser.add_argument("--part", default="1/1", help="I/N: each N-th cell from the I-th on")
+    parser.add_argument("--record", type=Path, default=RECORD, help="file that keeps the rows")
+    parser.add_argument("--gather", type=Path, nargs="+", default=[], help="records whose rows go to it")
+    parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
+    asked = parser.parse_args(arguments)
+    cells_asked = wanted(asked.words, asked.part)
+    if asked.gather:
+        record = gather(asked.gather, asked.record)
+    else:
+        record = Record.read(asked.record)
+        left = [cell for cell in cells_asked if str(cell) not in record.rows]
+        compiled(left, record, asked.record, asked.seconds)
+    rows = [record.rows[str(cell)] for cell in cells_asked if str(cell) in record.rows]
     bad = sum(bool(found["faults"]) for found in rows)
-    print(f"of {len(wanted)} cells {len(rows)} are compiled, {bad} are not lean")
-    return int(bad > 0 or len(rows) < len(wanted))
+    print(f"of {len(cells_asked)} cells {len(rows)} are compiled, {bad} are not lean")
+    return int(bad > 0 or len(rows) < len(cells_asked))
 
 
 if __name__ == "__main__":
