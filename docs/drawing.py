@@ -29,7 +29,7 @@ class Drawing:
         self, x: float, y: float, words: str, *, size: float = 12, fill: str = INK, anchor: str = "start",
         mono: bool = False, bold: bool = False,
     ) -> None:  # fmt: skip
-        style = ' font-family="monospace"' if mono else ""
+        style = ' font-family="monospace" xml:space="preserve"' if mono else ""
         style += ' font-weight="bold"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{style}>'

@@ -63,3 +63,10 @@ def test_the_gallery_is_current() -> None:
     script = docs_script("make_gallery")
     for path, text in {script.PAGE: script.page(), **script.pictures()}.items():
         assert path.read_text() == text, f"{path.name}: run python docs/make_gallery.py"
+    assert {path.name for path in script.PICTURES.iterdir()} == {path.name for path in script.pictures()}
+
+
+def test_the_pictures_of_the_stages_are_current() -> None:
+    script = docs_script("make_stages")
+    for path, text in script.pictures().items():
+        assert path.read_text() == text, f"{path.name}: run python docs/make_stages.py"
