@@ -16,7 +16,7 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-all bench lint fix clean
+.PHONY: help demo recipes test test-all bench lint wheel docs fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
@@ -25,6 +25,8 @@ help:
 	@echo "make test-all  the slow and the nightly ones as well"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
+	@echo "make wheel     dist/, looked through, installed into an environment of its own, and the demo run there"
+	@echo "make docs      the site, in site/, and a look at it in a browser where one is there"
 	@echo "make fix       let ruff repair and format what it can"
 	@echo "make clean     remove the environment and what tools left behind"
 
@@ -52,12 +54,23 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Both from the sources here, the wheel from the source distribution.
+wheel: $(VENV)/.test
+	$(SAY) 'wheel'
+	rm -rf dist
+	$(PY) -m build --quiet --no-isolation --outdir dist .
+	$(PY) -m tests.wheel dist
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	$(PY) -m tests.browser site
+
 fix: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out
 
 # The environment grows by what a target needs: the demo never waits for the kernel toolchain.
 
@@ -80,6 +93,11 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.lint: $(VENV)/.demo
 	$(SAY) 'ruff and mypy'
 	$(PIP) -e '.[plot,lint]' $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(SAY) 'what makes the site'
+	$(PIP) -e '.[plot,docs]' $(BRIEFLY)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+GALLERY = ROOT / "docs" / "gallery.md"
+MORE = ROOT / "docs" / "more.md"
 PLOTS = ROOT / "docs" / "plots"
 NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
 
@@ -269,12 +271,57 @@ def between(text: str, generated: str, name: str, by: str = "benchmarks/report.p
     return pattern.sub(lambda _: f"{begin}\n{generated.rstrip()}\n{end}", text)
 
 
+def speed_markers(pattern: str) -> str:
+    """Where a page wants the speed of a pattern of `benchmarks/cases.py` at `SHOWN`; `with_speeds` writes it there."""
+    return f"<!-- speed of {pattern}: generated, see benchmarks/report.py -->\n<!-- speed of {pattern}: end -->"
+
+
+def with_speeds(text: str, results: list[Result] | None = None) -> str:
+    """`text` with what the newest run of each pattern says, where `speed_markers` stand."""
+    results = kept() if results is None else results
+    for pattern in re.findall(r"<!-- speed of (\w+): end -->", text):
+        text = between(text, speed_table(pattern, results), f"speed of {pattern}")
+    return text
+
+
+def speed_table(pattern: str, results: list[Result]) -> str:
+    """Both directions of a pattern at `SHOWN`, each from the newest run that measured it; "" where none did."""
+    lines = []
+    for way in ("forward", "backward"):
+        case = f"{way} {SHOWN} {pattern}"
+        measured = [(r, rows) for r in results if "tflops" in (rows := r.table.get(case, {})).get(OURS, {})]
+        if not measured:
+            continue
+        result, rows = measured[-1]
+        peer, of_gemm = best_peer(rows), fraction_of_gemm(rows)
+        for name, words in ((OURS, way), (PACKED, f"{way}, packed (`ca.Varlen`)")):
+            ratio = ratio_to_best(rows, name)
+            if "tflops" in rows.get(name, {}):
+                other = f"{cell(rows[peer[0]])} ({peer[0]})" if peer else "–"
+                ends = [f"{ratio:.2f}×" if ratio else "–", f"{of_gemm:.2f}" if of_gemm and name == OURS else ""]
+                run = f"[{result.name}](benchmarks.md#{result.name})"
+                lines.append("| " + " | ".join([words, cell(rows[name]), other, *ends, run]) + " |")
+    head = ["", "composattn", "fastest other", "ours to it", "of the GEMM", "run"]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) if lines else ""
+
+
+def newest(kind: str, results: list[Result]) -> str:
+    """The table of the newest run of a kind (`MACHINE-KIND.json`), and where it comes from."""
+    for result in reversed(results):
+        if result.name.rpartition("-")[2] == kind:
+            run = f"[{result.name}](benchmarks.md#{result.name})"
+            return f"{markdown(result)}\nRun {run}: {result.facts['machine'].split(',')[0]}.\n"
+    return NOTHING
+
+
 def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
-    """What the two pages must say, given the results and the names of their plots."""
+    """What the pages must say, given the results and the names of their plots."""
     sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
     return {
         PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
         README: between(README.read_text(), headline(results) or NOTHING, "results"),
+        GALLERY: with_speeds(GALLERY.read_text(), results),
+        MORE: between(MORE.read_text(), newest("planning", results), "planning"),
     }
 
 

@@ -59,7 +59,13 @@ HEAD = """\
 `from composattn.mods import causal, ...`. Masks join with `&`, `|`, `~`; score mods with `>>` (then) and `+` (both
 changes). A plain function may stand on either side. Pictures show 16 queries (rows) by 16 keys (columns), `■` where
 a query may attend to a key. Formulas are what notebooks show of a mod (`_repr_latex_`): $s$ is the score, $t_n$ are
-captured tensors; its derivatives, which the backward computes, are below each score mod.
+captured tensors; its derivatives, which the backward computes, are below each score mod. The [gallery](gallery.md) has
+larger pictures, and speeds.
+
+<!-- python
+import torch
+from composattn.mods import *
+-->
 """
 
 
@@ -80,7 +86,7 @@ def entry(fn: Callable[..., Any]) -> Iterator[str]:
     # annotations are strings until they are asked for, and would be printed with quotes
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(fn))).replace("torch.Tensor", "Tensor")
     yield f"### {name}\n"
-    yield f"```python\n{name}{signature}\n```\n"
+    yield f"```text\n{name}{signature}\n```\n"
     yield f"{inspect.getdoc(fn)}\n"
     vocabulary = {**vars(masks), **vars(scores)}
     for example in EXAMPLES[name]:

@@ -95,6 +95,7 @@ def docs_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for the annotations of their fields
     spec.loader.exec_module(module)
     return module
 

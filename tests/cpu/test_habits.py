@@ -17,6 +17,12 @@ PAGES = (
     "docs/emulator.md",
     "docs/design.md",
     "docs/blackwell.md",
+    "docs/coming_from.md",
+    "docs/how_it_works.md",
+    "docs/integrations.md",
+    "docs/more.md",
+    "docs/tutorial.md",
+    "docs/vllm.md",
 )
 FOLDERS = ("composattn", "tests", "docs", "benchmarks", "recipes", ".ci")
 

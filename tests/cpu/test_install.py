@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import composattn as ca
+from tests import wheel
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +65,14 @@ def test_the_command_line_works_beside_the_clone(parent: Path) -> None:
 def test_the_installed_version_is_that_of_the_package(parent: Path) -> None:
     (metadata,) = (parent / "site").glob("*.dist-info/METADATA")
     assert f"\nVersion: {ca.__version__}\n" in metadata.read_text()
+
+
+@pytest.mark.parametrize("wrong", ["a file is missing", "a file is not of the tree"])
+def test_a_wheel_that_is_not_whole_is_refused(wrong: str, tmp_path: Path) -> None:
+    names = wheel.sources() - {"composattn/py.typed"} if "missing" in wrong else wheel.sources() | {"composattn/old.py"}
+    built = tmp_path / "composattn-1-py3-none-any.whl"
+    with zipfile.ZipFile(built, "w") as archive:
+        for name in (*names, "composattn-1.dist-info/METADATA"):
+            archive.writestr(name, "")
+    with pytest.raises(wheel.NotWhole, match=r"py\.typed" if "missing" in wrong else r"old\.py"):
+        wheel.check_contents(built, wheel.sources())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +45,3 @@ def test_training_agrees_with_the_reference() -> None:
 @pytest.mark.slow
 def test_training_learns() -> None:
     run("train_byte_lm.py")
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found is not None
-    example = tmp_path / "example.py"
-    example.write_text(found.group(1))
-    assert "score" in run(str(example))

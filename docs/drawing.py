@@ -1,0 +1,83 @@
+"""Pictures of the pages as SVG text: the same objects give the same bytes, so that tests can compare them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+INK, PALE = "#1f2933", "#6b7785"
+PAPER, HIDDEN = "#ffffff", "#eef0f2"
+TESTED, SEEN, WHOLE = "#cfe3ee", "#31688e", "#35b779"
+GREEN, ORANGE = "#bfe6d2", "#f2dcb3"
+
+
+class Drawing:
+    """An SVG of a given size, in pixels, on white paper: it is read in dark pages too."""
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, *, edge: str = "none", round: float = 0) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{round:g}" fill="{fill}" stroke="{edge}"/>'
+        )
+
+    def text(
+        self, x: float, y: float, words: str, *, size: float = 12, fill: str = INK, anchor: str = "start",
+        mono: bool = False, bold: bool = False,
+    ) -> None:  # fmt: skip
+        style = ' font-family="monospace" xml:space="preserve"' if mono else ""
+        style += ' font-weight="bold"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" text-anchor="{anchor}"{style}>'
+            f"{html.escape(words)}</text>"
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], *, edge: str = PALE, width: float = 1.2, arrow: bool = False
+             ) -> None:  # fmt: skip
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        head = ' marker-end="url(#head)"' if arrow else ""
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{edge}" stroke-width="{width:g}"{head}/>')
+
+    def box(self, x: float, y: float, w: float, h: float, lines: Iterable[str], fill: str = PAPER) -> None:
+        """A rounded box with centred lines of text, the first of them bold."""
+        lines = list(lines)
+        self.rect(x, y, w, h, fill, edge=PALE, round=6)
+        top = y + h / 2 - 8 * (len(lines) - 1) + 4
+        for n, words in enumerate(lines):
+            self.text(x + w / 2, top + 16 * n, words, anchor="middle", bold=n == 0, size=12 if n == 0 else 11)
+
+    def cells(self, x: float, y: float, size: float, shown: torch.Tensor, fill: str) -> None:
+        """The true cells of a matrix (rows, columns), each `size` wide, as one path of runs."""
+        runs = (f"M{x + start * size:g} {y + row * size:g}h{(end - start) * size:g}v{size:g}H{x + start * size:g}z"
+                for row, start, end in runs_of(shown))  # fmt: skip
+        path = "".join(runs)
+        if path:
+            self.parts.append(f'<path d="{path}" fill="{fill}"/>')
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif" role="img">'
+        )
+        arrow = (
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{PALE}"/></marker></defs>'
+        )
+        paper = f'<rect width="{self.width:g}" height="{self.height:g}" rx="6" fill="{PAPER}"/>'
+        return "\n".join([head, f"<title>{html.escape(self.title)}</title>", arrow, paper, *self.parts, "</svg>\n"])
+
+
+def runs_of(shown: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(row, first, end) of each run of true values in a matrix."""
+    for number, row in enumerate(shown.tolist()):
+        start = None
+        for column, value in enumerate([*row, False]):
+            if value and start is None:
+                start = column
+            elif not value and start is not None:
+                yield number, start, column
+                start = None

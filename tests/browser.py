@@ -1,0 +1,150 @@
+"""The site looks right in a real browser: nothing broken, nothing too wide, nothing fetched from elsewhere.
+
+`python -m tests.browser site [pictures]`, after `make docs`. Chromium, without a window, opens each page twice, as wide
+as a desk and as a telephone, from a server on this machine's loopback. A script in the page that holds them measures
+and sends back what it found. With a second folder, screenshots of some pages are left there. Without a browser on this
+machine nothing is checked, and it says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+WIDTHS = (1280, 390)
+SHOWN = ("index.html", "gallery.html", "how_it_works.html", "reference/calls.html")
+LONGEST_S = 120
+
+CHECK = """<!doctype html><title>check</title><body><script>
+const pages = PAGES, widths = WIDTHS;
+const settled = (frame) => new Promise((done) => { frame.onload = () => setTimeout(done, 50); });
+(async () => {
+  const found = [];
+  for (const page of pages) for (const width of widths) {
+    const frame = document.createElement("iframe");
+    frame.style = `width: ${width}px; height: 900px; border: 0`;
+    const ready = settled(frame);
+    frame.src = "/" + page;
+    document.body.append(frame);
+    await ready;
+    const inside = frame.contentDocument, root = inside.documentElement;
+    const say = (what) => found.push(`${page}, ${width} wide: ${what}`);
+    const images = [...inside.images];
+    images.forEach((image) => { image.loading = "eager"; });
+    await Promise.all(images.map((image) => image.decode().catch(() => say(`no picture at ${image.src}`))));
+    if (root.scrollWidth > root.clientWidth + 1) say(`scrolls sideways, ${root.scrollWidth} wide`);
+    if (inside.querySelector("article")?.innerText.length < 100) say("nearly empty");
+    for (const { name } of frame.contentWindow.performance.getEntriesByType("resource"))
+      if (!name.startsWith(location.origin) && !name.startsWith("data:")) say(`fetches ${name}`);
+    frame.remove();
+  }
+  await fetch("/__found__", { method: "POST", body: JSON.stringify(found) });
+})().catch((why) => fetch("/__found__", { method: "POST", body: JSON.stringify([`the check failed: ${why}`]) }));
+</script>"""
+
+
+def browser() -> str | None:
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """The site, the page that looks at it, and where that page sends what it found."""
+
+    def __init__(self, *arguments: object, folder: Path, found: queue.Queue[list[str]], **options: object) -> None:
+        self.folder, self.found = folder, found
+        super().__init__(*arguments, directory=str(folder), **options)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        if self.path == "/__check__":
+            self.send_check()
+        else:
+            super().do_GET()
+
+    def send_check(self) -> None:
+        files = (path for path in self.folder.rglob("*.html") if path.name != "404.html")
+        pages = sorted(path.relative_to(self.folder).as_posix() for path in files)
+        body = CHECK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, queue.Queue[list[str]]]]:
+    """The address of the folder on the loopback, and where what was found arrives."""
+    found: queue.Queue[list[str]] = queue.Queue()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, folder=folder, found=found))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", found
+    finally:
+        server.shutdown()
+
+
+def command(program: str, profile: str, *arguments: str) -> list[str]:
+    fixed = ["--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}"]
+    return [program, *fixed, *(["--no-sandbox"] if os.geteuid() == 0 else []), *arguments]
+
+
+def problems(folder: Path, program: str) -> list[str]:
+    """What is wrong with the pages of a folder, a line each."""
+    with serving(folder) as (address, found), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        port = "--remote-debugging-port=0"  # the browser stays open until it is ended
+        opened = subprocess.Popen(
+            command(program, profile, port, f"{address}/__check__"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            return found.get(timeout=LONGEST_S)
+        except queue.Empty:
+            return [f"the browser did not answer in {LONGEST_S} s"]
+        finally:
+            opened.terminate()
+            opened.wait(timeout=30)
+
+
+def screenshots(folder: Path, program: str, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    with serving(folder) as (address, _), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        for page in SHOWN:
+            picture = target / f"{page.removesuffix('.html').replace('/', '-')}.png"
+            options = ("--window-size=1280,1800", f"--screenshot={picture}", f"{address}/{page}")
+            subprocess.run(command(program, profile, *options), check=True, capture_output=True, timeout=60)
+
+
+def main(folder: Path, pictures: Path | None = None) -> int:
+    program = browser()
+    if program is None:
+        print(f"not looked at in a browser: none of {', '.join(BROWSERS)} is here")
+        return 0
+    found = problems(folder, program)
+    print("\n".join(found) or "every page of the site looks right in a browser")
+    if pictures is not None:
+        screenshots(folder, program, pictures)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:3])))

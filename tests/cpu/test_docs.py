@@ -1,0 +1,72 @@
+"""Every Python example of the README and of the pages runs, and pictures and pages are what their scripts make.
+
+The blocks of a page run in order in one namespace, as a reader would type them. What a page leaves to the reader (a
+model, q, k and v) stands in a comment of the page that begins with `<!-- python`, which nobody sees.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import docs_script, has_kernel_toolchain
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^(?:```python|<!-- python)\n(.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL)
+NEEDS_KERNELS = {"docs/emulator.md"}  # compiled: half a minute
+NEEDS_TRANSFORMERS = {"docs/integrations.md"}
+
+
+def blocks(page: Path) -> list[str]:
+    """The examples of a page, each behind as many empty lines as put an error at its line of the page."""
+    text = page.read_text()
+    return ["\n" * text[: found.start(1)].count("\n") + found[1] for found in BLOCK.finditer(text)]
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks(page)]
+
+
+def params() -> list[Any]:
+    names = [page.relative_to(ROOT).as_posix() for page in PAGES]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS_KERNELS else []) for name in names]
+
+
+def test_pages_with_examples_are_found() -> None:
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {"README.md", "docs/tutorial.md", "docs/coming_from.md", "docs/mods.md"} <= names
+
+
+@pytest.mark.parametrize("name", params())
+def test_examples_run(name: str, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in NEEDS_KERNELS and not has_kernel_toolchain():
+        pytest.skip("nvidia-cutlass-dsl is not installed (extra: gpu)")
+    if name in NEEDS_TRANSFORMERS and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (extra: transformers)")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(ROOT / name):
+        exec(compile(block, str(ROOT / name), "exec"), namespace)
+
+
+def test_no_example_is_left_out_by_how_it_is_written() -> None:
+    unseen = re.compile(r"^(?:[ \t]+```|~~~|```(?!python$)(?:[pP]y|\{)).*", re.MULTILINE)
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    found = {page.name: unseen.findall(page.read_text()) for page in pages}
+    assert {name: lines for name, lines in found.items() if lines} == {}, "begin with ```python, in the first column"
+
+
+def test_the_gallery_is_current() -> None:
+    script = docs_script("make_gallery")
+    for path, text in {script.PAGE: script.page(), **script.pictures()}.items():
+        assert path.read_text() == text, f"{path.name}: run python docs/make_gallery.py"
+    assert {path.name for path in script.PICTURES.iterdir()} == {path.name for path in script.pictures()}
+
+
+def test_the_pictures_of_the_stages_are_current() -> None:
+    script = docs_script("make_stages")
+    for path, text in script.pictures().items():
+        assert path.read_text() == text, f"{path.name}: run python docs/make_stages.py"
