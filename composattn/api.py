@@ -19,6 +19,7 @@ from .dispatch.planned import CallOptions, asked_for
 from .dispatch.spoken import spoken
 from .mods.mask import Mask
 from .mods.score import Score
+from .mods.sink import Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +41,8 @@ class Attention(Held):
 
     score_mod: `(score, b, h, q_idx, kv_idx) -> score`, a plain function or a `Score`; None changes nothing.
     mask_mod: `(b, h, q_idx, kv_idx) -> bool`, a plain function or a `Mask`, True where q may attend to kv.
+    sinks: (Hq,) floats, a logit per query head beside those of the keys, with no value: exp(sinks[h]) is in the sum of
+        exponentials of each row, and so in lse. Differentiable. None: there is none.
     scale: factor of q·k before the score mod; None is 1/sqrt(D).
     backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
     deterministic: whether the fused backward sums in a fixed order, so that gradients are bitwise the same in every
@@ -53,8 +56,8 @@ class Attention(Held):
     `load_state_dict(assign=True)`, `functional_call`, meta initialisation): it reads them by name at each call. So does
     `ca.attention`.
 
-    Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `InvalidScale`, `UnknownBackend`,
-    `InvalidSchedule`.
+    Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `NotATensor`, `WrongRank` and
+    `UnsupportedDType` (of sinks), `InvalidScale`, `UnknownBackend`, `InvalidSchedule`.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Attention(Held):
         *,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
@@ -71,7 +75,8 @@ class Attention(Held):
         refuse_keywords(unknown)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
-        super().__init__(score, mask, (scale, backend, deterministic, schedule))
+        sink = None if sinks is None else Sink.of(sinks)
+        super().__init__((score, mask, sink), (scale, backend, deterministic, schedule))
 
     @overload  # type: ignore[override]
     def __call__(
@@ -104,8 +109,8 @@ class Attention(Held):
 
         q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv); Hq a multiple of Hkv. With `varlen` packed
         (total, H, D) tensors and lse (Hq, total_q); with `paged` k and v in pages. A row with nothing to attend gives
-        out 0, lse -inf and zero gradients. Differentiable in q, k, v and captured tensors, through out and lse, but not
-        with `paged`.
+        out 0, lse -inf (with sinks: its head's) and zero gradients to q, k and v. Differentiable in q, k, v, sinks and
+        captured tensors, through out and lse, but not with `paged`.
 
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
@@ -163,6 +168,7 @@ def attention(
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_scores: bool = False,
@@ -188,12 +194,13 @@ def attention(
         refuse_keywords(unknown)
     score = None if score_mod is None else Score.of(score_mod)
     mask = None if mask_mod is None else Mask.of(mask_mod)
+    sink = None if sinks is None else Sink.of(sinks)
     options = (scale, backend, deterministic, schedule)
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-        return operators.call(inputs, spoken(score, mask, options), -1, asked)  # type: ignore[no-any-return]
-    planned, lending = planned_for(score, mask, options)
+        return operators.call(inputs, spoken((score, mask, sink), options), -1, asked)  # type: ignore[no-any-return]
+    planned, lending = planned_for((score, mask, sink), options)
     if lending is None:
         return planned(inputs, asked)  # type: ignore[no-any-return]
     with lending:

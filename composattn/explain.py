@@ -89,6 +89,7 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("call", _call(problem, lengths, attn.options.scale)),
         ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
+        ("sinks", "" if program.sink is None else formula(program.sink, names)),
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),

@@ -32,6 +32,7 @@ from .call.sequences import Paged, Varlen
 from .mods.mask import Mask
 from .mods.mod import Mod
 from .mods.score import Score
+from .mods.sink import Sink
 
 
 class Attention(torch.nn.Module):
@@ -41,6 +42,8 @@ class Attention(torch.nn.Module):
         used, if it has them. Tensors that a given `Score` or `Mask` captured become parameters (if they require a
         gradient) or buffers of this module: `score_mod_0`, `mask_mod_0` and so on. They move, load and train with it.
         What a plain function closes over stays where it is, as in `ca.attention`.
+    sinks: (Hq,) as in `ca.attention`; becomes the parameter (or buffer) `sinks` of this module. Without it, the
+        attribute `sinks` of a subclass is used, if it has one.
     scale, backend, deterministic, schedule: as in `ca.Attention`.
 
     Raises: what `ca.Attention` raises, here or at the call.
@@ -51,6 +54,7 @@ class Attention(torch.nn.Module):
         *,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        sinks: torch.Tensor | None = None,
         scale: float | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
@@ -61,6 +65,9 @@ class Attention(torch.nn.Module):
         for name, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             if given is not None:
                 setattr(self, name, _Held(self, name, given) if isinstance(given, Mod) else given)
+        if sinks is not None:
+            Sink.of(sinks)  # refused here, not at the first call
+            _own(self, "sinks", sinks)
 
     def forward(
         self,
@@ -81,6 +88,7 @@ class Attention(torch.nn.Module):
             v,
             score_mod=self._mod("score_mod", compiling),
             mask_mod=self._mod("mask_mod", compiling),
+            sinks=self._mod("sinks", compiling),
             scale=self.scale,
             backend=self.backend,
             deterministic=self.deterministic,
@@ -101,6 +109,8 @@ class Attention(torch.nn.Module):
         """The mods and the options that are not left at their default."""
         options = {name: getattr(self, name) for name in ("scale", "backend", "deterministic", "schedule")}
         mods = {name: getattr(self, name, None) for name in ("score_mod", "mask_mod")}
+        sinks: Any = getattr(self, "sinks", None)
+        mods["sinks"] = None if sinks is None else tuple(sinks.shape)
         return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
 
 

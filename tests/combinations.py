@@ -48,13 +48,15 @@ def _own_function(shapes: Shapes) -> Score:
     return Score.of(lambda score, b, h, q, kv: score + rows[b, q] * torch.cos((kv % 7) * 0.5) - 0.1 * h, "own function")
 
 
-MODS: dict[str, Callable[[Shapes], Score | None]] = {
-    "none": lambda shapes: None,
-    "alibi": lambda shapes: mods.alibi(shapes.heads),
-    "softcap": lambda shapes: mods.softcap(20.0),
-    "learned relative bias": _relative_bias,
-    "own function": _own_function,
+MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
+    "none": lambda shapes: {},
+    "alibi": lambda shapes: {"score_mod": mods.alibi(shapes.heads)},
+    "softcap": lambda shapes: {"score_mod": mods.softcap(20.0)},
+    "learned relative bias": lambda shapes: {"score_mod": _relative_bias(shapes)},
+    "own function": lambda shapes: {"score_mod": _own_function(shapes)},
+    "learned sinks": lambda shapes: {"sinks": 2 * shapes.normal(shapes.heads).requires_grad_()},
 }
+"""What a call is given besides its mask."""
 
 
 def _blocks(shapes: Shapes) -> Mask:
@@ -94,8 +96,14 @@ class Cell:
         heads, kv_heads = HEADS[self.heads]
         q_len = PAGED_Q_LEN if self.layout == "paged" else Q_LEN
         shapes = Shapes(generator, device, heads, q_len)
-        call: dict[str, Any] = {"score_mod": MODS[self.mod](shapes), "mask_mod": MASKS[self.mask](shapes)}
-        call |= {"heads": heads, "kv_heads": kv_heads, "dim": DIM, "dtype": torch.bfloat16, "device": device}
+        given = MODS[self.mod](shapes) | {"mask_mod": MASKS[self.mask](shapes)}
+        call: dict[str, Any] = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "dim": DIM,
+            "dtype": torch.bfloat16,
+            "device": device,
+        }
         if self.layout == "dense":
             case = make_case(seed, q_len=Q_LEN, kv_len=KV_LEN, batch=1, **call)
         elif self.layout == "varlen":
@@ -103,6 +111,7 @@ class Cell:
         else:
             case = make_paged_case(seed, PAGED_KV_LENS, page_size=PAGE_SIZE, q_len=PAGED_Q_LEN, **call)
             case = dataclasses.replace(case, dout=torch.ones_like(case.q))
+        case = dataclasses.replace(case, **given)
         return case.without_gradients() if self.way == "forward" else case
 
 

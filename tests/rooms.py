@@ -25,8 +25,8 @@ ROOMS = {
     "mods": "mods",
     "call": "call",
     "primitives": "primitives",
-    "backends in PyTorch": "backends/formula backends/gathered backends/reference backends/rows backends/streaming"
-    " backends/tiles",
+    "backends in PyTorch": "backends/formula backends/gathered backends/reference backends/rows backends/sinks"
+    " backends/streaming backends/tiles",
     "backends/fused": "backends/fused",
     "backends/hopper": "backends/hopper",
     "backends/blackwell": "backends/blackwell",

@@ -1,4 +1,4 @@
-"""A score mod and a mask together: what one attention call computes besides q·k, and what it reads at run time."""
+"""Score mod, mask and sink together: what one attention call computes besides q·k, and what it reads at run time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from .row_limits import RowLimits
 class Program:
     """The mods of a call, as graphs; None stands for a mod that changes nothing.
 
+    `sink` depends on head and sequence alone: each row's sum of exponentials has exp(sink) more, which has no value.
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
     `key` is what the graphs compute, without tensors: programs with equal keys share a kernel.
     """
 
-    def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None) -> None:
+    def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None, sink: Expr | None = None) -> None:
         self.score = None if score_mod is score() else score_mod
         self.mask = None if mask is None or mask is const(True) else balanced(mask)
+        self.sink = sink
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
@@ -29,8 +31,22 @@ class Program:
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     @property
+    def mods(self) -> tuple[Expr | None, ...]:
+        """What it is made of."""
+        return self.score, self.mask, self.sink
+
+    @property
     def is_plain(self) -> bool:
         return self.score is None and self.mask is None
+
+    @cached_property
+    def without_sink(self) -> Program:
+        """What a gradient with a known LSE computes: the sink is in it."""
+        if self.sink is None:
+            return self
+        found = Program(self.score, self.mask)
+        found.__dict__["intervals"] = self.intervals
+        return found
 
     @cached_property
     def intervals(self) -> tuple[TileInterval, ...]:
@@ -49,7 +65,8 @@ class Program:
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
-        return tuple(e for e in (self.score, self.mask, *ends_of(self.intervals, self.limits)) if e is not None)
+        mods = self.score, self.mask, *ends_of(self.intervals, self.limits), self.sink
+        return tuple(e for e in mods if e is not None)
 
     @cached_property
     def _inputs(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
@@ -58,7 +75,7 @@ class Program:
     @cached_property
     def read_by_mods(self) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:
         """Captured tensors and run-time numbers of the mods alone, known without their analysis."""
-        return inputs(*(e for e in (self.score, self.mask) if e is not None))
+        return inputs(*(e for e in self.mods if e is not None))
 
     @property
     def captures(self) -> tuple[Capture, ...]:

@@ -53,6 +53,7 @@ def attention(
     *,
     score: Expr | None = None,
     mask: Expr | None = None,
+    sink: Expr | None = None,
     scale: float,
     precision: torch.dtype = torch.float64,
     tensors: Mapping[int, torch.Tensor] | None = None,
@@ -65,7 +66,8 @@ def attention(
     natural logarithm, fp32 (fp64 for fp64 tensors). With `sequences` packed, or k and v in pages, see `ca.Varlen` and
     `ca.Paged`: each sequence is then computed alone.
     `score` and `mask` are graphs over the leaves of `composattn.graph`. A pair is visible where the mask is true and
-    its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients.
+    its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients. `sink`
+    depends on b and h: each row's sum of exponentials, and LSE, have exp(sink) more.
 
     `precision` is what tensors are multiplied in: fp64 makes the oracle; q's own dtype makes "plain PyTorch at the
     same precision", in which scores, softmax and statistics are fp32 between products in that dtype. `tensors` maps
@@ -73,7 +75,7 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    call = _Dense(Program(score, mask), scale, precision, tensors or {}, rounding)
+    call = _Dense(Program(score, mask, sink), scale, precision, tensors or {}, rounding)
     return _attention(call, q, k, v, sequences)[:2]
 
 
@@ -174,6 +176,13 @@ def _batch(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: 
     return out.view(*shape, v.shape[-1]), lse.view(shape), top.view(shape)
 
 
+def _largest(scores: torch.Tensor) -> torch.Tensor:
+    """(..., 1): the largest score of each row, -inf where there is none; with no gradient."""
+    if scores.shape[-1]:
+        return scores.detach().amax(-1, keepdim=True)
+    return scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+
+
 class _Dense:
     """One call on a range of batches and heads that starts at (b0, h0)."""
 
@@ -186,7 +195,7 @@ class _Dense:
         rounding: Rounding | None = None,
     ) -> None:
         self.score_mod, self.mask_mod, self.scale, self.rounding = program.score, program.mask, scale, rounding
-        self.precision = precision
+        self.sink_mod, self.precision = program.sink, precision
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
         self.lending = current()
@@ -211,11 +220,13 @@ class _Dense:
         if self.rounding is not None:
             scores = self.rounding.score(scores, q, k, self.scale)
         scores = self.modified(scores, b0, h0)
+        top = largest = _largest(scores)
+        if self.sink_mod is not None:  # a key with no value
+            scores = torch.cat((scores, self.sink(self.sink_mod, scores, b0, h0)), -1)
+            v, largest = torch.nn.functional.pad(v, (0, 0, 0, 1)), _largest(scores)
         if self.rounding is not None:
             scores = self.rounding.modified(scores)
-        nothing = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-        top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else nothing
-        shift = top.masked_fill(top == -torch.inf, 0.0)
+        shift = largest.masked_fill(largest == -torch.inf, 0.0)
         weight = torch.exp(scores - shift)
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
@@ -225,6 +236,13 @@ class _Dense:
             out = self.rounding.output(out, p, v, scores)
         lse = (shift + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
         return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype), top.squeeze(-1).to(lse_dtype)
+
+    def sink(self, mod: Expr, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        """(B, H, Sq, 1): the logit of each head's sink."""
+        batch, heads = (torch.arange(n, device=scores.device) for n in scores.shape[:2])
+        index: dict[str, torch.Tensor | int] = {"b": (batch + b0).view(-1, 1, 1, 1), "h": (heads + h0).view(-1, 1, 1)}
+        value = evaluate(mod, self.env(index, scores.device)).to(scores.dtype)
+        return value.expand(*scores.shape[:-1], 1)
 
     def modified(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
         """Scores after the score mod, -inf where hidden."""

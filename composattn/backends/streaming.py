@@ -30,11 +30,13 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
+from ..graph.evaluate import evaluate
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.lent import Lending
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
+from .sinks import add_sink_gradients
 from .tiles import Mask, Step, Tile, steps
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -47,15 +49,16 @@ def attention(
     *,
     score: Expr | None = None,
     mask: Expr | None = None,
+    sink: Expr | None = None,
     scale: float,
 ) -> Pair:
     """Attention in tiles.
 
     q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv) in q's dtype, lse (B, Hq, Sq),
-    natural logarithm, fp32 (fp64 for fp64 tensors). `score` and `mask` are graphs over the leaves of
+    natural logarithm, fp32 (fp64 for fp64 tensors). `score`, `mask` and `sink` are graphs over the leaves of
     `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
     """
-    return _attention(Mods(Program(score, mask), scale), q, k, v)[:2]
+    return _attention(Mods(Program(score, mask, sink), scale), q, k, v)[:2]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
@@ -124,7 +127,7 @@ class Streaming:
     ) -> None:
         self.sequences = sequences
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
-        self.score, self.mask = mods.program.score, mods.program.mask
+        self.score, self.mask, self.sink = mods.program.mods
         # of now, unless given: the backward must see no later ones
         numbers = [s.value for s in mods.program.scalars] if scalars is None else scalars
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
@@ -187,6 +190,8 @@ class Streaming:
             k_here, v_here = step.keys(k), step.keys(v)
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
                 q_tile, do_tile, lse_tile, delta_tile = (step.queries(x)[:, :, :, rows] for x in (q, dout, lse, delta))
+                if self.sink is not None:
+                    add_sink_gradients(self.sink, step.of_rows, lse_tile, delta_tile, totals)
                 q_tile, do_tile = _stack(q_tile) * self.scale, _stack(do_tile)
                 dq_tile = torch.zeros_like(q_tile)
                 for tile in tiles:
@@ -232,6 +237,9 @@ def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, mem
             out, lse = of_tile, tile_lse
         else:
             out, lse = _merged(out, lse, of_tile, tile_lse)
+    if call.sink is not None:
+        sink = evaluate(call.sink, step.of_rows).unsqueeze(-1)
+        out, lse = _merged(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand(lse.shape))
     return visited, out.view(*shape, -1), lse.squeeze(-1), top.squeeze(-1)
 
 

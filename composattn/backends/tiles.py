@@ -125,6 +125,11 @@ class Step:
         }
         return evaluate_all(exprs, self.env(index, score))
 
+    @cached_property
+    def of_rows(self) -> Env:
+        """For what heads and sequences alone decide, broadcastable to (b, kv head, group, rows)."""
+        return self.env({name: self.index[name].squeeze(-1) for name in ("b", "h")})
+
     def env(self, index: dict[str, torch.Tensor], score: torch.Tensor | None = None) -> Env:
         q, mask = self.q, self.mask
         return Env(index, score, float_dtype=q.dtype, device=q.device, tensors=mask.tensors, scalars=mask.scalars)

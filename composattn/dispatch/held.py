@@ -10,11 +10,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
-from ..mods.mask import Mask
-from ..mods.score import Score
 from . import operators
 from .planned import Options, Planned, refuse_flattened
-from .spoken import Spoken, spoken
+from .spoken import Mods, Spoken, spoken
 
 
 class Held(Planned):
@@ -22,13 +20,13 @@ class Held(Planned):
 
     spoken: Spoken
 
-    def __init__(self, score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> None:
+    def __init__(self, mods: Mods, options: tuple[Any, ...]) -> None:
         """`options`: scale, backend, deterministic, schedule."""
-        self._state = score, mask, options
-        program = Program(None if score is None else score.expr, None if mask is None else mask.expr)
+        self._state = mods, options
+        program = Program(*(None if mod is None else mod.expr for mod in mods))
         super().__init__(program, Options(*options))
         self.scale, self.backend, self.deterministic, self.schedule = options
-        self.spoken = spoken(score, mask, options)
+        self.spoken = spoken(mods, options)
         self.number = operators.register(self)
         self._seen = [_look(t) for t in self.spoken.tensors]
         if not any(map(is_functorch_wrapped_tensor, self.spoken.tensors)):
@@ -43,7 +41,7 @@ class Held(Planned):
     @property
     def names(self) -> tuple[str, str]:
         """What the score mod and the mask are called."""
-        score, mask, _ = self._state
+        score, mask, *_ = self._state[0]
         return "identity" if score is None else score.name, "all" if mask is None else mask.name
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Any:

@@ -16,29 +16,32 @@ from ..analysis.program import Program
 from ..analysis.refreshed import memory_is_ours
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
-from ..mods.mod import Mod
 from . import transforms
 from .planned import Options, Planned, refuse_flattened
+from .spoken import Mods
 
 KEPT_LIMIT = 1024  # plans; the oldest go first
 _plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
 _lock = threading.Lock()
 
 
-def planned_for(score: Mod | None, mask: Mod | None, options: tuple[Any, ...]) -> tuple[Planned, Lending | None]:
+def planned_for(mods: Mods, options: tuple[Any, ...]) -> tuple[Planned, Lending | None]:
     """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
 
     Raises: what `Attention` raises.
     """
-    forms = (None if score is None else score.form, None if mask is None else mask.form)
+    score, mask, sink = mods
+    forms: tuple[str | None, ...] = (None if score is None else score.form, None if mask is None else mask.form)
     leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    if sink is not None:
+        forms, leaves = (*forms, sink.form), leaves + sink.leaves
     return planned_of(forms, leaves, options)
 
 
 def planned_of(
-    forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
+    forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
 ) -> tuple[Planned, Lending | None]:
-    """The same of forms: of the score mod and of the mask; None, of none.
+    """The same of forms: of the mods in the order of `Program`; None, of none.
 
     user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
     every call, in place, under the eyes of an eager backward that may still need it.
@@ -82,7 +85,7 @@ def planned_of(
     return planned, lending
 
 
-def _made(forms: tuple[str | None, str | None], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
+def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
     checked = Options(*options)
     return Planned(Program(*graphs_of(forms, leaves)), checked)
 

@@ -20,6 +20,7 @@ from ..call.checks import check_call, check_flag
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
+from ..graph.expr import Expr, walk
 from . import transforms
 from .spoken import Spoken
 
@@ -51,6 +52,7 @@ class CallOptions(InputOptions, total=False):
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
+    sinks: torch.Tensor | None
     scale: float | None
     backend: str | None
     deterministic: bool | None
@@ -180,10 +182,21 @@ def check_captures(program: Program, problem: Problem) -> None:
             )
         if tensor.ndim and tensor.numel() == 0:
             raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
+    if program.sink is not None:
+        _check_sink(program.sink, problem)
     sizes = {"b": problem.batch, "h": problem.q_heads}
     if problem.layout.is_dense and problem.q_len and problem.kv_len:
         sizes |= {"q": problem.q_len, "kv": problem.kv_len}
     refuse_short_reads(program, sizes, problem.device)
+
+
+def _check_sink(sink: Expr, problem: Problem) -> None:
+    """Raises `ShapeMismatch` where there are sinks of another number of heads."""
+    for node in walk(sink):
+        if node.op == "read" and node.attr.tensor.shape[-1] != problem.q_heads:
+            raise errors.ShapeMismatch(
+                f"sinks has {node.attr.tensor.shape[-1]} numbers for {problem.q_heads} query heads; it needs one each"
+            )
 
 
 def _way_to(device: torch.device, tensor: torch.Tensor) -> str:

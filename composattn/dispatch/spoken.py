@@ -13,8 +13,13 @@ from ..call.schedule import Schedule
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.score import Score
+from ..mods.sink import Sink
 
 pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
+
+
+Mods = tuple[Score | None, Mask | None, Sink | None]
+"""The mods of a call, in the order of `Program`; None, of none."""
 
 
 class Spoken(NamedTuple):
@@ -28,9 +33,11 @@ class Spoken(NamedTuple):
     scalars: tuple[Scalar | int, ...]
 
 
-def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> Spoken:
+def spoken(mods: Mods, options: tuple[Any, ...]) -> Spoken:
     """A call with these mods and options (scale, backend, deterministic, schedule)."""
-    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    leaves: tuple[Any, ...] = ()
+    for mod in mods:
+        leaves += () if mod is None else mod.leaves
     scale, backend, deterministic, schedule = options
     if isinstance(scale, float):
         scale = float(scale)  # numpy's floats, too, are written as Python's
@@ -40,8 +47,7 @@ def spoken(score: Score | None, mask: Mask | None, options: tuple[Any, ...]) -> 
         )  # fmt: skip
     kinds = "".join([_kind(leaf) for leaf in leaves])
     lines = [
-        "-" if score is None else score.form,
-        "-" if mask is None else mask.form,
+        *["-" if mod is None else mod.form for mod in mods],
         f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
     ]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
@@ -55,9 +61,9 @@ def _kind(leaf: Any) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def heard(form: str) -> tuple[tuple[str | None, str | None], tuple[Any, ...], str]:
-    """What `spoken` put into a form: (forms of the score mod and of the mask, options, kinds of the leaves)."""
-    score, mask, last = form.split("\n")
+def heard(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
+    """What `spoken` put into a form: (forms of the mods, options, kinds of the leaves)."""
+    *mods, last = form.split("\n")
     scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
     options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
-    return (None if score == "-" else score, None if mask == "-" else mask), options, kinds
+    return tuple([None if mod == "-" else mod for mod in mods]), options, kinds

@@ -85,8 +85,7 @@ def attend(
     q, k, v, *_ = inputs
     call = Call(
         attention,
-        program.score,
-        program.mask,
+        program.mods,
         captures,
         {s: s.value for s in numbers},
         tuple(hints),
@@ -131,12 +130,11 @@ def _has_tangent(tensor: torch.Tensor | None) -> bool:
 class Call:
     """What is computed of tensors (q, k, v, those of `flatten`, those that stand for `captures`), at some level.
 
-    `score` and `mask` read `captures`, which are stand-ins: of each only type and rank count.
+    `mods` (see `Program`) read `captures`, which are stand-ins: of each only type and rank count.
     """
 
     attention: Planned
-    score: Expr | None
-    mask: Expr | None
+    mods: tuple[Expr | None, ...]
     captures: tuple[Capture, ...]
     numbers: dict[Any, Any]
     hints: tuple[int, ...]
@@ -160,7 +158,7 @@ class Call:
         q, k, v, lengths, captured = parts(tensors)
         precision = self.precision(q)
         stand_ins = [id(c.tensor) for c in self.captures]
-        program, scale = Program(self.score, self.mask), softmax_scale(self.attention.options.scale, q.shape[-1])
+        program, scale = Program(*self.mods), softmax_scale(self.attention.options.scale, q.shape[-1])
         call = formula.Formula(program, scale, precision, dict(zip(stand_ins, captured, strict=True)))
         call.scalars = {id(s): value for s, value in self.numbers.items()}
         if any(map(_is_batched, lengths)):
@@ -208,18 +206,18 @@ def _planned(call: Call, captured: Sequence[Any]) -> Planned:
     """A plan that reads `captured`; remembered where the mods hold these tensors themselves."""
     attention = call.attention
     held = all(t is c.tensor for t, c in zip(captured, call.captures, strict=True))
-    if held and (call.score, call.mask) == (attention.program.score, attention.program.mask):
+    if held and call.mods == attention.program.mods:
         return attention
     known = _plans.setdefault(attention, {}) if held else {}
-    found = known.get((call.score, call.mask))
+    found = known.get(call.mods)
     if found is None:
         stand = dict(zip(call.captures, map(Capture, captured), strict=True))
-        score, mask = (e if e is None or held else _rewritten(e, stand) for e in (call.score, call.mask))
+        mods = [e if e is None or held else _rewritten(e, stand) for e in call.mods]
         if len(known) >= _PLANS_LIMIT:
             known.clear()
         from .planned import Planned
 
-        found = known[call.score, call.mask] = Planned(Program(score, mask), attention.options)
+        found = known[call.mods] = Planned(Program(*mods), attention.options)
     return found  # type: ignore[no-any-return]
 
 
@@ -440,5 +438,5 @@ def _folded(call: Call, n: int, captured: Sequence[torch.Tensor], told: Sequence
         for c, t in zip(call.captures, captured, strict=True)
     }
     lead = {c: number for c, t in zip(call.captures, told, strict=True) if t}
-    score, mask = (None if e is None else _rewritten(e, stand, b, lead) for e in (call.score, call.mask))
-    return dataclasses.replace(call, score=score, mask=mask, captures=tuple(stand.values()), batch=n * call.batch)
+    mods = tuple(None if e is None else _rewritten(e, stand, b, lead) for e in call.mods)
+    return dataclasses.replace(call, mods=mods, captures=tuple(stand.values()), batch=n * call.batch)

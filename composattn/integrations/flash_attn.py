@@ -36,6 +36,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """out (B, Sq, Hq, Dv) of q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv).
@@ -43,6 +44,7 @@ def flash_attn_func(
     window_size: (left, right) keys beside the query's own that it sees, -1 all of that side.
     softcap: c·tanh(score / c), 0 none. alibi_slopes: (H,) or (B, H) fp32, score - slope·|q + Skv - Sq - kv|.
     return_attn_probs: gives (out, lse, None), lse (B, Hq, Sq); weights are never formed.
+    learnable_sink: (Hq,), a logit beside those of the keys (`sinks` of `ca.attention`), as in flash-attn 4.
     backend: as of `ca.attention`. Source: flash_attn.flash_attn_func, version 2.8.
 
     Raises: `UnsupportedOption` for dropout, `WrongRank`, and what `ca.attention` raises.
@@ -52,7 +54,7 @@ def flash_attn_func(
             raise WrongRank(f"{name} needs (B, S, H, D), got {tuple(tensor.shape)}")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    got: Any = attention(*heads_first, return_lse=return_attn_probs, backend=backend, **options)
+    got: Any = attention(*heads_first, return_lse=return_attn_probs, sinks=learnable_sink, backend=backend, **options)
     return (got[0].transpose(1, 2), got[1], None) if return_attn_probs else got.transpose(1, 2)
 
 
@@ -74,6 +76,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
     *,
+    learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """out (total_q, Hq, Dv) of packed q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
@@ -87,7 +90,9 @@ def flash_attn_varlen_func(
         raise UnsupportedOption("block_table is not taken here; keys in pages: ca.attention(..., paged=ca.Paged(...))")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    got: Any = attention(q, k, v, varlen=varlen, return_lse=return_attn_probs, backend=backend, **options)
+    got: Any = attention(
+        q, k, v, varlen=varlen, return_lse=return_attn_probs, sinks=learnable_sink, backend=backend, **options
+    )
     return (*got, None) if return_attn_probs else got
 
 

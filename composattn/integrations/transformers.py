@@ -191,10 +191,7 @@ def attend(
     documents = None
     if cu_seq_lens_q is not None:
         documents = Varlen(cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
-    want_lse = s_aux is not None
-    out, lse = _attention(query, key, value, score_mod, mask_mod, scaling, want_lse, documents)
-    if s_aux is not None:
-        out = (out * torch.sigmoid(lse - s_aux.float()[:, None])[..., None]).to(query.dtype)
+    out = _attention(query, key, value, score_mod, mask_mod, documents, scale=scaling, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -204,26 +201,19 @@ def _attention(
     value: torch.Tensor,
     score_mod: Any,
     mask_mod: Any,
-    scale: float | None,
-    want_lse: bool,
     documents: Varlen | None,
-) -> tuple[torch.Tensor, Any]:
-    """(out, lse or None) of (B, H, S, D) tensors; of documents packed in a batch of one, too."""
-    options: dict[str, Any] = {"scale": scale}
+    **options: Any,
+) -> torch.Tensor:
+    """out of (B, H, S, D) tensors; of documents packed in a batch of one, too."""
     if documents is None:
-        options |= {"score_mod": score_mod, "mask_mod": mask_mod}
-    elif query.shape[0] != 1:
+        return attention(query, key, value, score_mod=score_mod, mask_mod=mask_mod, **options)
+    if query.shape[0] != 1:
         raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
-    else:
-        options["varlen"] = documents
-        options |= {"mask_mod": None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)}
-        options |= {"score_mod": None if score_mod is None else _of_packed(score_mod, documents)}
-        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-    got: Any = attention(query, key, value, return_lse=want_lse, **options)
-    out, lse = got if want_lse else (got, None)
-    if documents is None:
-        return out, lse
-    return out.transpose(0, 1)[None], None if lse is None else lse[None]
+    mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
+    score_mod = None if score_mod is None else _of_packed(score_mod, documents)
+    packed = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = attention(*packed, score_mod=score_mod, mask_mod=mask_mod, varlen=documents, **options)
+    return out.transpose(0, 1)[None]
 
 
 def _of_packed(mod: Any, documents: Varlen) -> Any:

@@ -449,7 +449,7 @@ class Mods:
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.score, self.mask, self.arithmetic = program.score, program.mask, arithmetic
+        self.score, self.mask, self.sink, self.arithmetic = *program.mods, arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
         read = program.captures if captured is None else captured
@@ -501,6 +501,13 @@ class BoundMods(Fixed):
         """Part of the scores of row `r` that `apply_score` leaves out, in natural units; belongs into LSE."""
         terms = () if self.mods.additive is None else self.mods.additive.linear_terms
         return total(term.row(self.work, r) for term in terms if term.form.q)
+
+    def row_sink(self, r: int) -> Any:
+        """The sink of row `r` in the unit of `row_shift`, less that; None where there is none."""
+        if self.mods.sink is None:
+            return None
+        value, shift = Float32(convert(self.work.value(self.mods.sink, r), DType.FLOAT)), self.row_shift[r]
+        return value if shift is None else value - shift
 
     def read_ahead(self, tile: ScoreTile) -> dict[Expr, Any]:
         """Reads of the score mod that need not wait for the scores, for `apply_score` of this tile."""

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
-from .exponential import LN_2, exp2, exp2_of_columns
+from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
@@ -101,11 +101,17 @@ class OnlineSoftmax(Fixed):
         before = None if factor is None else self.total[r] * factor
         self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
 
-    def finish(self, normalizer: cute.Tensor, lse: cute.Tensor) -> None:
-        """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`."""
+    def finish(self, normalizer: cute.Tensor, lse: cute.Tensor, sinks: Sequence[Any]) -> None:
+        """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`.
+
+        `sinks`: of each row, a logit in natural units whose exponential is in the sum too, or None.
+        """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
-            normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
+            if sinks[r] is None:
+                normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
+            else:
+                normalizer[r], lse[r] = finished_with_sink(self.maximum[r], total, self.scale, sinks[r])
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""
@@ -136,6 +142,18 @@ def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32,
     normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
     log2 = maximum * scale + cute.math.log2(total, fastmath=True)
     return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
+
+
+def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink)."""
+    before, sink = maximum * scale, sink * LOG2_E
+    highest = cute.arch.fmax(before, sink)
+    nothing = highest == -Float32.inf
+    shift = choose(nothing, Float32(0.0), highest)
+    fade = exp2(before - shift)
+    whole = total * fade + exp2(sink - shift)
+    normalizer = choose(nothing, Float32(0.0), fade * cute.arch.rcp_approx(whole))
+    return normalizer, choose(nothing, -Float32.inf, (shift + cute.math.log2(whole, fastmath=True)) * LN_2)
 
 
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:

@@ -51,7 +51,10 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
         dout=case.dout if flows in ("both", "out") else None,
         dlse=case.dlse if flows in ("both", "lse") else None,
     )
+    if choices.integer(0, 4) == 0:
+        case = dataclasses.replace(case, sinks=site.table(site.heads, size=2.0))
     parts = [x.name for x in (mask, score) if x is not None] or ["plain"]
+    parts += [] if case.sinks is None else ["sinks"]
     name = f"{', '.join(parts)}, {describe(case)}"
     name += "" if flows in ("both", "none") else f", through {flows} only"
     return dataclasses.replace(case, name=name)

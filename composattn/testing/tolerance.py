@@ -34,6 +34,7 @@ from ..call.problem import Problem, softmax_scale
 from ..call.sequences import Paged, Sequences, Varlen
 from ..mods.mask import ALL, Mask
 from ..mods.score import IDENTITY, Score
+from ..mods.sink import Sink
 from .memory import poisoned
 
 Results = dict[str, torch.Tensor]
@@ -61,6 +62,7 @@ class Case:
     name: str = ""
     varlen: Varlen | None = None
     paged: Paged | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def sequences(self) -> Sequences:
@@ -70,7 +72,7 @@ class Case:
     def program(self) -> Program:
         score = IDENTITY if self.score_mod is None else Score.of(self.score_mod)
         mask = ALL if self.mask_mod is None else Mask.of(self.mask_mod)
-        return Program(score.expr, mask.expr)
+        return Program(score.expr, mask.expr, None if self.sinks is None else Sink.of(self.sinks).expr)
 
     @property
     def learned(self) -> list[torch.Tensor]:
@@ -115,6 +117,7 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
         case.v,
         varlen=case.varlen,
         paged=case.paged,
+        sinks=case.sinks,
         score_mod=case.score_mod,
         mask_mod=case.mask_mod,
         scale=case.scale,
@@ -133,6 +136,8 @@ def run(attention: Attention, case: Case) -> Results:
         mods["varlen"] = case.varlen
     if case.paged is not None:
         mods["paged"] = case.paged
+    if case.sinks is not None:
+        mods["sinks"] = case.sinks
     with poisoned(case.q.device):
         if case.dout is None and case.dlse is None:
             with torch.no_grad():
@@ -157,18 +162,19 @@ def assert_attention_close(
     name: str = "",
     varlen: Varlen | None = None,
     paged: Paged | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Holds the results of an attention call to the tolerance of this page.
 
     actual: what was computed, by name, all or some of "out" (B, Hq, Sq, Dv), "lse" (B, Hq, Sq), "dq", "dk", "dv", and
     "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
-    read them first.
+    read them first, sinks last.
     dout, dlse: the gradients of out and lse that the computed ones belong to; None is no gradient through it.
-    varlen, paged: as of the call; shapes are then those of a packed one.
+    varlen, paged, sinks: as of the call; shapes are then those of a packed one.
 
     Raises: AssertionError, with a table of errors and what they may be.
     """
-    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged)
+    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged, sinks)
     exact = _reference(case, torch.float64)
     for key in actual:
         if key not in exact:
@@ -267,6 +273,7 @@ def _reference(case: Case, precision: torch.dtype, rounding: reference.Rounding 
             v,
             score=program.score,
             mask=program.mask,
+            sink=program.sink,
             scale=scale,
             precision=precision,
             tensors=tensors,

@@ -96,7 +96,7 @@ class Softmax:
                 for c, column in enumerate(shape.column_offsets):
                     scores[n, shape.lane_row(lane) + row, shape.lane_column(lane) + column] = tile.values[r, c]
         found = [cute.make_rmem_tensor(shape.rows, Float32) for _ in range(2)]
-        softmax.finish(*found)
+        softmax.finish(*found, [None] * shape.rows)
         for r, row in enumerate(shape.row_offsets):
             normalizer[shape.lane_row(lane) + row] = found[0][r]
             lse[shape.lane_row(lane) + row] = found[1][r]

@@ -101,7 +101,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         """The normalizer to the correction, what is asked for of LSE and the largest score to their tensors."""
         normalizer = cute.make_rmem_tensor(1, Float32)
         row_lse = cute.make_rmem_tensor(1, Float32)
-        self.softmax.finish(normalizer, row_lse)
+        self.softmax.finish(normalizer, row_lse, self.sinks())
         self.block.sums.wait_empty(of_sum)
         self.me.sum()[0] = normalizer[0]
         cute.arch.sync_warp()

@@ -3,11 +3,13 @@
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
 (`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of other reads come from
 the tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
-sequences it reads the lengths on the host.
+sequences it reads the lengths on the host. Gradients of sinks take the statistics of rows that the backward has anyway
+(`composattn.backends.sinks`): a few torch operations on numbers of rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +21,15 @@ from ...call.autograd import BackwardInputs, Grads
 from ...call.problem import Problem
 from ...call.sequences import Sequences, rows_in_use
 from ...errors import GradientUnsupported
-from ...graph.expr import Capture
+from ...graph.evaluate import Env
+from ...graph.expr import Capture, Dep
+from ...graph.expr import captures as captures_of
 from ...graph.gradient import partials
+from ..gathered import total_for
+from ..sinks import add_sink_gradients
 from ..streaming import Mods, Streaming
 from .compile import compile_plan
-from .launch_backward import BackwardLauncher
+from .launch_backward import BackwardLauncher, RowStatistics
 from .plan_backward import plan_backward
 from .target import Target
 
@@ -44,6 +50,7 @@ class FusedGradient:
         self._launchers: dict[Any, BackwardLauncher] = {}
         self._summing: dict[frozenset[Capture], GradientProgram] = {}
         self.fusable = fused_reads(program)
+        self.of_sink = _read_by_sink(program, frozenset(self.fusable), packed=not problem.layout.is_dense)
 
     def launcher(
         self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = frozenset()
@@ -70,10 +77,9 @@ class FusedGradient:
 
     def describe(self) -> str:
         """Who sums the gradient of each captured tensor that the score mod is differentiable in, and in what memory."""
-        if self.program.score is None:
-            return ""
-        lines = []
-        for capture in dict.fromkeys(leaf.attr for leaf in partials(self.program.score) if leaf.op == "read"):
+        lines = [f"{list(c.tensor.shape)}: by head, from LSE and D of the rows, repeatable" for c in self.of_sink]
+        score = self.program.score
+        for capture in dict.fromkeys(leaf.attr for leaf in (partials(score) if score else ()) if leaf.op == "read"):
             tensor, reads = capture.tensor, self.fusable.get(capture)
             who = "tile by tile in PyTorch, O(S) memory"
             if reads:
@@ -101,10 +107,14 @@ class FusedGradient:
         summed = frozenset(c for c in asked if c in self.fusable)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
+        of_sink = [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
+        rows = RowStatistics() if of_sink else None
         if summed:
-            grads, found = self._summed(known, scalars, sequences, summed)
-        elif any(wanted[:3]):
-            grads = self._launched(known, scalars, sequences)
+            grads, found = self._summed(known, scalars, sequences, summed, rows)
+        elif any(wanted[:3]) or rows is not None:
+            grads = self._launched(known, scalars, sequences, rows=rows)
+        if rows is not None:
+            self._add_sinks(found, of_sink, rows, known)
         if len(found) < len(asked):
             also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
             streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
@@ -118,17 +128,23 @@ class FusedGradient:
         sequences: Sequences,
         summed: frozenset[Capture] = frozenset(),
         made: Mapping[Capture, torch.Tensor] | None = None,
+        rows: RowStatistics | None = None,
     ) -> Grads:
-        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`."""
+        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`; `rows` is filled in."""
         q, k, v, out, lse, dout, dlse, captured, _ = known
         if dout.dtype is not out.dtype:
             dout = dout.to(out.dtype)
         form = (dlse is not None, self.deterministic(), summed)
         launcher = self._launchers.get(form) or self.launcher(*form)
-        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made)
+        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made, rows)
 
     def _summed(
-        self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences, summed: frozenset[Capture]
+        self,
+        known: BackwardInputs,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        summed: frozenset[Capture],
+        rows: RowStatistics | None,
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
         program = self.summing(summed)
@@ -138,8 +154,30 @@ class FusedGradient:
         made = {program.units: units}
         for c, total in program.totals.items():
             made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
-        grads = self._launched(known, scalars, sequences, summed, made)
+        grads = self._launched(known, scalars, sequences, summed, made, rows)
         return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
+
+    def _add_sinks(
+        self,
+        found: dict[Capture, torch.Tensor | None],
+        asked: Sequence[Capture],
+        rows: RowStatistics,
+        known: BackwardInputs,
+    ) -> None:
+        """Adds the gradients of what the sink reads to those of `found`."""
+        assert self.program.sink is not None
+        device, (batch, heads, _) = rows.delta.device, rows.delta.shape
+        index = {
+            "b": torch.arange(batch, device=device).view(-1, 1, 1),
+            "h": torch.arange(heads, device=device)[:, None],
+        }
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        env = Env(index, float_dtype=torch.float32, device=device, tensors={id(c.tensor): t for c, t in given.items()})
+        totals = {id(c.tensor): total_for(given[c], torch.float32, device) for c in asked}
+        add_sink_gradients(self.program.sink, env, rows.log2_lse * math.log(2.0), rows.delta, totals)
+        for c in asked:
+            total, before = totals[id(c.tensor)], found.get(c)
+            found[c] = (total if before is None else total + before).to(given[c].dtype)
 
     def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:
         """Units in 1 of each sum."""
@@ -157,3 +195,15 @@ class FusedGradient:
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
         out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
         return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
+
+
+def _read_by_sink(program: Program, fusable: frozenset[Capture], packed: bool) -> tuple[Capture, ...]:
+    """The captured tensors whose gradient through the sink statistics of rows give.
+
+    Not where it differs by sequence (under vmap) and rows are packed: theirs don't say of which sequence they are.
+    """
+    sink, score = program.sink, program.score
+    if sink is None or (packed and sink.deps & Dep.B):
+        return ()
+    others = captures_of(score) if score is not None else ()
+    return tuple(c for c in captures_of(sink) if c in fusable or c not in others)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
+from ..streaming import Mods, Streaming
 from .arguments import CombineArguments, ForwardArguments
 from .bulk import readable
 from .captured import Reads
@@ -64,7 +66,7 @@ class ForwardLauncher:
         if has_unused_rows(plan, k):
             fill_unused_rows(made)
             if not k.numel():
-                return made
+                return made if plan.program.sink is None else self._without_keys(made, q, k, v, captured, sequences)
         reads = self.reads(captured, scalars, sequences)
         on_device_of(
             q,
@@ -76,6 +78,23 @@ class ForwardLauncher:
             reads or None,
             tuple(scalars) or None,
         )
+        return made
+
+    def _without_keys(
+        self,
+        made: Outputs,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        sequences: Sequences,
+    ) -> Outputs:
+        """LSE of rows that have a sink and nothing else; the rest is there."""
+        if made[1] is not None:
+            alone, program = Program(sink=self.plan.program.sink), self.plan.program
+            at_call = dict(zip(program.captures, captured, strict=True))
+            sinks = Streaming(Mods(alone, 1.0), (), sequences)
+            made[1].copy_(sinks.forward(q, k, v, [at_call[c] for c in alone.captures])[1])
         return made
 
     def launch(self, *given: Any) -> None:

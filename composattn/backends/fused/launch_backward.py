@@ -18,6 +18,17 @@ from .compile import compile_plan
 from .launch import memory_like, on_device_of
 from .plan_backward import COUNTER, BackwardPlans
 
+
+class RowStatistics:
+    """What a launch knows of query rows, padded to tiles: log2(e)·LSE and D, each (B or 1, Hq, rows) fp32.
+
+    Rows that are no query, or see nothing, have D 0.
+    """
+
+    log2_lse: torch.Tensor
+    delta: torch.Tensor
+
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kernel = Callable[..., Any]
 
@@ -76,11 +87,12 @@ class BackwardLauncher:
         scalars: Sequence[float | int] = (),
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
+        rows_known: RowStatistics | None = None,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
-        `made`: what the kernel reads that is neither captured nor derived from it.
+        `made`: what the kernel reads that is neither captured nor derived from it. `rows_known` is filled in.
         Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
         a tile of keys.
         """
@@ -98,6 +110,10 @@ class BackwardLauncher:
         lie = None if self.is_dense else sequences
         rows, keys = self._work(q, k, sequences, reads) if self.has_tables else (None, None)
         workspace, dq_accum, turns = self._workspace(q, sequences)
+        if rows_known is not None:
+            if not self.is_dense:
+                workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
+            rows_known.log2_lse, rows_known.delta = workspace[COUNTER:].view(2, *dq_accum.shape[:2], -1)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         if not are_tidy(q, k, v, out, dout):
             q, k, v, out, dout = map(copyable, (q, k, v, out, dout))

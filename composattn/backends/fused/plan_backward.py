@@ -123,6 +123,7 @@ def plan_backward(
     architecture = architecture_of(target)
     architecture.check(problem, program)
     architecture.check_gradient(problem)
+    program = program.without_sink
     chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
     visited, limits = program.of_keys
     lists = None

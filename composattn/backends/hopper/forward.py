@@ -305,7 +305,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
-        self.softmax.finish(normalizer, row_lse)
+        self.softmax.finish(normalizer, row_lse, self.sinks())
         rescale_rows(self.output, normalizer)
         if self.me.plan.direct_store:
             self.store_rows(call)

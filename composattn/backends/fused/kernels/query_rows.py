@@ -75,6 +75,14 @@ class QueryRows(Places[AnyForwardTiling]):
             tests = [ByLimits(mods, tiles, True, holds), ByMask(mods, tiles, True, ~holds)]
         return tests if tiles.tested(Int32(1), tiles.first) is True else [*tests, Test(mods, tiles, False, True)]
 
+    def sinks(self) -> list[Any]:
+        """The sink of each row, None where there is none; of parts of kv the first has it."""
+        found = [self.mods.row_sink(r) for r in range(self.shape.rows)]
+        if self.work.part is WHOLE:
+            return found
+        is_first = self.work.part[0] == 0
+        return [None if sink is None else choose(is_first, sink, -Float32.inf) for sink in found]
+
     def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
         """What is asked for of LSE and the largest score of each row."""
         if call.lse is not None:

@@ -1,0 +1,33 @@
+"""Gradients of sinks, of what a backward knows of rows anyway: LSE, which the sink is in, and D.
+
+A sink is a key without a value: of the row's P, exp(sink - LSE) is its own, its dP is 0, and so d sink is
+-exp(sink - LSE) D, D = rowsum(dO·O) - dLSE (FlashAttention-2, section 3.1, with one column more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..graph.evaluate import Env, evaluate_all
+from ..graph.expr import Expr
+from ..graph.gradient import partials
+from .gathered import accumulate
+
+
+def add_sink_gradients(
+    sink: Expr, env: Env, lse: torch.Tensor, delta: torch.Tensor, totals: Mapping[int, torch.Tensor]
+) -> None:
+    """Adds the gradients of what `sink` reads into `totals`, which are known by the id of the captured tensor.
+
+    lse and delta (D) have the same axes; indices of `env` broadcast to them. Rows of no sequence: D 0, LSE not NaN.
+    """
+    reads = [(leaf, d) for leaf, d in partials(sink).items() if leaf.op == "read" and id(leaf.attr.tensor) in totals]
+    if not reads:
+        return
+    (value,) = evaluate_all([sink], env)
+    of_row = -torch.exp(value - lse) * delta
+    for leaf, d in reads:
+        slope, *indices = evaluate_all([d, *leaf.args], env)
+        accumulate(totals[id(leaf.attr.tensor)], of_row * slope, indices)
