@@ -7,6 +7,7 @@ model, q, k and v) stands in a comment of the page that begins with `<!-- python
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ def test_no_example_is_left_out_by_how_it_is_written() -> None:
     pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     found = {page.name: unseen.findall(page.read_text()) for page in pages}
     assert {name: lines for name, lines in found.items() if lines} == {}, "begin with ```python, in the first column"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    # the site itself is built at night
+    listed = set(re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages | {"index.md", "log.md", "changelog.md", "contributing.md", "recipes/index.md"}
+
+
+def test_what_the_reference_names_is_there() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    named = re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
+    assert {"composattn.attention", "composattn.Varlen", "composattn.errors"} <= set(named)
+    for name in named:
+        assert pkgutil.resolve_name(name).__doc__, name
 
 
 def test_the_gallery_is_current() -> None:
