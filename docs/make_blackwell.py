@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import composattn as ca
 from benchmarks.report import between
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import TARGETS
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
 from composattn.mods import causal
 
@@ -38,7 +39,19 @@ def planned(dims: tuple[int, int], q_len: int, arch: str) -> ForwardPlan:
     return plan_forward(problem, ca.Attention(mask_mod=causal("bottom_right")).program, target)
 
 
-def said_of(plan: ForwardPlan) -> dict[str, str]:
+def backward() -> Iterator[str]:
+    """Tiles, stages and tensor memory of the backward by head dimension."""
+    yield "| D / Dv | tiles | stages | tensor memory |"
+    yield "|---|---|---|---|"
+    for dims, q_len in SHAPES[:-1]:
+        problem = Problem(1, 8, 8, q_len, 4096, *dims, torch.bfloat16, torch.device("cpu"))
+        plan = plan_backward(problem, ca.Attention(mask_mod=causal("bottom_right")).program, BLACKWELL)
+        said = said_of(plan.main)
+        tiles, stages = said["tiles"].rpartition(", on chip")[0], said["roles"].rpartition("stages: ")[2]
+        yield f"| {' / '.join(map(str, dims))} | {tiles} | {stages} | {said['columns']} |"
+
+
+def said_of(plan: object) -> dict[str, str]:
     """What the plan prints, by the word before it."""
     return {line[:12].strip(): line[12:].strip() for line in str(plan).splitlines()[1:]}
 
@@ -80,6 +93,8 @@ def page() -> str:
         "plan": f"```\n{planned((128, 128), 4096, 'sm_100a')}\n```",
         "memory": "\n".join(memory()),
         "counts": counts(),
+        "wide": drawn(parts_of("backward_wide.py", "WideProducts"))[0],
+        "backward": "\n".join(backward()),
     }
     text = PAGE.read_text()
     for name, part in generated.items():

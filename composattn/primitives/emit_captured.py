@@ -20,12 +20,13 @@ from .diagonals import Diagonals
 from .emit import Evaluator
 from .emit_ops import convert
 from .lane_diagonals import LaneDiagonals
-from .lanes import WARP, add, first_of, over_lanes
+from .lanes import LANES, WARP, a_lane_each, add, first_of, over_lanes
 from .score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from .values import choose, larger, smaller
 
 AnyDiagonals = Diagonals | LaneDiagonals
 MOST_ROWS, FEW_ROWS = 32, 8
+_ONE = FragmentShape((0,), (0,), ROW_PER_LANE)
 
 
 class CapturedSums:
@@ -57,7 +58,7 @@ class CapturedSums:
                 diagonals.put(values)
                 rest = functools.partial(_add_diagonals, read, at, diagonals, captured[tensor], add_to, unit)
                 continue
-            for rows in _runs(every) if read.pattern in _BY_ROWS else [every]:
+            for rows in _runs(at.tile.shape, read.pattern):
                 where, sums, holds = _PATTERNS[read.pattern](read, at, _values(read, at, ds, rows), rows)
                 flat = [_flat(captured[tensor], indices) for indices in where]
                 _add_if(Boolean(holds), add_to, flat, [s * unit for s in sums])
@@ -87,9 +88,21 @@ def _add_diagonals(
         _add_if(Boolean(holds), add_to, [flat], [diagonals.sum(first) * unit])
 
 
-def _runs(rows: range) -> list[range]:
-    """Rows whose sums are in registers together: of many a few, as 64 with their places spilled 114."""
-    return [rows] if len(rows) <= MOST_ROWS else [rows[n : n + FEW_ROWS] for n in range(0, len(rows), FEW_ROWS)]
+def _runs(shape: FragmentShape, pattern: Pattern) -> list[range]:
+    """Rows whose sums are in registers together: of many a few, as 64 with their places spilled 114.
+
+    As many as there are lanes where these share rows: then each lane has the place of one.
+    """
+    rows = range(shape.rows)
+    if pattern not in _BY_ROWS or len(rows) <= MOST_ROWS:
+        return [rows]
+    few = LANES if pattern is Pattern.ROW and _all_lanes_share(shape.row_offsets, shape.row_moves) else FEW_ROWS
+    return [rows[n : n + few] for n in range(0, len(rows), few)]
+
+
+def _all_lanes_share(offsets: tuple[int, ...], moves: tuple[int, ...]) -> bool:
+    """Whether no lane moves rows (or columns) that are neighbours, whole runs of as many as there are lanes."""
+    return not any(moves) and len(offsets) % LANES == 0 and offsets == tuple(range(len(offsets)))
 
 
 def _values(read: FusedRead, at: Evaluator, ds: cute.Tensor, rows: range) -> list[list[Any]]:
@@ -121,14 +134,29 @@ def _by_head(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: rang
 
 def _by_column(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape, columns = at.tile.shape, range(at.tile.columns)
-    sums = [shape.along_column(add, _total([row[c] for row in values])) for c in columns]
+    own = [_total([row[c] for row in values]) for c in columns]
+    if len(columns) == LANES and _all_lanes_share(shape.column_offsets, shape.column_moves):
+        return _one_each(read, at, own, 0, cute.arch.lane_idx())
+    sums = [shape.along_column(add, x) for x in own]
     return [_positions(read, at, 0, c) for c in columns], sums, shape.first_in_column(cute.arch.lane_idx())
 
 
 def _by_row(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape = at.tile.shape
-    sums = [shape.along_row(add, _total(row)) for row in values]
+    own = [_total(row) for row in values]
+    if len(rows) == LANES and _all_lanes_share(shape.row_offsets, shape.row_moves):
+        return _one_each(read, at, own, cute.arch.lane_idx() + rows[0], 0)
+    sums = [shape.along_row(add, x) for x in own]
     return [_positions(read, at, r, 0) for r in rows], sums, shape.first_in_row(cute.arch.lane_idx())
+
+
+def _one_each(read: FusedRead, at: Evaluator, own: list[Any], row: Any, column: Any) -> Sums:
+    """Where all lanes have some of each sum, a lane gets one; its place is `row` and `column` from the tile's first."""
+    tile = at.tile
+    place = ScoreTile(_ONE, None, tile.b, tile.h, tile.first_q + row, tile.first_kv + column)
+    there = Evaluator(at.mods, at.leaves, place)
+    there.head = dict(at.head)
+    return [_positions(read, there, 0, 0)], [a_lane_each(own)], True
 
 
 def _by_pair(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:

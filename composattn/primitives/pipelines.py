@@ -30,6 +30,10 @@ class Slot:
     def first(stages: int) -> Slot:
         return Slot(stages, Int32(0), Int32(0))
 
+    def at(self, stage: int) -> Slot:
+        """That stage in the same lap."""
+        return Slot(self.stages, Int32(stage), self.phase)
+
     def next(self) -> Slot:
         if self.stages == 1:
             return Slot(1, self.index, self.phase ^ 1)

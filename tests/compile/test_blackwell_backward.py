@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans, plan_backward
@@ -27,6 +29,21 @@ DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
 FA4_LOOP = 583  # instructions of flash-attn-4 4.0.0b36 of 64 queries and 32 keys of a warp, D 128, causal
 
 
+ROW, COLUMN, BIAS = (torch.randn(*size, requires_grad=True) for size in ((8, 2048), (2048,), (8, 4096)))
+
+
+def by_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + 0.01 * ROW[h, q] * (q - kv)
+
+
+def by_column(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + COLUMN[kv]
+
+
+def by_distance(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return 5 * torch.tanh((s + BIAS[h, q - kv + 2048]) / 5)
+
+
 def plans(
     score: Score | None = None,
     mask: Mask | None = None,
@@ -35,14 +52,16 @@ def plans(
     target: object = BLACKWELL,
     layout: Layout = DENSE,
     in_order: bool = False,
+    learned: bool = False,
 ) -> BackwardPlans:
     problem = Problem(2, 8, 8, 2048, 2048, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout)
     program = ca.Attention(score_mod=score, mask_mod=mask).program
+    program = GradientProgram(program, fused_reads(program)) if learned else program
     return plan_backward(problem, program, target, deterministic=in_order, cut=None)  # type: ignore[arg-type]
 
 
 CAUSAL = plans(mask=causal())
-PLANS = {"causal-d128": CAUSAL}
+PLANS = {"causal-d128": CAUSAL, "causal-d256": plans(mask=causal(), d=256)}
 MORE = {
     "plain-d128": plans(),
     "plain-d64": plans(d=64),
@@ -55,6 +74,16 @@ MORE = {
     "alibi-causal-d128": plans(alibi(8), causal()),
     "softcap-causal-d128": plans(softcap(30.0), causal()),
     "softcap-d64-dv128": plans(softcap(30.0), d=64, dv=128),
+    "plain-d256": plans(d=256),
+    "causal-d192-dv128": plans(mask=causal(), d=192, dv=128),
+    "causal-packed-d192-sm103": plans(mask=causal(), d=192, layout=PACKED, target=B300),
+    "window-d256-in-order": plans(mask=causal() & sliding_window(512), d=256, in_order=True),
+    "softcap-causal-d256": plans(softcap(30.0), causal(), d=256),
+    "documents-d256-dv64": plans(mask=document(DOCUMENTS) & causal(), d=256, dv=64),
+    "by-row-d64": plans(by_row, causal(), d=64, learned=True),
+    "by-row-d128": plans(by_row, causal(), d=128, learned=True),
+    "by-column-d256": plans(by_column, causal(), d=256, learned=True),
+    "by-distance-in-softcap-d256": plans(by_distance, causal(), d=256, learned=True),
 }
 
 
@@ -66,9 +95,10 @@ def check_lean(artifact: Artifact) -> None:
     assert artifact.registers * artifact.threads <= BLACKWELL.registers
     for name in ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "UBLKRED"):
         assert artifact.mnemonics[name] > 0, name
-    assert artifact.mnemonics["REDG"] == 0, "dQ goes through shared memory"
     plan = artifact.plan
     assert isinstance(plan, BackwardPlan)
+    sums = isinstance(plan.program, GradientProgram)
+    assert (artifact.mnemonics["REDG"] > 0) == sums, "dQ goes through shared memory, sums of captured tensors do not"
     assert frees_what_it_allocates(artifact.ptx, plan.tiling.columns.allocated)
 
 

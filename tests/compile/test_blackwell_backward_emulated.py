@@ -80,12 +80,48 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "pair-d64": lambda: make_case(15, batch=1, heads=2, q_len=150, dim=64,
                                   **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
+    "causal-gqa2-d256": lambda: make_case(20, batch=1, heads=2, kv_heads=1, q_len=200, kv_len=150, dim=256,
+                                          mask_mod=causal(), **BF16),
+    "window-d192-dv128": lambda: make_case(21, batch=1, heads=2, q_len=300, dim=192, v_dim=128,
+                                           mask_mod=causal() & sliding_window(50), **BF16),
+    "softcap-d160-fp16": lambda: make_case(22, batch=1, heads=2, q_len=150, kv_len=77, dim=160, score_mod=softcap(5.0),
+                                           dtype=torch.float16),
+    "alibi-d40-dv256": lambda: make_case(23, batch=1, heads=2, q_len=130, kv_len=200, dim=40, v_dim=256,
+                                         score_mod=alibi(2), mask_mod=causal(), **BF16),
+    "documents-d256-dv64": lambda: make_case(24, batch=1, heads=2, q_len=333, dim=256, v_dim=64,
+                                             mask_mod=document(IDS), **BF16),
+    "hidden-rows-and-keys-d192": lambda: make_case(
+        25, batch=1, heads=1, q_len=60, kv_len=300, dim=192,
+        mask_mod=lambda b, h, q, kv: (q >= 20) & (kv < 30), **BF16,
+    ),
+    "lists-d192": lambda: make_case(
+        26, batch=1, heads=2, kv_heads=1, q_len=300, dim=192,
+        mask_mod=ca.BlockSparse(KINDS, (48, 32), partial=causal()), **BF16,
+    ),
+    "packed-gqa2-d256": lambda: make_varlen_case(27, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, kv_heads=1, dim=256,
+                                                 mask_mod=causal(), **BF16),
+    "distance-d192": lambda: make_case(28, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=200, dim=192,
+                                       **by(lambda s, b, h, q, kv: s + BIAS[h, q - kv + 333]), **BF16),
+    "distance-in-softcap-d256": lambda: make_case(
+        29, batch=1, heads=2, q_len=150, dim=256, mask_mod=causal(),
+        **by(lambda s, b, h, q, kv: 5 * torch.tanh((s + BIAS[h, q - kv + 333]) / 5)), **BF16,
+    ),
+    "row-and-column-d256": lambda: make_case(
+        30, batch=1, heads=2, q_len=150, kv_len=200, dim=256,
+        **by(lambda s, b, h, q, kv: s + 0.01 * ROW[h, q] * (q - kv) + COLUMN[kv]), **BF16,
+    ),
+    "head-and-number-d256-dv128": lambda: make_case(
+        31, batch=1, heads=2, q_len=150, dim=256, v_dim=128,
+        **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv) + NUMBER * 0.1 * (q - kv)), **BF16,
+    ),
+    "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
+                                         **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-DEFAULT = "causal-gqa2-d128"
+DEFAULT = "causal-gqa2-d128", "causal-gqa2-d256"
 
 
 @pytest.mark.parametrize("in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "in-order"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == DEFAULT else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in CASES])
 def test_all_modes_give_the_same_right_gradients(name: str, in_order: bool) -> None:
     """dQ too where it is summed in order; captured sums are fixed-point numbers, so their order is free."""
     case = CASES[name]()
@@ -111,6 +147,8 @@ def test_all_modes_give_the_same_right_gradients(name: str, in_order: bool) -> N
 CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), (2, 0, 2)),
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), (4, 3, 3)),
+    "all-cut-d256": (("causal", torch.bfloat16, 4, 1, 150, 100, 256, 256, True, False), (2, 0, 2)),
+    "last-cut-d192-dv128": (("plain", torch.bfloat16, 2, 2, 250, 80, 192, 128, False, False), (4, 3, 3)),
     "all-cut-in-order-d96": (("window", torch.float16, 2, 1, 200, 200, 96, 64, False, True), (2, 0, 3)),
 }
 

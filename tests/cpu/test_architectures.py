@@ -112,7 +112,12 @@ def test_a_backend_plans_for_a_gpu_of_its_own_or_for_the_first_that_is_known(nam
     assert planned_for(name) is HOPPER
 
 
-def test_a_backward_that_is_not_generated_is_refused_by_name_before_the_forward_runs() -> None:
+def test_a_backward_that_is_not_generated_is_refused_by_name_before_the_forward_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All there are take what their forwards take; one that does not says so."""
+    narrow = dataclasses.replace(ARCHITECTURES["blackwell"], max_gradient_dim=128)
+    monkeypatch.setitem(ARCHITECTURES, "blackwell", narrow)
     q = torch.zeros(1, 1, 8, 192, dtype=torch.bfloat16, requires_grad=True)
     what = 'backend="blackwell" has gradients for D and Dv up to 128, got 192 and 192; use backend="streaming"'
     with pytest.raises(errors.GradientUnsupported, match=what):

@@ -16,6 +16,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import BlackwellBackward
+    from .backward_wide import BlackwellBackwardWide
     from .forward import BlackwellForward
     from .rounding import BlackwellGather, BlackwellPostprocess
 
@@ -24,6 +25,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": BlackwellBackward,
+        "backward_wide": BlackwellBackwardWide,
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,
     }
@@ -36,7 +38,7 @@ ARCHITECTURE = Architecture(
     ran=False,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
-    max_gradient_dim=128,
+    max_gradient_dim=256,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,
     kernels=_kernels,

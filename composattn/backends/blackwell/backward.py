@@ -26,6 +26,7 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
     Edges: see `Block`. Timeline: see `Products`.
     """
 
+    products = Products
     delta_with_q = True  # dO has one stage where shared memory is short, and leaves as soon as dV has it
 
     def __init__(self, plan: BackwardPlan[BlackwellBackwardTiling]):
@@ -39,26 +40,30 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
     def block(self, layouts, counter):
         return Block(self.tiling, layouts, self.dtype, self.plan.deterministic)
 
+    def group(self, block, lane, thread) -> KeyRows:
+        """One of those that compute."""
+        # P and dS that are computed together fill registers: half of them at once
+        rows = self.tiling.queries // (2 if self.mods.one_pass else 1)
+        return KeyRows(self, block, lane, thread, fragment_shape(rows).transposed)
+
     @cute.jit
     def share_roles(self, call, block, warp):
         roles, columns = self.tiling.roles, self.tiling.columns.allocated
         if warp == roles.matrix:
             allocate(block.columns, columns)
         cute.arch.sync_threads()
-        memory, thread = block.tensor_memory(), cute.arch.thread_idx()[0]
-        lane = Lane(memory, warp)
+        thread = cute.arch.thread_idx()[0]
+        # each role reads where tensor memory begins: one register of all roles was spilled, and fetched 30 times
         if warp < roles.dq:
             cute.arch.setmaxregister_increase(roles.compute_registers)
-            # P and dS that are computed together fill registers: half of them at once
-            rows = self.tiling.queries // (2 if self.mods.one_pass else 1)
-            self.compute(call, block, KeyRows(self, block, lane, thread, fragment_shape(rows).transposed))
+            self.compute(call, block, self.group(block, Lane(block.tensor_memory(), warp), thread))
         elif warp < roles.matrix:
             cute.arch.setmaxregister_decrease(roles.dq_registers)
-            DqRows(self, block, lane, thread - roles.dq * 32).run(call)
+            DqRows(self, block, Lane(block.tensor_memory(), warp), thread - roles.dq * 32).run(call)
         else:
             cute.arch.setmaxregister_decrease(roles.other_registers)
             if warp == roles.matrix:
-                Products(self, block, memory).run(call)
+                self.products(self, block, block.tensor_memory()).run(call)
             elif warp == roles.load:
                 self.produce(call, block)
             elif warp == roles.turns:  # noqa: SIM102  the plan's is known when compiling
@@ -66,7 +71,7 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
                     DqSemaphore(self).take(call, block)
         cute.arch.sync_threads()
         if warp == roles.matrix:
-            free(memory, columns)
+            free(block.tensor_memory(), columns)
 
     @cute.jit
     def compute(self, call, block, me):

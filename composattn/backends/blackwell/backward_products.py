@@ -107,15 +107,15 @@ class Products(Fixed):
         block.dq.fill(at.step)
 
     @cute.jit
-    def issue(self, target, left: Operand, left_stage, right: Operand, right_stage):
-        """Starts a product of two tiles in shared memory."""
+    def issue(self, target, left: Operand, left_stage, right: Operand, right_stage, onto: cutlass.Constexpr = False):
+        """Starts a product of two tiles in shared memory, which is added to what is there where it goes `onto` that."""
         a, b = left.at(left_stage), right.at(right_stage)
         few = swizzled(left.columns) // STEP
         for run in cutlass.range(left.steps // few, unroll=1):
             first_a, first_b = a + run * left.step(few), b + run * right.step(few)
             steps = [(left.descriptor(first_a, n), right.descriptor(first_b, n)) for n in range(few)]
             self.multiply(
-                target, steps, instruction(self.block.dtype, target.count, right.by_rows, left.by_rows), run > 0
+                target, steps, instruction(self.block.dtype, target.count, right.by_rows, left.by_rows), onto or run > 0
             )
 
     @cute.jit

@@ -51,8 +51,10 @@ class Block(Fixed):
         probabilities   compute to products     Pᵀ is over it
         gradients       products to compute     dPᵀ is there
         scores_done     compute to products     dSᵀ is over it, and in shared memory
-        dq              products to dQ          dQ is there; empty: it has been read
+        dq              products to dQ          a part of dQ is there; empty: it has been read
         sums            products to compute     dV and dK are complete
+        room            products to compute     P has been read from shared memory; empty: dS has. Of wide rows alone,
+                                                whose P and dS are there one after the other
         turn            turns to dQ             this block may add to a tile of dQ; empty: it has
 
     Products are issued in an order in which each finds its operands, and room, by one wait: see `Products`.
@@ -70,16 +72,17 @@ class Block(Fixed):
             Edge(1, compute, None),
             Edge(1, Commits(), None),
             Edge(1, compute, None),
-            Edge(1, Commits(), out),
+            Edge(len(tiling.columns.dq_parts), Commits(), out),
             Edge(1, Commits(), None),
+            Edge(1, Commits(), Commits()),
         ]
         if deterministic:
             edges.append(Edge(1, Copies(0), Warps(1)))
         smem = SmemAllocator()
         self.edges = Edge.allocate(smem, edges)
         self.kv_edge, self.q_edge, self.do_edge, self.scores, self.probabilities = self.edges[:5]
-        self.gradients, self.scores_done, self.dq, self.sums = self.edges[5:9]
-        self.turn_edge = self.edges[9] if deterministic else None
+        self.gradients, self.scores_done, self.dq, self.sums, self.room = self.edges[5:10]
+        self.turn_edge = self.edges[10] if deterministic else None
         self.queue = None
         barriers = Barriers()
         self.of_compute = barriers.one(tiling.groups * WARPGROUP * 32)
@@ -98,7 +101,7 @@ class Block(Fixed):
             "v": (tiling.tile_n, tiling.dv, 1, layouts.v),
             "q": (tiling.tile_m, tiling.d, tiling.q_stages, layouts.q),
             "do": (tiling.tile_m, tiling.dv, tiling.do_stages, layouts.dout),
-            "ds": (tiling.tile_n, tiling.tile_m, 1, tile_layout(tiling.tile_n, tiling.tile_m)),  # transposed
+            "ds": (*tiling.score_tile, 1, tile_layout(*tiling.score_tile)),
         }
         tensors, self.operands, self.across = {}, {}, {}
         for name, (rows, columns, stages, layout) in shapes.items():

@@ -2,7 +2,8 @@
 
 from ..fused.kernels.backward_gather import RowGather
 from ..fused.kernels.postprocess import RowPostprocess
-from .backward_tiling import BlackwellBackwardTiling
+from ..fused.kernels.rounding import LineSums, Sums
+from .backward_tiling import BlackwellBackwardTiling, WideBackwardTiling
 from .tcgen05 import tile_layout
 
 
@@ -12,3 +13,7 @@ class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
 
 class BlackwellGather(RowGather[BlackwellBackwardTiling]):
     tile_layout = staticmethod(tile_layout)
+
+    def sums(self, columns: int) -> Sums:
+        wide = isinstance(self.tiling, WideBackwardTiling)
+        return LineSums(self.rows, columns) if wide else super().sums(columns)

@@ -74,6 +74,11 @@ class Operand(Fixed):
         size = self.rows * self.columns * 2
         return ((self.start & 0x3FFFF) >> 4) + stage * (size >> 4) + ((leading >> 4) << 16)
 
+    def beside(self, column: int) -> "Operand":
+        """The same rows from `column` on, a multiple of those that lie together, summed over rows."""
+        assert self.by_rows and column % swizzled(self.columns) == 0
+        return dataclasses.replace(self, start=self.start + column * self.rows * 2)
+
     def step(self, number: int) -> int:
         """What a step adds to `at`."""
         wide = swizzled(self.columns)

@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Mapping
 from functools import cached_property
 
-COLUMNS = 512  # of 128 lanes of 32 bits, that a multiprocessor has
+COLUMNS = 512  # of `LANES` of 32 bits, that a multiprocessor has
+LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +117,11 @@ class BackwardTensorMemory(ColumnMap):
     def dq_is_apart(self) -> bool:
         return self.dq.first != self.gradients.first
 
+    @property
+    def dq_parts(self) -> tuple[Columns, ...]:
+        """Where parts of dQ come, one after the other: it comes at once."""
+        return (self.dq,)
+
     @cached_property
     def regions(self) -> Mapping[str, Columns]:
         apart = {"dQ": self.dq} if self.dq_is_apart else {}
@@ -123,3 +129,49 @@ class BackwardTensorMemory(ColumnMap):
 
     def __str__(self) -> str:
         return self.describe("P over S, dS over dP" if self.dq_is_apart else "P over S, dS and dQ over dP")
+
+
+@dataclasses.dataclass(frozen=True)
+class WideBackwardTensorMemory(ColumnMap):
+    """Sums over queries of wide rows, transposed: a lane has a column of dV or dK, of `LANES` at a time, for all keys.
+
+    S and dP have a lane for each query. P and dS go to shared memory, so scores are free when they have been read. dQ
+    comes in parts, one after the other to the same columns, where there are not enough for all of it.
+    """
+
+    scores: Columns
+    gradients: Columns
+    dv: Columns
+    dk: Columns
+    dq_parts: tuple[Columns, ...]
+
+    @staticmethod
+    def of(keys: int, d: int, dv: int) -> WideBackwardTensorMemory:
+        """For tiles of so many keys."""
+        of_dv, of_dk = (keys * -(-width // LANES) for width in (dv, d))
+        used = 2 * keys + of_dv + of_dk
+        widths = [d] if used + d <= COLUMNS else [min(LANES, d - first) for first in range(0, d, LANES)]
+        return WideBackwardTensorMemory(
+            Columns(0, keys),
+            Columns(keys, keys),
+            Columns(2 * keys, of_dv),
+            Columns(2 * keys + of_dv, of_dk),
+            tuple(Columns(used, width) for width in widths),
+        )
+
+    @staticmethod
+    def lane_columns(width: int) -> list[tuple[int, int]]:
+        """(first column, first lane that counts) of each product that gives `LANES` columns of a row a lane each.
+
+        The last one begins early where `width` is no multiple: its first lanes are the one before's last.
+        """
+        return [(min(n, width - LANES), max(0, n - (width - LANES))) for n in range(0, width, LANES)]
+
+    @cached_property
+    def regions(self) -> Mapping[str, Columns]:
+        dq = max(self.dq_parts, key=lambda part: part.count)
+        return {"S": self.scores, "dP": self.gradients, "dVt": self.dv, "dKt": self.dk, "dQ": dq}
+
+    def __str__(self) -> str:
+        parts = " and ".join(str(part.count) for part in self.dq_parts)
+        return self.describe(f"dQ in {parts} columns" if len(self.dq_parts) > 1 else "dQ at once")

@@ -104,5 +104,10 @@ class RowBackwardTiling(BackwardTiling):
 
     @property
     def queries(self) -> int:
-        """Of a tile, that a thread has."""
+        """Of a tile, that a thread has, if it has a key."""
         return self.tile_m // self.groups
+
+    @property
+    def keys(self) -> int:
+        """Of a tile, that a thread has, if it has a query."""
+        return self.tile_n // self.groups

@@ -37,10 +37,10 @@ def has_opaque_test(program: Program) -> bool:
     return program.mask is not None and residual(program.mask).opaque
 
 
-def sums_by_distance(program: Program) -> bool:
-    """Whether the kernel sums the gradient of a tensor along diagonals."""
+def sums_by(program: Program, pattern: Pattern) -> bool:
+    """Whether the kernel sums the gradient of a tensor along such a pattern."""
     reads = program.reads.values() if isinstance(program, GradientProgram) else ()
-    return any(read.pattern is Pattern.DISTANCE for group in reads for read in group)
+    return any(read.pattern is pattern for group in reads for read in group)
 
 
 def queries(problem: Problem) -> int:

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from typing import Literal, NamedTuple
 
+from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.order import queries_of_a_key
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
-from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by_distance
+from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
 
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
@@ -139,7 +140,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         l2=16 << 20,
         section_tiles=_section_tiles(target),
         heads_together=problem.schedule.heads_together,
-        distances=2 * 4096 if sums_by_distance(program) else 0,
+        distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
     )
     staying = dataclasses.replace(tiling, persistent=True)
     gains = not wide and _staying_gains(program, tall, deterministic)
@@ -170,7 +171,7 @@ def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
     """
     fits = d == 192 and dv in (128, 192)
     reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_costly_test(program.mask)
-    return fits and not reads and not sums_by_distance(program)
+    return fits and not reads and not sums_by(program, Pattern.DISTANCE)
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:

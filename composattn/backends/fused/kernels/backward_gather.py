@@ -103,7 +103,7 @@ class RowGather(BackwardGather[AnyTiling]):
     def layout(self, columns: int) -> Any:
         return self.tile_layout(self.rows, columns)
 
-    def sums(self, columns: int) -> RowSums:
+    def sums(self, columns: int) -> Sums:
         return RowSums(columns)
 
 

@@ -15,9 +15,10 @@ from .key_rows import MatrixMemory
 
 
 class DqRows(Fixed):
-    """A group of `THREADS`, each with a row of a tile of dQ, which leaves in parts of `dq_part` columns.
+    """A group of `THREADS`, each with a row of a tile of dQ, which leaves in pieces of `dq_part` columns.
 
-    `block` says by its edge `dq` that a tile is there, and hears that it has been read.
+    `block` says by its edge `dq`, a stage for each of the tile's parts that are there one after the other, that one is
+    there, and hears that it has been read.
     """
 
     def __init__(self, kernel: Any, block: Any, memory: MatrixMemory, thread: Any):
@@ -46,23 +47,32 @@ class DqRows(Fixed):
 
     def add(self, target: cute.Tensor, slot: Slot, buffer: Slot) -> Slot:
         """A tile of dQ to `target`, in this block's turn where the order is fixed; gives the buffer that is free."""
-        block, tiling, part = self.block, self.tiling, self.tiling.dq_part
-        block.dq.wait(slot)
-        self.memory.heard()
-        if const_expr(block.turn_edge is not None):
-            block.turn_edge.wait(slot)
-        for first in range(0, tiling.d, tiling.dq_at_once):
-            count = min(tiling.dq_at_once, tiling.d - first)
-            numbers = self.memory.read(tiling.columns.dq.first + first, count)
-            if first + count == tiling.d:
-                self.memory.have_read()
-                cute.arch.sync_warp()
-                block.dq.release(slot, self.lane)
-            for start in range(0, count, part):
-                place = target.iterator + (first + start) * THREADS
-                buffer = self.sums.add(numbers[start : start + part], buffer, place)
+        block = self.block
+        done = 0
+        for stage, columns in enumerate(self.tiling.columns.dq_parts):
+            part = slot.at(stage)
+            block.dq.wait(part)
+            self.memory.heard()
+            if const_expr(block.turn_edge is not None and stage == 0):
+                block.turn_edge.wait(slot)
+            buffer = self.add_part(columns, target.iterator + done * THREADS, part, buffer)
+            done += columns.count
         if const_expr(block.turn_edge is not None):
             _release_if(self.sums.is_sender, block.turn_edge, slot, self.lane)
+        return buffer
+
+    def add_part(self, columns: Any, target: cute.Pointer, part: Slot, buffer: Slot) -> Slot:
+        """Columns of the unit's memory, which the next part may come to when they have been read."""
+        tiling, size = self.tiling, self.tiling.dq_part
+        for first in range(0, columns.count, tiling.dq_at_once):
+            count = min(tiling.dq_at_once, columns.count - first)
+            numbers = self.memory.read(columns.first + first, count)
+            if first + count == columns.count:
+                self.memory.have_read()
+                cute.arch.sync_warp()
+                self.block.dq.release(part, self.lane)
+            for start in range(0, count, size):
+                buffer = self.sums.add(numbers[start : start + size], buffer, target + (first + start) * THREADS)
         return buffer
 
 

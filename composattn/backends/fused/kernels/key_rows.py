@@ -122,7 +122,7 @@ class KeyRows(KeyGroup):
 
     def write_keys(self, call: Any) -> None:
         """Through the shared memory of K and V, which all products have read."""
-        for _, columns, factor, shared in self._results(call):
+        for _, columns, factor, shared, _ in self._results(call):
             for first in range(columns.first, columns.stop, COLUMNS):
                 _put_if(self._mine(first), self, shared, first, first - columns.first, factor)
         send(self._outputs(call), self.block.of_compute.meet)
@@ -130,21 +130,29 @@ class KeyRows(KeyGroup):
 
     def _outputs(self, call: Any) -> Iterator[tuple]:
         work, tile_n = self.work, self.tiling.tile_n
-        for i, columns, _, shared in self._results(call):
-            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (tile_n, columns.count))
+        for i, _, _, shared, width in self._results(call):
+            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (tile_n, width))
             yield self.is_first_warp(), call.tmas.results[i], shared, tiles, work.n
 
     def leave_piece(self, call: Any) -> None:
-        for i, columns, factor, _ in self._results(call):
+        for i, columns, factor, _, width in self._results(call):
             target = call.pieces.sums[i][self.work.piece.slot, None]
             for first in range(columns.first, columns.stop, COLUMNS):
-                _leave_if(self._mine(first), self, target, first, first - columns.first, factor)
+                _leave_if(self._mine(first), self, target, width, first, first - columns.first, factor)
         call.pieces.note(self.work, (self.number == 0) & (self.thread == 0))
 
-    def _results(self, call: Any) -> tuple[tuple[int, Any, Any, cute.Tensor], ...]:
-        """dK and dV: number, columns of the unit's memory, factor, shared memory."""
-        columns, block = self.tiling.columns, self.block
-        return (0, columns.dk, call.scale, block.sK), (1, columns.dv, None, block.sV)
+    def _results(self, call: Any) -> tuple[tuple[int, Any, Any, cute.Tensor, int], ...]:
+        """dK and dV: number, columns of the unit's memory, factor, shared memory, and its columns."""
+        tiling, columns, block = self.tiling, self.tiling.columns, self.block
+        return (0, columns.dk, call.scale, block.sK, tiling.d), (1, columns.dv, None, block.sV, tiling.dv)
+
+    def put(self, shared: cute.Tensor, sums: cute.Tensor, first: int) -> None:
+        """`COLUMNS` of a result, the `first`-th of its columns in the unit's memory first, to its tile."""
+        put_row(sums, shared, self.thread, first)
+
+    def leave(self, target: cute.Tensor, sums: cute.Tensor, first: int, width: int) -> None:
+        """Likewise, fp32, to the sums of a piece, of so many columns."""
+        store_part(target, sums, first // COLUMNS, self.thread)
 
     def sums(self, column: int, factor: Any) -> cute.Tensor:
         """`COLUMNS` of a result's sums."""
@@ -228,10 +236,10 @@ def _write_if(mine: Boolean, memory: Any, column: int, words: cute.Tensor):
 @cute.jit
 def _put_if(mine: Boolean, me: Any, shared: cute.Tensor, column: int, first: int, factor: Any):
     if mine:
-        put_row(narrowed(me.sums(column, factor), me.block.dtype), shared, me.thread, first)
+        me.put(shared, narrowed(me.sums(column, factor), me.block.dtype), first)
 
 
 @cute.jit
-def _leave_if(mine: Boolean, me: Any, target: cute.Tensor, column: int, first: int, factor: Any):
+def _leave_if(mine: Boolean, me: Any, target: cute.Tensor, width: int, column: int, first: int, factor: Any):
     if mine:
-        store_part(target, me.sums(column, factor), first // COLUMNS, me.thread)
+        me.leave(target, me.sums(column, factor), first, width)

@@ -16,6 +16,7 @@ from ..plan_backward import AnyTiling, PostprocessPlan
 from ..tiling import RowBackwardTiling
 from .rounding import Exit, RowSums, Sums, is_first_warp
 
+COLUMNS = 32  # of dQ in a thread's registers
 AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
 
 
@@ -89,19 +90,19 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
 
 
 class RowPostprocess(Postprocess[AnyRowTiling]):
-    """Of sums that lie one row per thread: a group has the columns that leave the main kernel together (`DqRows`)."""
+    """Of sums that lie one row per thread, four columns together (`DqRows`): a group has `COLUMNS` of them."""
 
     tile_layout: Callable[[int, int], Any]  # of so many rows and columns in shared memory
 
     def __init__(self, plan: PostprocessPlan[AnyRowTiling]):
         super().__init__(plan)
-        self.groups = plan.tiling.d // plan.tiling.dq_part
+        self.groups = plan.tiling.d // COLUMNS
 
     def layout(self) -> Any:
         return self.tile_layout(self.tiling.tile_m, self.tiling.d)
 
     def sums(self) -> RowSums:
-        return RowSums(self.tiling.dq_part)
+        return RowSums(COLUMNS)
 
     def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
-        return cute.local_tile(shared, (self.tiling.tile_m, self.tiling.dq_part), (0, group))
+        return cute.local_tile(shared, (self.tiling.tile_m, COLUMNS), (0, group))

@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32
 from cutlass.memory import SmemAllocator
 
 from ....primitives.bulk_stores import send, wait_read
+from ....primitives.register_chunks import THREADS
 from ....primitives.values import Fixed, narrowed
 
 
@@ -33,6 +34,24 @@ class RowSums(Fixed):
 
     def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         put_row(rounded, shared, thread, 0)
+
+
+@dataclasses.dataclass
+class LineSums(Fixed):
+    """`rows` x `columns` that lie in memory line by line, multiples of 4: what a product leaves that is transposed."""
+
+    rows: int
+    columns: int
+
+    def registers(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.rows * self.columns // THREADS, Float32)
+
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        for j in range(cute.size(rounded) // 4):
+            place = (j * THREADS + thread) * 4
+            row, column = place // self.columns, place % self.columns
+            four = cute.make_tensor(rounded.iterator + 4 * j, cute.make_layout(4))
+            cute.autovec_copy(four, cute.local_tile(shared[row, None], (4,), (column // 4,)))
 
 
 def put_row(numbers: cute.Tensor, shared: cute.Tensor, row: Any, first: Any) -> None:
