@@ -16,7 +16,7 @@ from tests.cpu.flex_conformance.differences import DIFFERENCES
 
 PAGE = Path(__file__).with_name("flex_conformance.md")
 
-HEAD = """# From FlexAttention
+HEAD = """# Differences from FlexAttention
 
 `composattn.flex_attention` takes the arguments of `torch.nn.attention.flex_attention.flex_attention` (torch 2.11 to
 2.13), `BlockMask` and `return_aux` included, and returns the same. Only the import changes. It needs no

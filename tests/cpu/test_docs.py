@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import composattn
 from tests.support import docs_script, has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,9 @@ def test_what_the_reference_names_is_there() -> None:
     assert {"composattn.attention", "composattn.Varlen", "composattn.errors"} <= set(named)
     for name in named:
         assert pkgutil.resolve_name(name).__doc__, name
+    elsewhere = {"composattn.mods", "composattn.backends", "composattn.nn"}  # a page, and what is named of them
+    inside = {"composattn.ComposattnError"}  # of composattn.errors
+    assert {f"composattn.{name}" for name in composattn.__all__} <= {*named, *elsewhere, *inside}
 
 
 def test_the_gallery_is_current() -> None:
