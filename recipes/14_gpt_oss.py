@@ -1,7 +1,6 @@
 """GPT-OSS: a window in every other layer, and a learned sink per head that takes a share of each row's softmax.
 
-A sink is one more key with a score of its own and no value. So it only scales a row: the share that the other keys keep
-is 1 / (1 + exp(sink - lse)), where lse is what the call returns, with a gradient.
+A sink is one more key with a score of its own and no value. It has a gradient, and `lse` counts it.
 """
 
 import torch
@@ -15,20 +14,6 @@ device, dtype = best_device()
 B, HQ, HKV, S, D, WINDOW = 1, 8, 2, 384, 64, 128
 
 
-class SinkAttention(torch.nn.Module):
-    """Attention of one layer; `window` None sees all of the past."""
-
-    def __init__(self, heads: int, window: int | None) -> None:
-        super().__init__()
-        self.sinks = torch.nn.Parameter(torch.randn(heads))
-        mask = causal() if window is None else causal() & sliding_window(window - 1)  # W tokens with the query itself
-        self.attend = ca.Attention(mask_mod=mask)
-
-    def forward(self, q, k, v):
-        out, lse = self.attend(q, k, v, return_lse=True)
-        return out * torch.sigmoid(lse - self.sinks[:, None])[..., None].to(out)
-
-
 def with_one_more_column(window, q, k, v, sinks):
     """The definition, in fp64: a column of sinks beside the scores, left out after the softmax."""
     k, v = (t.repeat_interleave(HQ // HKV, dim=1) for t in (k, v))
@@ -39,15 +24,16 @@ def with_one_more_column(window, q, k, v, sinks):
     return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
-for number in range(2):
-    window = WINDOW if number % 2 == 0 else None
-    layer = SinkAttention(HQ, window).to(device)
+for number, window in enumerate((WINDOW, None)):
+    mask = causal() if window is None else causal() & sliding_window(window - 1)  # W tokens with the query itself
+    sinks = torch.nn.Parameter(torch.randn(HQ, device=device))
+    attend = ca.nn.Attention(mask_mod=mask, sinks=sinks)  # its parameter, as they are
     q = draw(B, HQ, S, D, device=device, dtype=dtype)
     k, v = (draw(B, HKV, S, D, device=device, dtype=dtype) for _ in range(2))
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v, layer.sinks)]
-    out, truth = layer(q, k, v), with_one_more_column(window, *wide)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
+    out, truth = attend(q, k, v), with_one_more_column(window, *wide)
     upstream = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v, layer.sinks), upstream)
+    got = torch.autograd.grad(out, (q, k, v, sinks), upstream)
     true = torch.autograd.grad(truth, wide, upstream.double())
     pairs = zip(("out", "dq", "dk", "dv", "dsinks"), (out, *got), (truth, *true), strict=True)
     errors = {name: relative_error(mine, exact) for name, mine, exact in pairs}
