@@ -203,9 +203,14 @@ SHOWN = "D128 S8192"
 """The rows of the README's plot: one shape, every mask and score mod measured at it."""
 
 
+def runs_of_gpus(results: list[Result]) -> dict[str, Result]:
+    """The newest run of each kind ("forward", "backward", ...) on a GPU."""
+    return {r.name.rpartition("-")[2]: r for r in results if "CPU" not in r.facts["machine"]}
+
+
 def headline(results: list[Result]) -> str:
     """The README's plot and what it says in words, all rows of the runs counted; "" where such runs lack."""
-    runs = {r.name.rpartition("-")[2]: r for r in results}
+    runs = runs_of_gpus(results)
     if not {"forward", "backward"} <= set(runs):
         return ""
     machine = runs["forward"].facts["machine"].split(",")[0]
@@ -244,7 +249,7 @@ def plot_speed(results: list[Result], folder: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "composattn"
     from matplotlib import pyplot as plt
 
-    runs = {r.name.rpartition("-")[2]: r for r in results}
+    runs = runs_of_gpus(results)
     figure, panels = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained", sharex=True)
     for axes, way in zip(panels, ("forward", "backward"), strict=True):
         table = {case.split(SHOWN)[1].strip(): rows for case, rows in runs[way].table.items() if SHOWN in case}

@@ -161,6 +161,8 @@ def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
     assert "cuBLAS matrix product: median 0.50×" in said
     assert "both directions, 4 rows: median 1.02×, from 0.50× to 2.00×" in said
     assert report.headline([run_of("forward", 50.0)]) == ""
+    newer = report.Result("cpu-forward", run_of("forward", 1.0).facts | {"machine": "x86_64 CPU, 1 threads"})
+    assert report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0), newer]) == said
 
 
 def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
