@@ -8,10 +8,10 @@ machine nothing is checked, and it says so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
-import os
 import queue
 import shutil
 import subprocess
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -90,7 +89,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, queue.Queue[list[str]]]]:
     """The address of the folder on the loopback, and where what was found arrives."""
     found: queue.Queue[list[str]] = queue.Queue()
@@ -103,8 +102,18 @@ def serving(folder: Path) -> Iterator[tuple[str, queue.Queue[list[str]]]]:
 
 
 def command(program: str, profile: str, *arguments: str) -> list[str]:
-    fixed = ["--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}"]
-    return [program, *fixed, *(["--no-sandbox"] if os.geteuid() == 0 else []), *arguments]
+    # Its sandbox is not to be had by root, nor in many containers. It opens pages of this repository alone.
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    return [program, *fixed, f"--user-data-dir={profile}", *arguments]
+
+
+def answer(opened: subprocess.Popen[bytes], found: queue.Queue[list[str]]) -> list[str]:
+    for _ in range(LONGEST_S):
+        with contextlib.suppress(queue.Empty):
+            return found.get(timeout=1)
+        if opened.poll() is not None:
+            return [f"the browser ended by itself, exit status {opened.returncode}"]
+    return [f"the browser did not answer in {LONGEST_S} s"]
 
 
 def problems(folder: Path, program: str) -> list[str]:
@@ -117,9 +126,7 @@ def problems(folder: Path, program: str) -> list[str]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            return found.get(timeout=LONGEST_S)
-        except queue.Empty:
-            return [f"the browser did not answer in {LONGEST_S} s"]
+            return answer(opened, found)
         finally:
             opened.terminate()
             opened.wait(timeout=30)

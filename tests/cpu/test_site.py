@@ -28,3 +28,10 @@ def test_each_wrong_page_is_named(tmp_path: Path) -> None:
     assert len(found) == len(expected)
     for line, (page, what) in zip(found, expected, strict=True):
         assert line.startswith(page) and what in line
+
+
+def test_a_browser_that_does_not_run_is_a_problem(tmp_path: Path) -> None:
+    program = tmp_path / "chromium"
+    program.write_text("#!/bin/sh\nexit 7\n")
+    program.chmod(0o755)
+    assert browser.problems(tmp_path, str(program)) == ["the browser ended by itself, exit status 7"]
