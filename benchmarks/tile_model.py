@@ -3,6 +3,7 @@
     python -m benchmarks.tile_model --target sm_100a                       ours alone; sm_90a, sm_103a too
     python -m benchmarks.tile_model --target sm_100a --peer flash-attn-4   both
     python -m benchmarks.tile_model --target sm_90a --peer flash-attn-4    both, held to what an H200 measured
+    python -m benchmarks.tile_model --target sm_100a --direction backward  gradients, there
 
 Times are not forecast. A tile takes at least its `bound`, the clocks of the busiest unit, and `sum` where no two work
 at a time. Beside each ratio stands for how many measured rows of an H200 it named the faster one.
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import cases
-from benchmarks.cases import Case, Pattern
+from benchmarks.cases import Case, Direction, Pattern
 from benchmarks.model import held, kernels
 from benchmarks.model.clocks import TARGETS, UNITS
 from benchmarks.model.costs import Cost, tile_cost
@@ -32,14 +33,14 @@ CPU = torch.device("cpu")
 DIMS = ((128, 128), (64, 64), (96, 96), (192, 128), (192, 192), (256, 256))
 
 
-def forward_cases() -> Iterator[Case]:
-    """Forwards of long sequences by head dimension, full and causal; at D 128 with what changes the loop."""
+def long_cases(direction: Direction) -> Iterator[Case]:
+    """Long sequences by head dimension, full and causal; at D 128 with what changes the loop."""
     for d, dv in DIMS:
         for pattern in (cases.full, cases.causal):
             name = f"D{d}" + (f"/{dv}" if dv != d else "") + f" {pattern.__name__}"
-            yield Case(name, (), pattern, 2, 16, 8192, d, v_dim=dv)
+            yield Case(name, (), pattern, 2, 16, 8192, d, v_dim=dv, direction=direction)
     for pattern in (cases.window, cases.softcap, cases.alibi):
-        yield Case(f"D128 {pattern.__name__}", (), pattern, 2, 16, 8192, 128)
+        yield Case(f"D128 {pattern.__name__}", (), pattern, 2, 16, 8192, 128, direction=direction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--target", choices=sorted(TARGETS), required=True)
     made.add_argument("--peer", choices=[PACKAGE], help="compile its kernels too")
+    made.add_argument("--direction", choices=["forward", "backward"], default="forward")
     made.add_argument("--only", default="", help="words of which one is in the name of each case shown")
     made.add_argument("--keep", action="store_true", help="write what was held to an H200 to results/model")
     return made
@@ -149,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.keep:
                 held.keep(modelled, provenance(CPU))
         rows = held.rows(modelled)
-        for case in forward_cases():
+        for case in long_cases(options.direction):
             if not words or any(word in case.name for word in words):
                 compare(case, options.target, options.peer is not None, rows)
     except PeerMissing as missing:

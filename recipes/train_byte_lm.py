@@ -2,7 +2,8 @@
 
 Grouped-query attention over a sliding window that never leaves the document; rotary positions outside of attention.
 Prints and draws the falling loss, and trains once more with backend="reference" (dense, fp64 inside) from the same
-seed: the losses of both must agree, step by step.
+seed: the losses of both must agree, step by step. `--backend blackwell-emulated --tiny` trains a smaller one through
+kernels for a GPU that is not there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Size:
 
 
 SMALL = Size()
+TINY = Size(layers=1, width=64, heads=2, kv_heads=1, head_dim=64, context=160, window=100, batch=1)
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,25 @@ def update(model: ByteGPT, optimizer: torch.optim.Optimizer, tokens: Tensor, tar
 
 
 def train(
-    corpus: Corpus, steps: int, planned: int, backend: str | None, device: torch.device, dtype: torch.dtype
+    corpus: Corpus,
+    steps: int,
+    planned: int,
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: Size = SMALL,
 ) -> list[float]:
     """Bits a byte at each of the first `steps` of `planned` steps; weights and batches are the same in every run."""
     torch.manual_seed(0)
     with device:
-        model = ByteGPT(backend, dtype)
+        model = ByteGPT(backend, dtype, size)
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=planned)
     bits: list[float] = []
     start = time.perf_counter()
     for step in range(steps):
-        tokens, targets, doc = (t.to(device) for t in corpus.batch(generator))
+        tokens, targets, doc = (t.to(device) for t in corpus.batch(generator, size))
         loss = update(model, optimizer, tokens, targets, doc)
         schedule.step()
         bits.append(loss.item() / torch.tensor(2.0).log().item())
@@ -190,19 +198,22 @@ def main() -> None:
     parser.add_argument("--reference-steps", type=int, default=60, help="how many of them the reference repeats")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="size of the corpus")
     parser.add_argument("--bf16", action="store_true", help="attention in bf16 on a CPU too, as on a GPU")
+    parser.add_argument("--backend", help="what trains, by default as composattn chooses; emulated ones want --bf16")
+    parser.add_argument("--tiny", action="store_true", help="one layer, one sequence of 160 bytes")
     options = parser.parse_args()
 
     device, dtype = best_device()
     dtype = torch.bfloat16 if options.bf16 else dtype
+    size = TINY if options.tiny else SMALL
     corpus = Corpus.of_standard_library(options.bytes)
     frequencies = corpus.bits_of_frequencies()
     print(f"{len(corpus.names)} files, {len(corpus.data)} bytes; from frequencies alone {frequencies:.3f} bits each")
 
     print(f"training on {device}, attention in {str(dtype)[6:]}:")
-    ours = train(corpus, options.steps, options.steps, None, device, dtype)
+    ours = train(corpus, options.steps, options.steps, options.backend, device, dtype, size)
     print('the same with backend="reference":')
     repeated = min(options.steps, options.reference_steps)
-    reference = train(corpus, repeated, options.steps, "reference", device, dtype)
+    reference = train(corpus, repeated, options.steps, "reference", device, dtype, size)
 
     apart = max(abs(a - b) / b for a, b in zip(ours, reference, strict=False))
     allowed = TOLERANCE[dtype]

@@ -61,12 +61,17 @@ def _of_registers(kernel: Kernel, clocks: Clocks, tested: bool) -> Cost:
 def _of_tensor_memory(kernel: Kernel, clocks: Clocks, tested: bool) -> Cost:
     """Products are one thread's, of sizes that descriptors hold: their clocks are those of the tile's shape.
 
-    Each 128 rows have a softmax warpgroup. A partition has a warp of each, one that corrects, and the one that issues
-    products.
+    Each 128 rows of a forward have a softmax warpgroup, and a partition has a warp of each, one that corrects, and the
+    one that issues products. In a backward two warpgroups share a tile, and one takes dQ out.
     """
-    paired = any(i.name == "UTCHMMA" and "2CTA" in i.text for i in kernel.code)
-    shape = roofline.forward(kernel.rows, kernel.keys, kernel.d, kernel.dv, clocks, paired)
-    warps = {"softmax": kernel.rows // WARPGROUP, "correction": 1, "matrix": 1}
+    k = kernel
+    paired = any(i.name == "UTCHMMA" and "2CTA" in i.text for i in k.code)
+    if k.direction == "forward":
+        shape = roofline.forward(k.rows, k.keys, k.d, k.dv, clocks, paired)
+        warps = {"softmax": k.rows // WARPGROUP, "correction": 1, "matrix": 1}
+    else:
+        shape = roofline.backward(k.rows, k.keys, k.d, clocks, paired, k.dv, k.transposed)
+        warps = {"softmax": 2, "reduce": 1, "matrix": 1}
     paths = [(role.path(tested), warps[job]) for job in warps for role in kernel.roles.get(job, [])]
     return Cost(_busy(paths, clocks) | {unit: shape[unit] for unit in ("matrix", "shared")})
 

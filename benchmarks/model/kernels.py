@@ -33,6 +33,7 @@ class Kernel:
     `rows` x `keys` is what a block computes at a time, and `queries` of the rows' queries; `d` and `dv` are what the
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
     tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys.
+    `transposed`: see `roofline.backward_rows`.
     """
 
     cubin: Path
@@ -46,6 +47,7 @@ class Kernel:
     heads: int = 1
     interleaved: bool = True
     pieces: int = 1
+    transposed: bool = False
 
     @property
     def code(self) -> tuple[Instruction, ...]:
@@ -88,7 +90,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, cut.tile_n, cut.d, cut.dv, heads,
-        pieces=pieces,
+        pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide",
     )  # fmt: skip
 
 

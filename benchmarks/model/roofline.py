@@ -54,15 +54,38 @@ def forward(m: int, n: int, d: int, dv: int, clocks: Clocks, paired: bool = Fals
     return cycles(products, m * n, clocks)
 
 
-def backward(m: int, n: int, d: int, clocks: Clocks, paired: bool = False) -> dict[str, float]:
-    """A tile of m queries x n keys of one multiprocessor: S, dP, dV, dK, dQ; dS is written, dQ written and read.
+def backward(
+    m: int, n: int, d: int, clocks: Clocks, paired: bool = False, dv: int | None = None, transposed: bool = False
+) -> dict[str, float]:
+    """A tile of m queries x n keys of one multiprocessor: S, dP, dV, dK, dQ; see `backward_rows`."""
+    rows = backward_rows(m, n, d, clocks, paired, dv, transposed)
+    shared = sum(rows[name] for name in ("operands", "dS", "exchange", "dQ"))
+    return {"matrix": rows["matrix"], "shared": shared, "exp": rows["exp"]}
+
+
+def backward_rows(
+    m: int, n: int, d: int, clocks: Clocks, paired: bool = False, dv: int | None = None, transposed: bool = False
+) -> dict[str, float]:
+    """Clocks by what they are for: shared memory has operands, dS (written), its exchange, dQ (written and read).
 
     With `paired` each of two multiprocessors has half of the rows of dQ over twice the keys, for which it sends half of
-    dS to the other and receives as much: a tile's worth is written in all, and half as much is read.
+    dS to the other and receives as much: a tile's worth is written in all, and half as much is read. `transposed`: sums
+    with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does.
     """
-    scores = [Product(n, m, d, paired=paired)] * 2
-    of_keys = [Product(n, d, m, "tensor", paired)] * 2
+    dv = d if dv is None else dv
+    scores = [Product(n, m, width, paired=paired) for width in (d, dv)]
+    if transposed:
+        of_keys = [Product(-(-width // SIDE) * SIDE, n, m) for width in (d, dv)]
+    else:
+        of_keys = [Product(n, width, m, "tensor", paired) for width in (d, dv)]
     of_queries = Product(m // 2, d, 2 * n, paired=True) if paired else Product(m, d, n)
-    ds, dq = m * n * ELEMENT, 2 * m * d * 4
-    moved = ds + (1.5 * ds + dq / 2 if paired else dq)
-    return cycles([*scores, *of_keys, of_queries], m * n, clocks, moved)
+    made, ds, dq = [*scores, *of_keys, of_queries], m * n * ELEMENT, 2 * m * d * 4
+    found = cycles(made, m * n, clocks)
+    return {
+        "matrix": found["matrix"],
+        "operands": found["shared"],
+        "dS": (2 if transposed else 1) * ds / clocks.shared,
+        "exchange": 1.5 * ds / clocks.shared if paired else 0.0,
+        "dQ": (dq / 2 if paired else dq) / clocks.shared,
+        "exp": found["exp"],
+    }

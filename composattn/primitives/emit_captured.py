@@ -134,18 +134,18 @@ def _by_head(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: rang
 
 def _by_column(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape, columns = at.tile.shape, range(at.tile.columns)
-    own = [_total([row[c] for row in values]) for c in columns]
+    own = (_total([row[c] for row in values]) for c in columns)
     if len(columns) == LANES and _all_lanes_share(shape.column_offsets, shape.column_moves):
-        return _one_each(read, at, own, 0, cute.arch.lane_idx())
+        return _one_each(read, at, list(own), 0, cute.arch.lane_idx())
     sums = [shape.along_column(add, x) for x in own]
     return [_positions(read, at, 0, c) for c in columns], sums, shape.first_in_column(cute.arch.lane_idx())
 
 
 def _by_row(read: FusedRead, at: Evaluator, values: list[list[Any]], rows: range) -> Sums:
     shape = at.tile.shape
-    own = [_total(row) for row in values]
+    own = (_total(row) for row in values)
     if len(rows) == LANES and _all_lanes_share(shape.row_offsets, shape.row_moves):
-        return _one_each(read, at, own, cute.arch.lane_idx() + rows[0], 0)
+        return _one_each(read, at, list(own), cute.arch.lane_idx() + rows[0], 0)
     sums = [shape.along_row(add, x) for x in own]
     return [_positions(read, at, r, 0) for r in rows], sums, shape.first_in_row(cute.arch.lane_idx())
 

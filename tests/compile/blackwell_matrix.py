@@ -1,12 +1,13 @@
-"""The Blackwell forward, compiled for each head dimension, dtype, mod, layout and target: is each kernel lean?
+"""The Blackwell kernels, compiled for each head dimension, dtype, mod, layout and target: is each kernel lean?
 
     python -m tests.compile.blackwell_matrix --seconds 450            cells with no row yet, for so long; go on by again
     python -m tests.compile.blackwell_matrix d128 sm_103a             cells with all these words in their names
+    python -m tests.compile.blackwell_matrix --backward ...           the same of the kernels of gradients
     python -m tests.compile.blackwell_matrix --part 3/48 --record 3.json      each 48th cell from the third on
     python -m tests.compile.blackwell_matrix --gather 1.json 2.json ...       rows of several records into one
 
-`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell, if no other record is named. Rows of
-other sources are dropped.
+`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell (`blackwell-backward.json`: of gradients),
+if no other record is named. Rows of other sources are dropped.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import composattn as ca
 from benchmarks import provenance
 from composattn import mods
+from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.backends.blackwell.tensor_memory import COLUMNS
 from composattn.backends.fused import toolchain
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import BLACKWELL, TARGETS, Target
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
 from tests.compile.golden import language
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled" / "blackwell.json"
+BACKWARD_RECORD = RECORD.with_stem("blackwell-backward")
 LENGTH, HEADS = 2048, 8
 DIMS = {"d128": (128, 128), "d64": (64, 64), "d192/128": (192, 128), "d256": (256, 256), "d96": (96, 96),
         "d192": (192, 192)}  # fmt: skip
@@ -90,7 +95,7 @@ class Cell:
         return f"{self.target.arch} {self.dtype} {self.layout} {self.dim} {self.mod}"
 
     @property
-    def plan(self) -> ForwardPlan:
+    def plan(self) -> ForwardPlan | BackwardPlan:
         form, (d, dv) = LAYOUTS[self.layout], DIMS[self.dim]
         problem = Problem(
             2, HEADS, form.kv_heads, form.q_len, LENGTH, d, dv, DTYPES[self.dtype], torch.device("cpu"),
@@ -99,11 +104,47 @@ class Cell:
         return plan_forward(problem, MODS[self.mod]().program, self.target)
 
 
-def cells() -> list[Cell]:
-    """All 768, what differs most first: fp16 and sm_103a change single instructions of a kernel."""
+LEARNED = {
+    name: torch.zeros(size, requires_grad=True)
+    for name, size in {"row": (HEADS, LENGTH), "column": (LENGTH,), "distance": (HEADS, 2 * LENGTH),
+                       "pair": (LENGTH, LENGTH), "head": (HEADS,)}.items()
+}  # fmt: skip
+SUMS: dict[str, Callable[..., object]] = {
+    "by-row": lambda s, b, h, q, kv: s + 0.01 * LEARNED["row"][h, q] * (q - kv),
+    "by-column": lambda s, b, h, q, kv: s + LEARNED["column"][kv],
+    "by-distance": lambda s, b, h, q, kv: s + LEARNED["distance"][h, q - kv + LENGTH],
+    "by-distance-in-softcap": lambda s, b, h, q, kv: 5 * torch.tanh((s + LEARNED["distance"][h, q - kv + LENGTH]) / 5),
+    "by-pair": lambda s, b, h, q, kv: s + LEARNED["pair"][q, kv],
+    "by-head": lambda s, b, h, q, kv: s - LEARNED["head"][h] * (q - kv),
+}
+"""Score mods that read a tensor whose gradient is summed, by the pattern of the sum."""
+BACKWARD_LAYOUTS = {"dense": (DENSE, False), "varlen": (Layout("packed", "packed"), False), "in-order": (DENSE, True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardCell(Cell):
+    """The kernel of dK and dV, and of the sums of dQ and of captured tensors; `in-order`: dQ in a fixed order."""
+
+    @property
+    def plan(self) -> BackwardPlan:
+        (layout, in_order), (d, dv) = BACKWARD_LAYOUTS[self.layout], DIMS[self.dim]
+        problem = Problem(
+            2, HEADS, HEADS, LENGTH, LENGTH, d, dv, DTYPES[self.dtype], torch.device("cpu"), layout=layout
+        )
+        if self.mod in MODS:
+            program = MODS[self.mod]().program
+        else:
+            bare = ca.Attention(score_mod=SUMS[self.mod], mask_mod=mods.causal()).program
+            program = GradientProgram(bare, fused_reads(bare))
+        return plan_backward(problem, program, self.target, deterministic=in_order, cut=None).main
+
+
+def cells(backward: bool = False) -> list[Cell]:
+    """All 768 (1008 of the backward), what differs most first: fp16 and sm_103a change single instructions."""
     targets = [TARGETS[10, minor] for minor in (0, 3)]
-    found = itertools.product(targets, DTYPES, LAYOUTS, DIMS, MODS)
-    return sorted((Cell(*names) for names in found), key=lambda cell: cell.dtype == "fp16")
+    layouts, named, kind = (BACKWARD_LAYOUTS, (*MODS, *SUMS), BackwardCell) if backward else (LAYOUTS, MODS, Cell)
+    found = itertools.product(targets, DTYPES, layouts, DIMS, named)
+    return sorted((kind(*names) for names in found), key=lambda cell: cell.dtype == "fp16")
 
 
 # --- what a kernel has to be ----------------------------------------------------------------------------------
@@ -120,7 +161,7 @@ def faults(artifact: Artifact) -> Iterator[str]:
     Wants cuobjdump and nvdisasm.
     """
     plan = artifact.plan
-    assert isinstance(plan, ForwardPlan) and artifact.registers is not None
+    assert isinstance(plan, ForwardPlan | BackwardPlan) and artifact.registers is not None
     if artifact.spills or artifact.stack:
         yield f"{artifact.spills} moves of spilled registers, {artifact.stack} bytes of stack"
     if artifact.shared_memory > BLACKWELL.shared_memory:
@@ -128,11 +169,18 @@ def faults(artifact: Artifact) -> Iterator[str]:
     if artifact.registers * artifact.threads > BLACKWELL.registers:
         yield f"{artifact.registers} registers for each of {artifact.threads} threads"
     for name, what in UNITS.items():
-        if not artifact.mnemonics[name] and not (name == "UTMASTG" and plan.direct_store):
+        direct = isinstance(plan, ForwardPlan) and plan.direct_store
+        if not artifact.mnemonics[name] and not (name == "UTMASTG" and direct):
             yield f"no {what}"
-    columns = plan.tiling.tensor_memory.allocated  # type: ignore[attr-defined]
+    columns = allocated(plan)
     if columns > COLUMNS or not frees_what_it_allocates(artifact.ptx, columns):
         yield f"{columns} columns of tensor memory, or not freed on every path"
+
+
+def allocated(plan: ForwardPlan | BackwardPlan) -> int:
+    """Columns of tensor memory that a block asks for."""
+    tiling: Any = plan.tiling
+    return int((tiling.columns if isinstance(plan, BackwardPlan) else tiling.tensor_memory).allocated)
 
 
 def frees_what_it_allocates(ptx: str, columns: int) -> bool:
@@ -157,7 +205,7 @@ def row(cell: Cell) -> Row:
     made = compile_offline(plan)
     return {
         "spills": made.spills, "stack": made.stack, "registers": made.registers, "shared": made.shared_memory,
-        "columns": plan.tiling.tensor_memory.allocated,  # type: ignore[attr-defined]
+        "columns": allocated(plan),
         "instructions": len(made.instructions), **{name: made.mnemonics[name] for name in UNITS},
         "faults": list(faults(made)),
     }  # fmt: skip
@@ -193,20 +241,20 @@ class Record:
         path.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
 
 
-def gather(paths: list[Path], record: Path) -> Record:
+def gather(paths: list[Path], record: Path, every: list[Cell]) -> Record:
     """All rows of several records, in the order of cells."""
     found = Record.read(record)
     for path in paths:
         found.rows |= Record.read(path).rows
-    found.rows = {str(cell): found.rows[str(cell)] for cell in cells() if str(cell) in found.rows}
+    found.rows = {str(cell): found.rows[str(cell)] for cell in every if str(cell) in found.rows}
     found.write(record)
     return found
 
 
-def wanted(words: list[str], part: str) -> list[Cell]:
+def wanted(words: list[str], part: str, every: list[Cell]) -> list[Cell]:
     """Cells with all words in their names; of those each N-th from the I-th on, with `part` I/N."""
     first, step = map(int, part.split("/"))
-    return [cell for cell in cells() if all(word in str(cell).split() for word in words)][first - 1 :: step]
+    return [cell for cell in every if all(word in str(cell).split() for word in words)][first - 1 :: step]
 
 
 def compiled(left: list[Cell], record: Record, path: Path, seconds: float) -> None:
@@ -225,13 +273,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
     parser.add_argument("--part", default="1/1", help="I/N: each N-th cell from the I-th on")
-    parser.add_argument("--record", type=Path, default=RECORD, help="file that keeps the rows")
+    parser.add_argument("--backward", action="store_true", help="of gradients")
+    parser.add_argument("--record", type=Path, help="file that keeps the rows")
     parser.add_argument("--gather", type=Path, nargs="+", default=[], help="records whose rows go to it")
     parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
     asked = parser.parse_args(arguments)
-    cells_asked = wanted(asked.words, asked.part)
+    every = cells(asked.backward)
+    asked.record = asked.record or (BACKWARD_RECORD if asked.backward else RECORD)
+    cells_asked = wanted(asked.words, asked.part, every)
     if asked.gather:
-        record = gather(asked.gather, asked.record)
+        record = gather(asked.gather, asked.record, every)
     else:
         record = Record.read(asked.record)
         left = [cell for cell in cells_asked if str(cell) not in record.rows]

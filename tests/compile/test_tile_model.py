@@ -10,10 +10,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 from benchmarks.cases import causal, full
 from benchmarks.model import kernels
 from benchmarks.model.costs import tile_cost
-from benchmarks.tile_model import Counted, forward_cases
+from benchmarks.tile_model import Counted, long_cases
 from composattn.backends.fused.inspect import machine_code
 
-CASES = {case.name: case for case in forward_cases()}
+CASES = {case.name: case for case in long_cases("forward")}
 
 
 def kernel(name: str) -> kernels.Kernel:

@@ -31,10 +31,24 @@ def test_the_papers_forward_table_comes_out_of_the_shape(rows: int, wanted: tupl
     assert tuple(found[unit] for unit in ("matrix", "shared", "exp")) == wanted
 
 
-@pytest.mark.parametrize(("paired", "shared"), [(False, 3328), (True, 2688)])
-def test_the_papers_backward_table_comes_out_of_the_shape(paired: bool, shared: int) -> None:
-    """Table 3: at M = N = D = 128 of one multiprocessor, alone and as one of a pair."""
+@pytest.mark.parametrize(
+    ("paired", "wanted", "shared"),
+    [(False, (2560, 2048, 256, 0, 1024, 1024), 3328), (True, (2560, 1536, 256, 384, 512, 1024), 2688)],
+)
+def test_the_papers_backward_table_comes_out_of_the_shape(paired: bool, wanted: tuple[int, ...], shared: int) -> None:
+    """Table 3, row by row: at M = N = D = 128 of one multiprocessor, alone and as one of a pair."""
+    rows = roofline.backward_rows(128, 128, 128, B200, paired)
+    assert tuple(rows[name] for name in ("matrix", "operands", "dS", "exchange", "dQ", "exp")) == wanted
     assert roofline.backward(128, 128, 128, B200, paired) == {"matrix": 2560, "shared": shared, "exp": 1024}
+
+
+def test_transposed_sums_read_p_too_and_whole_products_of_their_columns() -> None:
+    """By hand, of 128 queries x 64 keys with D 192 and Dv 128: 4096 operations of bf16 and 64 elements a clock."""
+    rows = roofline.backward_rows(128, 64, 192, B200, dv=128, transposed=True)
+    assert rows["matrix"] == 128 * 64 * (192 + 128 + 256 + 128 + 192) / 4096
+    scores, sums = (128 + 64) * (192 + 128), 128 * (256 + 64 * 2) + 128 * (128 + 64)
+    assert rows["operands"] == (scores + sums + 128 * 64 * 1.5 + 192 * 64) / 64
+    assert (rows["dS"], rows["dQ"]) == (2 * 128 * 64 / 64, 2 * 128 * 192 * 4 / 128)
 
 
 def test_a_doubled_exponential_unit_halves_its_clocks_alone() -> None:

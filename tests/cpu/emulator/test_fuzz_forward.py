@@ -125,12 +125,13 @@ def test_many_random_calls(number: int, backend: str) -> None:
     held_in_every_mode(seeds(300)[number], backend)
 
 
-def main(backend: str, first: str, last: str) -> None:
+def report(held: Callable[[int, str], object], backend: str, first: str, last: str) -> None:
+    """Runs these of the random calls, and prints each."""
     failed = 0
     for number, seed in list(enumerate(seeds(int(last))))[int(first) :]:
         begun = time.perf_counter()
         try:
-            said = f"agrees: {held_in_every_mode(seed, backend)}"
+            said = f"agrees: {held(seed, backend)}"
         except AssertionError as error:
             failed += 1
             said = f"FAILED: {error}: {error.__cause__!r}"
@@ -139,4 +140,4 @@ def main(backend: str, first: str, last: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report(held_in_every_mode, *sys.argv[1:])

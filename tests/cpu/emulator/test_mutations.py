@@ -1,7 +1,7 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
-`python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell] [head dim] [kind]` prints every verdict, see
-docs/emulator.md.
+`python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell|blackwell-backward|blackwell-wide] [head dim]
+[kind] [I/N]` prints every verdict (of each N-th mutant from the I-th on), see docs/emulator.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,12 @@ ON_HOPPER = ((400, 500, 2), (192, 256, 2), (196, 129, 2), (191, 385, 1), (385, 3
 # For blocks of two query tiles of 128 rows, under a mask that ends at the bottom right: a last block whose second tile
 # has no queries or one, blocks and first tiles with no keys, more kv tiles than the rings have slots, one key in all.
 ON_BLACKWELL = ((384, 384, 1), (256, 128, 1), (384, 128, 1), (257, 129, 2), (640, 640, 1), (130, 1, 1), (200, 328, 1))
-SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL}
+# For blocks of 128 keys (of wide rows 64) and query tiles of 128: tiles of keys that no query sees, one query tile and
+# several, ends in the middle of both, one key.
+OF_KEYS = ((400, 300, 2), (256, 256, 1), (130, 321, 1), (129, 128, 2), (200, 1, 1))
+SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL, "blackwell-backward": OF_KEYS,
+          "blackwell-wide": OF_KEYS}  # fmt: skip
+WIDTHS = {"blackwell-wide": 192}  # of a row, by default 64
 
 
 def _inputs(dim: int, queries: int, keys: int, heads: int) -> tuple[torch.Tensor, ...]:
@@ -85,7 +91,7 @@ def forward_trial(
     return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
 
 
-def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
+def backward_trial(dim: int, *shape: int, target: Target = FEW) -> tuple[str, Trial]:
     from composattn.backends.fused.arguments import MainArguments
     from composattn.backends.fused.launch_backward import BackwardLauncher
     from composattn.backends.fused.plan_backward import COUNTER, plan_backward
@@ -94,7 +100,7 @@ def backward_trial(dim: int, *shape: int) -> tuple[str, Trial]:
     program = ca.Attention(mask_mod=causal()).program
     out, lse = ca.Attention(mask_mod=causal(), backend="streaming")(q, k, v, return_lse=True)
     calls = Calls()
-    plans = plan_backward(Problem.of(q, k, v), program, FEW, has_dlse=False)
+    plans = plan_backward(Problem.of(q, k, v), program, target, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
     arguments = MainArguments(*calls.arguments[plans.main.step])
     arguments = arguments._replace(dq_accum=torch.zeros_like(arguments.dq_accum))
@@ -133,15 +139,23 @@ TRIALS = {
     "forward": forward_trial,
     "backward": backward_trial,
     "blackwell": functools.partial(forward_trial, target=BLACKWELL, align="bottom_right", first_key=30.0),
+    "blackwell-backward": functools.partial(backward_trial, target=BLACKWELL),
+    "blackwell-wide": functools.partial(backward_trial, target=BLACKWELL),
 }
 
 
-def verdicts(direction: str, dim: int, kind: str = "") -> Iterator[Verdict]:
-    """Of all mutants, or of those whose kind begins like this."""
+def verdicts(direction: str, dim: int, kind: str = "", part: str = "1/1") -> Iterator[Verdict]:
+    """Of all mutants, or of those whose kind begins like this, and of these each N-th from the I-th on."""
     trials = [TRIALS[direction](dim, *shape) for shape in SHAPES[direction]]
     texts = {text for text, _ in trials}
     assert len(texts) == 1, "shapes that take different kernels"
-    return judge(texts.pop(), [trial for _, trial in trials], only=lambda mutant: mutant.kind.startswith(kind))
+    first, step = map(int, part.split("/"))
+    numbers = itertools.count(1 - first)
+    return judge(
+        texts.pop(),
+        [trial for _, trial in trials],
+        only=lambda mutant: mutant.kind.startswith(kind) and next(numbers) % step == 0,
+    )
 
 
 # Survivors that change nothing at these inputs: the first wait for a slot that starts free; releases after which nobody
@@ -165,7 +179,7 @@ HARMLESS_BLACKWELL = {
 @NEEDS_DSL
 @pytest.mark.parametrize("direction", TRIALS)
 def test_the_only_fence_of_mbarriers_is_missed_in_every_mode(direction: str) -> None:
-    text, trial = TRIALS[direction](64, 64, 64, 1)
+    text, trial = TRIALS[direction](WIDTHS.get(direction, 64), 64, 64, 1)
     for mode in MODES:
         found = list(judge(text, [trial], [mode], only=lambda m: m.kind == "init fence dropped"))
         assert [v.how for v in found] == ["MissingInitFence"], mode
@@ -175,7 +189,7 @@ def test_the_only_fence_of_mbarriers_is_missed_in_every_mode(direction: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", TRIALS)
 def test_mutants_are_caught(direction: str) -> None:
-    found = list(verdicts(direction, 64))
+    found = list(verdicts(direction, WIDTHS.get(direction, 64)))
     reached = [v for v in found if v.how != "not reached"]
     survivors = [v for v in reached if not v.caught]
     assert len(reached) >= 30
@@ -184,9 +198,9 @@ def test_mutants_are_caught(direction: str) -> None:
     assert all(n <= harmless.get(kind, 0) for kind, n in counts.items()), [v.mutant.instr.where() for v in survivors]
 
 
-def main(direction: str = "forward", dim: str = "64", kind: str = "") -> None:
+def main(direction: str = "forward", dim: str = "64", kind: str = "", part: str = "1/1") -> None:
     table: dict[str, Counter[str]] = {}
-    for v in verdicts(direction, int(dim), kind):
+    for v in verdicts(direction, int(dim), kind, part):
         table.setdefault(v.mutant.kind, Counter())[v.how] += 1
         if v.how == "survived":
             print(f"survived: {v.mutant.kind}: {v.mutant.instr.where()[:200]}", flush=True)

@@ -1,0 +1,91 @@
+"""Random gradients of the generated kernels, emulated in four modes: within the tolerance, and the same bits in each.
+
+`python -m tests.cpu.emulator.test_fuzz_backward blackwell-emulated 0 160` runs so many, and prints each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.testing import Case, assert_attention_close, run
+from composattn.testing.cases import draw_case
+from composattn.testing.site import Seeded
+from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, report, seeds
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+LEARNED = {"gradients": True, "learned": True, "layouts": ("dense", "dense", "varlen")}
+SPACES = tuple(dataclasses.replace(space, **LEARNED) for space in (FEW_ROWS, SEVERAL_TILES))  # type: ignore[arg-type]
+BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2}  # calls by default: ten seconds each, most to compile
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCall:
+    """A case, and whether dQ is summed in a fixed order."""
+
+    case: Case
+    in_order: bool
+
+    @staticmethod
+    def of(seed: int) -> GradientCall:
+        choices = Seeded(seed)
+        return GradientCall(draw_case(choices, choices.choice(SPACES)), choices.integer(0, 2) == 0)
+
+    def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
+        """What the call returns in each mode, by name."""
+        from composattn.backends.fused.emulated import emulating
+
+        attention = functools.partial(ca.attention, backend=backend, deterministic=self.in_order)
+        found = []
+        for mode in MODES:
+            with emulating(mode):
+                found.append(run(attention, self.case))
+        return found
+
+    def check(self, backend: str) -> None:
+        """Raises: AssertionError where a result is off or differs between modes; unordered dQ may by its last bits."""
+        (first, *others), case = self.results(backend), self.case
+        given = {name: getattr(case, name) for name in ("score_mod", "mask_mod", "scale", "varlen", "dout", "dlse")}
+        assert_attention_close(first, case.q, case.k, case.v, **given, name=repr(case))
+        for mode, found in zip(MODES[1:], others, strict=True):
+            for name, value in found.items():
+                if name != "dq" or self.in_order:
+                    assert torch.equal(value, first[name]), f"{name} differs in {mode} mode"
+                else:
+                    apart, size = (float(x.double().norm()) for x in (value - first[name], first[name]))
+                    assert apart <= torch.finfo(value.dtype).eps * size, f"{name} is another in {mode} mode: {apart}"
+
+
+def held_in_every_mode(seed: int, backend: str) -> GradientCall:
+    call = GradientCall.of(seed)
+    try:
+        call.check(backend)
+    except Exception as error:
+        raise AssertionError(f"GradientCall.of({seed}): {call}") from error
+    return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
+def test_random_gradients(number: int, backend: str) -> None:
+    held_in_every_mode(seeds(4)[number], backend)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", range(160))
+def test_many_random_gradients(number: int, backend: str) -> None:
+    held_in_every_mode(seeds(160)[number], backend)
+
+
+if __name__ == "__main__":
+    report(held_in_every_mode, *sys.argv[1:])
