@@ -239,16 +239,19 @@ class ByKeys:
 
     def _of_piece(self, known: Known, piece: Piece, call: Begun, k_part: T, v_part: T) -> Sequence[T | None]:
         rows, keys = piece.rows, piece.keys
-        of_rows = [None if x is None else x[:, :, rows] for x in (known.out, known.lse, known.dout, known.dlse)]
         inputs = BackwardInputs(
-            known.q[:, :, rows],
-            k_part[:, :, keys],
-            v_part[:, :, keys],
-            *of_rows,
+            q=known.q[:, :, rows],
+            k=k_part[:, :, keys],
+            v=v_part[:, :, keys],
+            out=known.out[:, :, rows],
+            lse=known.lse[:, :, rows],
+            dout=known.dout[:, :, rows],
+            dlse=None if known.dlse is None else known.dlse[:, :, rows],
             captured=(),
-            wanted=(),  # type: ignore[arg-type]
+            wanted=known.wanted,
+            partial=len(self.parts) > 1,
         )
-        return call.backward(inputs, known.wanted[:3], known.wanted[3:])
+        return call.backward(inputs, len(known.given))
 
     def _returned(
         self, part: OnDevice, k_part: T, v_part: T, dk: T | None, dv: T | None
@@ -313,7 +316,8 @@ class ByHeads:
         self.back[self.order] = torch.arange(len(self.order), device=self.order.device)
 
     def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
-        moved = self._all_rows(q, k, v)
+        q_all, k_all, v_all = self._all_rows(q, k, v)
+        moved = (q_all, k_all, v_all)
         heads = q.shape[1] // self.ranks.size
         place = Place(0, 0, len(self.order), self.ranks.rank * heads)
         (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, given, max_scores)
@@ -329,8 +333,8 @@ class ByHeads:
             lse = lse.squeeze(-1)
         (dout,) = self._all_rows(known.dout)
         dlse = None if known.dlse is None else self._all_rows(known.dlse.unsqueeze(-1))[0].squeeze(-1)
-        inputs = BackwardInputs(q, k, v, out, lse, dout, dlse, captured=(), wanted=())
-        grads = begun.backward(inputs, known.wanted[:3], known.wanted[3:])
+        inputs = BackwardInputs(q, k, v, out, lse, dout, dlse, captured=(), wanted=known.wanted)
+        grads = begun.backward(inputs, len(known.given))
         own = [
             self._own_rows(g) if g is not None and want else None
             for g, want in zip(grads, known.wanted[:3], strict=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -239,12 +238,11 @@ class Shard:
             raise errors.UnsupportedInParallel(
                 "the sequence was planned without varlen; pass it to cp.plan(attn, total, varlen=...)"
             )
-        tensors = inputs[:3]
-        if self.varlen is not None and all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in tensors):
-            tensors = tuple(t.transpose(0, 1).unsqueeze(0) for t in tensors)
-        Problem.of(*tensors)
-        q, k, v = tensors
-        for name, t in zip("qkv", tensors, strict=True):
+        q, k, v = inputs[:3]
+        if self.varlen is not None and all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in (q, k, v)):
+            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        Problem.of(q, k, v)
+        for name, t in zip("qkv", (q, k, v), strict=True):
             if t.shape[2] != self.rows:
                 raise errors.WrongShare(
                     f"{name} has {t.shape[2]} rows, and this rank's share of {self.seq_len} tokens is {self.rows}; "
@@ -413,7 +411,7 @@ def _mask_of(attn: Any) -> Mask | None:
     if isinstance(attn, torch.nn.Module) and hasattr(attn, "_mod"):
         found = attn._mod("mask_mod", False)
         return None if found is None else Mask.of(found)
-    if isinstance(attn, Callable):  # type: ignore[arg-type]
+    if callable(attn):
         return Mask.of(attn)
     raise errors.InvalidParallelOption(
         f"plan got a {type(attn).__name__}; pass a ca.Attention, a ca.nn.Attention, a mask_mod, or a list of them"
@@ -446,7 +444,7 @@ def _call_said(
     options: tuple[Any, ...],
     qkv: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
-) -> Iterator[Said] | list[Said]:
+) -> list[Said]:
     q, k, v = qkv
     captured = [(tuple(t.shape), t.dtype, t.requires_grad) for t in given]
     return [
@@ -459,10 +457,3 @@ def _call_said(
         Said("options (scale, backend, deterministic, schedule)", options),
         Said("which of q, k and v want gradients", [t.requires_grad for t in (q, k, v)]),
     ]
-
-
-@contextlib.contextmanager
-def entered(shard: Shard) -> Iterator[Shard]:
-    """Inside, calls belong to this shard."""
-    with shard.cp:
-        yield shard

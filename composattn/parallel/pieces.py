@@ -47,14 +47,15 @@ class Begun:
     read: tuple[torch.Tensor, ...]
     of: tuple[int, ...]
 
-    def backward(self, known: BackwardInputs, wanted: Sequence[bool], given: Sequence[bool]) -> Grads:
-        """(dq, dk, dv, *d given): `wanted` of q, k and v, and `given` of each given tensor."""
-        asked = (*wanted, *(n >= 0 and given[n] for n in self.of))
+    def backward(self, known: BackwardInputs, count: int) -> Grads:
+        """(dq, dk, dv, *d given): `known.wanted` speaks of q, k, v and of the `count` given tensors."""
+        given = known.wanted[3:]
+        asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
         known = known._replace(captured=self.read, wanted=asked)
         lending = self.call.lending
         with nullcontext() if lending is None else lending.again():
             dq, dk, dv, *found = without_autocast(known.q, self.call.backward, known)
-        of_given: list[torch.Tensor | None] = [None] * len(given)
+        of_given: list[torch.Tensor | None] = [None] * count
         for n, grad, ask in zip(self.of, found, asked[3:], strict=True):
             if ask and grad is not None:
                 had = of_given[n]

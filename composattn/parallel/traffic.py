@@ -5,7 +5,6 @@ Times are estimates, and choose parts only; the way is chosen by bytes, which ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +98,3 @@ def parts_for(received: tuple[int, ...], division: Division, shape: Shape, machi
     heads = shape.heads * shape.batch
     computing = shape.flops(max(division.pairs, default=0.0) * heads) / machine.flops
     return 2 if max(received, default=0) / machine.link > 0.1 * computing else 1
-
-
-Choice = Callable[..., Traffic]
