@@ -321,7 +321,7 @@ class ByHeads:
         heads = q.shape[1] // self.ranks.size
         place = Place(0, 0, len(self.order), self.ranks.rank * heads)
         (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, given, max_scores)
-        mine = [self._own_rows(x) for x in (out.to(q.dtype), lse.unsqueeze(-1))]
+        mine = [self._own_rows(x) for x in (out, lse.unsqueeze(-1))]
         tops = None if top is None or not max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
         return mine[0], mine[1].squeeze(-1), tops, call, [*moved, out, lse] if self.keep else []
 
@@ -367,15 +367,15 @@ def attend(way: Way, q: T, k: T, v: T, given: Sequence[T], max_scores: bool, who
 
     whole: gradients of given tensors are those of all ranks; else of this rank's rows, for who adds them up itself.
     """
-    found: tuple[T, T, T | None] = _Attend.apply(way, max_scores, whole, q, k, v, *given)  # type: ignore[no-untyped-call]
-    return found
+    out, lse, top = _Attend.apply(way, max_scores, whole, q, k, v, *given)  # type: ignore[no-untyped-call]
+    return out.to(q.dtype), lse, top
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: Way, max_scores: bool, whole: bool, q: T, k: T, v: T, *given: T) -> Any:
         out, lse, top, ctx.begun, kept = way.forward(q, k, v, given, max_scores)
-        out = in_order_of(q, out.to(q.dtype))
+        out = in_order_of(q, out)
         if top is not None:
             ctx.mark_non_differentiable(top)
         ctx.way, ctx.count, ctx.whole = way, len(given), whole

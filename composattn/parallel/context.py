@@ -198,13 +198,17 @@ class Shard:
     def explain(self, attn: Any = None, shape: Shape | None = None) -> Described:
         """Who computes what: per rank rows, pairs, bytes to fetch, parts, and what overlaps; prints as text.
 
-        attn: as in `plan`, by default what was planned for. shape: heads and dimensions that bytes are counted for.
+        attn: as in `plan`, by default what was planned for. shape: heads and dimensions that bytes are counted for, by
+            default those of the last call.
         """
+        if shape is None:
+            last = next(reversed(self._ways.values()), None)
+            shape = Shape(heads=self.cp.ranks.size, kv_heads=self.cp.ranks.size) if last is None else last.traffic.shape
         seen = self.division.visits.seen
         if attn is not None:
             v = self.division.visits
             seen = visits_of(Graphs.of(None, _mask_of(attn), self.packed).mask, self.seq_len, v.tile, v.grain).seen
-        traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape or Shape())
+        traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
         return describe(self.division, seen, traffic)
 
     # --- calls ------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ class Merged:
     def __init__(self, q: torch.Tensor, width: int, max_scores: bool) -> None:
         self._q, self._width, self._wants_max = q, width, max_scores
         self._done: list[slice] = []  # rows that some call has given
+        self._dtype: torch.dtype | None = None  # that calls give
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
         self.max_scores: torch.Tensor | None = None
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor, top: torch.Tensor | None) -> None:
         """What a call gave for `rows`."""
-        count = self._q.shape[2]
+        count, self._dtype = self._q.shape[2], out.dtype
         if self.out is None and rows == slice(0, count):
             self.out, self.lse, self.max_scores = out, lse, top if self._wants_max else None
             self._done = [rows]
@@ -58,4 +59,4 @@ class Merged:
         if self.out is None:
             self._begin(self._q.dtype, torch.promote_types(self._q.dtype, torch.float32))
         assert self.out is not None and self.lse is not None
-        return self.out, self.lse, self.max_scores
+        return self.out if self._dtype is None else self.out.to(self._dtype), self.lse, self.max_scores
