@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_parallel --warm                                   # compiles, in many processes
     torchrun --nproc-per-node 4 -m benchmarks.context_parallel --check             # against one GPU
-    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --impl ours --out FILE.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --impl ours --out FILE.jsonl    # also: alone, apart
 
 A row is a forward and a backward: the median over rounds of the slowest rank's time, between two barriers, by the
 GPU's own clock. `scaling` is the time on one GPU over that time and the number of ranks. Peers:
@@ -108,9 +108,16 @@ def ours_alone(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     return lambda: torch.autograd.grad(attn(q, k, v), (q, k, v), grad)
 
 
-def ours(case: Case, device: torch.device, dtype: torch.dtype, **options: Any) -> tuple[Step, ca.parallel.Shard]:
+def ours(
+    case: Case, device: torch.device, dtype: torch.dtype, moves_nothing: bool = False, **options: Any
+) -> tuple[Step, ca.parallel.Shard]:
+    """`moves_nothing`: each rank computes its share on zeros in place of what it would fetch."""
     attn = ca.Attention(mask_mod=case.mask_of(device))
-    shard = ca.ContextParallel(dist.group.WORLD, **options).plan(attn, case.seq_len)
+    if moves_nothing:
+        cp = apart(dist.get_rank(), dist.get_world_size(), **options)
+    else:
+        cp = ca.ContextParallel(dist.group.WORLD, **options)
+    shard = cp.plan(attn, case.seq_len)
     *qkv, grad = (shard.scatter(t, 2) for t in case.tensors(device, dtype))
     q, k, v = leaves(*qkv)
     (grad,) = leaves(grad)
@@ -301,15 +308,15 @@ def run(impl: str, cases: list[Case], rounds: int, out: str | None) -> None:
     for case in cases:
         if impl == "alone":
             jobs: list[tuple[str, dict[str, Any]]] = [("ours, one GPU", {})]
-        elif impl == "ours":
-            jobs = [(f"ours {options or 'auto'}", options) for options in OURS]
+        elif impl in ("ours", "apart"):
+            jobs = [(f"{impl} {options or 'auto'}", options) for options in OURS]
         else:
             jobs = [(impl, {})]
         for name, options in jobs:
             try:
-                if impl == "ours":
+                if impl in ("ours", "apart"):
                     begin = time.perf_counter()
-                    step, shard = ours(case, device, dtype, **options)
+                    step, shard = ours(case, device, dtype, impl == "apart", **options)
                     step()
                     extra = {"first_s": time.perf_counter() - begin, **facts_of(shard)}
                 elif impl == "alone":
@@ -478,7 +485,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warm", action="store_true", help="compile in many processes, no torchrun")
     parser.add_argument("--check", action="store_true", help="compare with one GPU")
-    parser.add_argument("--impl", default="ours", choices=["ours", "alone", *PEERS])
+    parser.add_argument("--impl", default="ours", choices=["ours", "alone", "apart", *PEERS])
     parser.add_argument("--masks", default="causal,window,documents")
     parser.add_argument("--seq-len", type=int, default=131072)
     parser.add_argument("--rounds", type=int, default=7)

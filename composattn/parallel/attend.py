@@ -102,18 +102,22 @@ def by_heads(x: T) -> T:
 
 
 class OnDevice:
-    """A part with its row numbers on the device."""
+    """A part with its row numbers on the device, and what the mods of its pieces read.
 
-    def __init__(self, part: Part, own: T, device: torch.device) -> None:
+    mods: of rows that are runs, and of those that tables name.
+    """
+
+    def __init__(self, part: Part, own: T, seq_len: int, mods: tuple[Placed, Placed], device: torch.device) -> None:
         self.part = part
         self.send = where(part.send, device)
         self.mine, self.fetched = where(part.mine, device), where(part.fetched, device)
         self.returned = [where(rows, device) for rows in part.send.split(part.sends)]
-        self.tables: dict[Piece, tuple[T, T]] = {}
+        self.pieces: list[tuple[Piece, Placed, Place]] = []
         for piece in part.pieces:
-            if piece.first is None:
-                q, kv = own[piece.rows], part.positions[piece.keys]
-                self.tables[piece] = q.int().to(device), kv.int().to(device)
+            q, kv = own[piece.rows].to(device), part.positions[piece.keys].to(device)
+            placed = mods[piece.first is None]
+            first = (0, 0) if piece.first is None else piece.first
+            self.pieces.append((piece, placed, Place(*first, seq_len, placed.tables(q, kv))))
 
 
 @dataclass
@@ -132,7 +136,8 @@ class ByKeys:
 
     def __post_init__(self) -> None:
         own = self.movement.positions
-        self.parts = [OnDevice(part, own, self.device) for part in self.movement.parts]
+        mods = self.runs, self.tabled
+        self.parts = [OnDevice(part, own, self.seq_len, mods, self.device) for part in self.movement.parts]
 
     def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
         merged = Merged(q, v.shape[-1], max_scores)
@@ -140,26 +145,14 @@ class ByKeys:
         kept: list[T] = []
         for part, k_part, v_part, fetched in self._arriving(k, v):
             begun.append([])
-            for piece in part.part.pieces:
+            for piece, placed, place in part.pieces:
                 tensors = (q[:, :, piece.rows], k_part[:, :, piece.keys], v_part[:, :, piece.keys])
-                (out, lse, top), call = pieces.forward(
-                    self.tabled if piece.first is None else self.runs,
-                    self.options,
-                    self._place(part, piece),
-                    tensors,
-                    given,
-                    max_scores,
-                )
+                (out, lse, top), call = pieces.forward(placed, self.options, place, tensors, given, max_scores)
                 merged.add(piece.rows, out, lse, top)
                 begun[-1].append(call)
             kept += [fetched] if self.keep and fetched is not None else []
         out, lse, top = merged.result()
         return out, lse, top, begun, kept
-
-    def _place(self, part: OnDevice, piece: Piece) -> Place:
-        if piece.first is None:
-            return Place(0, 0, self.seq_len, tables=part.tables[piece])
-        return Place(*piece.first, self.seq_len)
 
     def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T, T | None]]:
         """(part, k, v, memory) of each part as its keys are there; all of them are on their way from the start."""
@@ -313,13 +306,15 @@ class ByHeads:
 
     def __post_init__(self) -> None:
         self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(len(self.order), device=self.order.device)
+        everyone = torch.arange(len(self.order), device=self.order.device)
+        self.back[self.order] = everyone
+        self.tables = self.runs.tables(everyone, everyone)
 
     def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
         q_all, k_all, v_all = self._all_rows(q, k, v)
         moved = (q_all, k_all, v_all)
         heads = q.shape[1] // self.ranks.size
-        place = Place(0, 0, len(self.order), self.ranks.rank * heads)
+        place = Place(0, 0, len(self.order), self.tables, self.ranks.rank * heads)
         (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, given, max_scores)
         mine = [self._own_rows(x) for x in (out, lse.unsqueeze(-1))]
         tops = None if top is None or not max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)

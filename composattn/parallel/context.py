@@ -294,18 +294,19 @@ class Shard:
         agree(self.cp.ranks, _call_said(score, mask, options, qkv, given))
         visits, ranks = self.division.visits, self.cp.ranks
         graphs = Graphs.of(score, mask, self.packed)
+        kept = [t for t in _tensors(mask) if not t.requires_grad]
         seen = visits_of(graphs.mask, self.seq_len, visits.tile, visits.grain, q.shape[0], q.shape[1]).seen
         shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
         traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
         way: Way
         if traffic.method == "heads":
-            runs = Placed.of(graphs, given, runs=True, heads=True)
+            runs = Placed.of(graphs, given, kept, self.seq_len, runs=True, heads=True)
             way = ByHeads(ranks, runs, options, self._order.to(q.device), self.cp.keep_fetched)
         else:
             movement = Movement.of(
                 self.division, seen, self.rank, gather=traffic.method == "gather", parts=traffic.parts
             )
-            runs, tabled = (Placed.of(graphs, given, runs=are_runs) for are_runs in (True, False))
+            runs, tabled = (Placed.of(graphs, given, kept, self.seq_len, runs=are_runs) for are_runs in (True, False))
             way = ByKeys(ranks, movement, runs, tabled, options, self.seq_len, q.device, self.cp.keep_fetched)
         return Planned(way, traffic, tuple(_tensors(mask)))
 
@@ -415,7 +416,7 @@ def _mask_of(attn: Any) -> Mask | None:
     if isinstance(attn, torch.nn.Module) and hasattr(attn, "_mod"):
         found = attn._mod("mask_mod", False)
         return None if found is None else Mask.of(found)
-    if callable(attn):
+    if callable(attn) and not isinstance(attn, torch.nn.Module | torch.Tensor):
         return Mask.of(attn)
     raise errors.InvalidParallelOption(
         f"plan got a {type(attn).__name__}; pass a ca.Attention, a ca.nn.Attention, a mask_mod, or a list of them"

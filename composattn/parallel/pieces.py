@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,16 @@ _numbers = threading.Lock()  # plans look at run-time numbers as they are made
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a call lie: first query and key (0 where tables say it), first head, length of the sequence."""
+    """Where the rows of a call lie: first query and key (0 where tables say it), first head, length of the sequence.
+
+    tables: what the mods read of the call's own rows, see `Placed.tables`.
+    """
 
     first_q: int
     first_kv: int
     seq_len: int
+    tables: Mapping[Any, torch.Tensor]
     first_head: int = 0
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def numbers(self) -> dict[Any, int]:
         """Of the run-time numbers that place mods."""
@@ -72,8 +75,7 @@ def forward(
     max_scores: bool,
 ) -> tuple[Results, Begun]:
     """(out, lse, max_scores) of one call, and what its backward takes."""
-    tables = {} if place.tables is None else dict(zip(("q", "kv"), place.tables, strict=True))
-    leaves = placed.leaves_of(given, tables)
+    leaves = placed.leaves_of(given, place.tables)
     planned, lending = planned_of(placed.forms, leaves, options)
     numbers = place.numbers()
     with nullcontext() if lending is None else lending:

@@ -2,13 +2,14 @@
 
 A call sees rows 0, 1, ... of what the rank has and fetched. Its mods are the user's with other leaves: where the rows
 are one run, `q + first` and `kv + first` with run-time numbers, so that bands, diagonals and everything else that is
-derived stays what it was; elsewhere `positions[q]` and `positions[kv]`, which kernels read as any captured table, and of
-which the lists of tiles are made. Packed sequences are one sequence whose mods read which of them a row belongs to.
+derived stays what it was; elsewhere `positions[q]` and `positions[kv]`, which kernels read as any captured table. What
+a mask reads row by row, as document ids, a call gets of its own rows. Packed sequences are one sequence whose mods read
+which of them a row belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from ..analysis.derived import refresh
 from ..call.block_sparse import Table
 from ..call.sequences import Varlen, rows_in_use
-from ..graph.expr import Capture, Expr, captures, const, index, read, substitute, transform
+from ..graph.expr import Capture, Dep, Expr, captures, const, index, read, substitute, transform
 from ..graph.ops import apply
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
@@ -103,21 +104,43 @@ class Packed:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A captured tensor that is read row by row: a call gets those of its own queries, or keys, along `dim`."""
+
+    tensor: torch.Tensor
+    dim: int
+    of_keys: bool
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """What the rows at these positions (on the tensor's device) read."""
+        return self.tensor.detach().index_select(self.dim, positions).contiguous()
+
+
 @dataclass(frozen=True)
 class Placed:
     """Mods whose rows lie elsewhere: forms, and of each leaf where a call finds it.
 
-    A leaf is a tensor of `given`, by its number; a table of positions, by its name; or what it is.
+    A leaf is a tensor of `given`, by its number; a `Local`; a table of positions, by its name; or what it is.
     """
 
     forms: tuple[str | None, str | None]
     leaves: tuple[Any, ...]
 
     @staticmethod
-    def of(graphs: Graphs, given: Sequence[torch.Tensor], *, runs: bool, heads: bool = False) -> Placed:
-        """`graphs` of rows that are runs, or that tables name; `given`: the tensors that change from call to call.
+    def of(
+        graphs: Graphs,
+        given: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        seq_len: int,
+        *,
+        runs: bool,
+        heads: bool = False,
+    ) -> Placed:
+        """`graphs` of rows that are runs, or that tables name.
 
-        heads: whether the call has some of the heads only.
+        given: the tensors that calls give anew; kept: those among them whose contents stay as they are. heads: whether
+        the call has some of the heads only.
         """
         length = SEQ_LEN.expr
         q = apply("add", _Q, FIRST_Q.expr) if runs else read(Capture(_AT_Q), [_Q])
@@ -125,24 +148,63 @@ class Placed:
         at = {_Q: q, _KV: kv, index("q_len"): length, index("kv_len"): length}
         if heads:
             at[_H] = apply("add", _H, FIRST_HEAD.expr)
-        moved = graphs.mapped(lambda graph: substitute(graph, at))
+        numbers = {id(t): n for n, t in enumerate(given)}
+        found = _Locals(frozenset(numbers) - {id(t) for t in kept}, seq_len, at)
+        moved = graphs.mapped(lambda graph: transform(graph, lambda node: at.get(node) or found.read(node)))
         mods: list[Mod | None] = [
             None if moved.score is None else Score(moved.score),
             None if moved.mask is None else Mask(moved.mask),
         ]
-        numbers = {id(t): n for n, t in enumerate(given)}
         leaves: list[Any] = []
         for leaf in (leaf for mod in mods if mod is not None for leaf in mod.leaves):
             if leaf is _AT_Q or leaf is _AT_KV:
                 leaves.append("q" if leaf is _AT_Q else "kv")
             else:
-                leaves.append(numbers.get(id(leaf), leaf))
+                leaves.append(found.by_stand_in.get(id(leaf), numbers.get(id(leaf), leaf)))
         score, mask = (None if mod is None else mod.form for mod in mods)
         return Placed((score, mask), tuple(leaves))
 
-    def leaves_of(self, given: Sequence[torch.Tensor], tables: dict[str, torch.Tensor]) -> list[Any]:
+    def tables(self, q: torch.Tensor, kv: torch.Tensor) -> dict[Any, torch.Tensor]:
+        """What the calls on queries and keys at these positions (int64, on their device) read."""
+        found: dict[Any, torch.Tensor] = {}
+        for leaf in self.leaves:
+            if isinstance(leaf, Local):
+                found[leaf] = leaf.at(kv if leaf.of_keys else q)
+            elif isinstance(leaf, str):
+                found[leaf] = (q if leaf == "q" else kv).int()
+        return found
+
+    def leaves_of(self, given: Sequence[torch.Tensor], tables: Mapping[Any, torch.Tensor]) -> list[Any]:
         """The leaves of one call."""
         return [
-            given[leaf] if isinstance(leaf, int) else tables[leaf] if isinstance(leaf, str) else leaf
+            given[leaf] if isinstance(leaf, int) else tables[leaf] if isinstance(leaf, str | Local) else leaf
             for leaf in self.leaves
         ]
+
+
+class _Locals:
+    """Reads of captured tensors at q or kv itself, in place of which a call reads its own rows of them.
+
+    So what is known of `ids[q] == ids[kv]` is known of a call's rows too: the runs of keys that a row sees.
+    """
+
+    def __init__(self, changing: frozenset[int], seq_len: int, at: Mapping[Expr, Expr]) -> None:
+        self._changing, self._seq_len, self._at = changing, seq_len, at
+        self.by_stand_in: dict[int, Local] = {}
+        self._stand_ins: dict[tuple[int, int, bool], torch.Tensor] = {}
+
+    def read(self, node: Expr) -> Expr | None:
+        """`node` as a read of the call's own rows; None where it is no such read."""
+        if node.op != "read" or id(node.attr.tensor) in self._changing:
+            return None
+        tensor = node.attr.tensor
+        rows = [d for d, i in enumerate(node.args) if i.deps & (Dep.Q | Dep.KV)]
+        if len(rows) != 1 or node.args[rows[0]] not in (_Q, _KV) or tensor.shape[rows[0]] < self._seq_len:
+            return None
+        dim, of_keys = rows[0], node.args[rows[0]] is _KV
+        key = id(tensor), dim, of_keys
+        if key not in self._stand_ins:
+            stand_in = self._stand_ins[key] = torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype)
+            self.by_stand_in[id(stand_in)] = Local(tensor, dim, of_keys)
+        arguments = [i if d == dim else substitute(i, self._at) for d, i in enumerate(node.args)]
+        return read(Capture(self._stand_ins[key]), arguments)
