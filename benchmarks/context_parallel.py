@@ -288,7 +288,7 @@ def measure(name: str, case: Case, step: Step, rounds: int, extra: dict[str, Any
 
 def facts_of(shard: Any) -> dict[str, Any]:
     """What was planned, of the attention that ran last."""
-    planned = next(reversed(shard._ways.values()))
+    planned = shard._last
     way, traffic = planned.way, planned.traffic
     parts = getattr(way, "parts", [])
     return {

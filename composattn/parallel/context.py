@@ -29,7 +29,7 @@ from .traffic import METHODS, Shape, Traffic, chosen
 from .visits import Visits, grain_for, tile_for, visits_of
 
 Method = Literal["auto", "exchange", "gather", "heads"]
-_KEPT = 16  # attentions of one shard whose movement is remembered
+_KEPT = 2  # contents of one mask that a shard remembers how to move for
 
 _entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
 
@@ -165,7 +165,8 @@ class Shard:
         ]
         self._order = torch.cat(each)
         self.positions = each[self.rank]
-        self._ways: OrderedDict[Any, Planned] = OrderedDict()
+        self._ways: dict[Any, OrderedDict[Any, Planned]] = {}  # by form, then by what the mask reads
+        self._last: Planned | None = None
 
     @property
     def rows(self) -> int:
@@ -202,8 +203,8 @@ class Shard:
             default those of the last call.
         """
         if shape is None:
-            last = next(reversed(self._ways.values()), None)
-            shape = Shape(heads=self.cp.ranks.size, kv_heads=self.cp.ranks.size) if last is None else last.traffic.shape
+            last, ranks = self._last, self.cp.ranks.size
+            shape = Shape(heads=ranks, kv_heads=ranks) if last is None else last.traffic.shape
         seen = self.division.visits.seen
         if attn is not None:
             v = self.division.visits
@@ -265,21 +266,21 @@ class Shard:
     ) -> Planned:
         """How ranks share this attention: remembered while its mask reads what it read then."""
         q, k, v = qkv
-        of_mask = _tensors(mask)
-        numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
         places = {id(t): n for n, t in enumerate(given)}
-        key = (
+        form = (
             None if score is None else score.form, None if mask is None else mask.form,
-            q.shape, k.shape, v.shape, q.dtype, q.device, *numbers,
-            *(_state(t) for t in of_mask), *((t.shape, t.dtype, t.requires_grad) for t in given),
+            q.shape, k.shape, v.shape, q.dtype, q.device, *((t.shape, t.dtype, t.requires_grad) for t in given),
             *map(repr, options),
             *(places.get(id(leaf), id(leaf)) for m in (score, mask) if m is not None for leaf in m.leaves),
         )  # fmt: skip
-        found = self._ways.get(key)
+        numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
+        contents_now = (*numbers, *map(_state, _tensors(mask)))
+        known = self._ways.setdefault(form, OrderedDict())
+        found = known.get(contents_now)
         if found is None:
-            found = self._ways[key] = self._made(score, mask, options, qkv, given)
-            while len(self._ways) > _KEPT:
-                self._ways.popitem(last=False)
+            self._last = found = known[contents_now] = self._made(score, mask, options, qkv, given)
+            while len(known) > _KEPT:
+                known.popitem(last=False)
         return found
 
     def _made(
@@ -294,7 +295,8 @@ class Shard:
         agree(self.cp.ranks, _call_said(score, mask, options, qkv, given))
         visits, ranks = self.division.visits, self.cp.ranks
         graphs = Graphs.of(score, mask, self.packed)
-        kept = [t for t in _tensors(mask) if not t.requires_grad]
+        read_by_score = {id(t) for t in _tensors(score) if t.is_floating_point()}
+        kept = [t for t in _tensors(mask) if id(t) not in read_by_score]
         seen = visits_of(graphs.mask, self.seq_len, visits.tile, visits.grain, q.shape[0], q.shape[1]).seen
         shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
         traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
