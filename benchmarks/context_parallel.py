@@ -281,7 +281,8 @@ def measure(name: str, case: Case, step: Step, rounds: int, extra: dict[str, Any
     median = statistics.median(times)
     return {
         "name": name, "mask": case.mask, "seq_len": case.seq_len, "ranks": dist.get_world_size(), "ms": median,
-        "least_ms": min(times), "most_ms": max(times), "tflops_a_rank": case.flops / median / 1e9 / dist.get_world_size(),
+        "least_ms": min(times), "most_ms": max(times),
+        "tflops_a_rank": case.flops / median / 1e9 / dist.get_world_size(),
         "issue_ms": issued * 1e3, "held_bytes": before, "peak_bytes": peak, **extra,
     }  # fmt: skip
 
@@ -370,16 +371,15 @@ def check(out: str | None, length: int) -> None:
             cp = ca.ContextParallel(dist.group.WORLD, timeout=60, **options)
             shard = cp.plan(attn, rows)
             mine = leaves(*(shard.scatter(t, 2) for t in qkv))
-            for again in range(2):
+            bits = []
+            for _ in range(2):
                 with cp:
                     got = attn(*mine)
                     found = torch.autograd.grad(got, mine + more, shard.scatter(grad, 2))
-                bits = [t.clone() for t in (got, *found)]
-                if again:
-                    row["same_bits"] = all(torch.equal(a, b) for a, b in zip(bits, before, strict=True))
-                before = bits
+                bits.append([got.detach(), *found])
+            row["same_bits"] = all(torch.equal(a, b) for a, b in zip(*bits, strict=True))
             pairs = [
-                (got, shard.scatter(wanted, 2)),
+                (got.detach(), shard.scatter(wanted.detach(), 2)),
                 *zip(found[:3], (shard.scatter(g, 2) for g in gradients[:3]), strict=True),
             ]
             pairs += [(a, b) for a, b in zip(found[3:], gradients[3:], strict=True)]
@@ -493,7 +493,8 @@ def main() -> None:
     options = parser.parse_args()
     cases = [Case(mask, options.seq_len) for mask in options.masks.split(",")]
     if options.warm:
-        return warm(cases)
+        warm(cases)
+        return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl", device_id=here())

@@ -21,6 +21,7 @@ from .mods.mask import Mask
 from .mods.score import Score
 from .mods.sink import Sink
 from .parallel import Shard, active
+from .parallel import operators as shared_operators
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,8 +125,10 @@ class Attention(Held):
             refuse_keywords(unknown)
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
-        shard = context_parallel or active()
+        shard = active() if context_parallel is None else context_parallel
         if shard is not None:
+            if torch.compiler.is_compiling():
+                return shared_operators.call(shard.number, inputs, self.spoken, asked)
             return shard.attend(*self._state, inputs, asked)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
             return operators.call(inputs, self.spoken, self.number, asked)  # type: ignore[no-any-return]
@@ -208,8 +211,10 @@ def attention(
     options = (scale, backend, deterministic, schedule)
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
-    shard = context_parallel or active()
+    shard = active() if context_parallel is None else context_parallel
     if shard is not None:
+        if torch.compiler.is_compiling():
+            return shared_operators.call(shard.number, inputs, spoken(score, mask, options), asked)
         return shard.attend(score, mask, options, inputs, asked)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         return operators.call(inputs, spoken((score, mask, sink), options), -1, asked)  # type: ignore[no-any-return]

@@ -282,3 +282,34 @@ def one_leaves(rank: int, ranks: int) -> tuple[str, float]:
     except ca.ComposattnError as error:
         return type(error).__name__, time.monotonic() - begin
     return "nothing was raised", time.monotonic() - begin
+
+
+def compiled(rank: int, ranks: int) -> tuple[float, int]:
+    """The largest difference between compiled and eager results of a shared attention, and how many graphs were made."""
+    length = 40 * ranks
+    ids, bias = (
+        documents_of(length),
+        torch.randn(2, length, dtype=torch.float64, generator=torch.Generator().manual_seed(3)),
+    )
+    bias.requires_grad_()
+    attn = ca.Attention(mask_mod=causal() & document(ids), score_mod=lambda s, b, h, i, j: s + bias[h, i])
+    _, shard = planned(attn, length)
+    q, k, v = (shard.scatter(t, 2).requires_grad_() for t in tensors(length))
+    graphs = 0
+
+    def count(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def step(q: T, k: T, v: T) -> T:
+        return attn(q * 2, k, v, context_parallel=shard).sin()
+
+    def results(run: Callable[..., T]) -> list[T]:
+        out = run(q, k, v)
+        return [out, *torch.autograd.grad((out * out).sum(), (q, k, v, bias))]
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    wanted, found = results(step), results(torch.compile(step, backend=aot_autograd(fw_compiler=count), fullgraph=True))
+    return max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)), graphs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import Varlen
 from ..dispatch import transforms
+from ..dispatch.held import Held
 from ..dispatch.planned import asked_of
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
@@ -31,12 +34,25 @@ from .visits import Visits, grain_for, tile_for, visits_of
 Method = Literal["auto", "exchange", "gather", "heads"]
 _KEPT = 2  # contents of one mask that a shard remembers how to move for
 
+_numbers = itertools.count()
+_shards: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()  # as compiled code knows them
+
 _entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
 
 
 def active() -> Shard | None:
     """The shard that calls now belong to, None outside of any `with cp:`. Raises: `NotPlanned`."""
     return _entered[-1].shard if _entered else None
+
+
+def shard_of(number: int) -> Shard:
+    """The shard of this number in this process. Raises: `NotPlanned`."""
+    found = _shards.get(number)
+    if found is None:
+        raise errors.NotPlanned(
+            "compiled code was made for a shard that is gone; keep what cp.plan gave, and call again"
+        )
+    return found
 
 
 class ContextParallel:
@@ -149,7 +165,8 @@ class ContextParallel:
         _entered.remove(self)
 
     def __repr__(self) -> str:
-        return f"ContextParallel(rank {self.ranks.rank} of {self.ranks.size}, {self.ranks.backend}, method={self.method!r})"
+        ranks = self.ranks
+        return f"ContextParallel(rank {ranks.rank} of {ranks.size}, {ranks.backend}, method={self.method!r})"
 
 
 class Shard:
@@ -167,6 +184,8 @@ class Shard:
         self.positions = each[self.rank]
         self._ways: dict[Any, OrderedDict[Any, Planned]] = {}  # by form, then by what the mask reads
         self._last: Planned | None = None
+        self.number = next(_numbers)
+        _shards[self.number] = self
 
     @property
     def rows(self) -> int:
@@ -223,15 +242,15 @@ class Shard:
         `CapturedTensorsDiffer`, `HeadsIndivisible`, `RankUnreachable`.
         """
         inputs = inputs.autocast
-        q, k, v = self._dense(inputs)
+        q, k, v = self.dense(inputs)
         given = list({id(t): t for t in (*_tensors(score), *_tensors(mask))}.values())
-        planned = self._planned(score, mask, options, (q, k, v), given)
+        planned = self.planned(score, mask, options, (q, k, v), given)
         out, lse, top = attend(planned.way, q, k, v, given, asked.max_scores, self.cp.captured_gradients == "whole")
         if inputs.q.ndim == 3:
             out, lse, top = out[0].transpose(0, 1), lse[0], None if top is None else top[0]
         return asked_of((out, lse, top), asked)
 
-    def _dense(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def dense(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v as (B, H, rows, D), checked. Raises: see `attend`."""
         if transforms.active():
             raise errors.UnsupportedInParallel(
@@ -256,15 +275,20 @@ class Shard:
         self.cp.ranks.check_device(q.device)
         return q, k, v
 
-    def _planned(
+    def planned(
         self,
         score: Score | None,
         mask: Mask | None,
         options: tuple[Any, ...],
         qkv: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
+        *,
+        counted: bool = True,
     ) -> Planned:
-        """How ranks share this attention: remembered while its mask reads what it read then."""
+        """How ranks share this attention: remembered while its mask reads what it read then.
+
+        counted: whether torch counts the writes to what the mask reads; else its contents are looked at.
+        """
         q, k, v = qkv
         places = {id(t): n for n, t in enumerate(given)}
         form = (
@@ -274,11 +298,12 @@ class Shard:
             *(places.get(id(leaf), id(leaf)) for m in (score, mask) if m is not None for leaf in m.leaves),
         )  # fmt: skip
         numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
-        contents_now = (*numbers, *map(_state, _tensors(mask)))
+        of_mask = _tensors(mask)
+        contents_now = (*numbers, *(map(_state, of_mask) if counted else [contents(of_mask)]))
         known = self._ways.setdefault(form, OrderedDict())
         found = known.get(contents_now)
         if found is None:
-            self._last = found = known[contents_now] = self._made(score, mask, options, qkv, given)
+            self._last = found = known[contents_now] = self._made(score, mask, options, qkv, given, counted)
             while len(known) > _KEPT:
                 known.popitem(last=False)
         return found
@@ -290,6 +315,7 @@ class Shard:
         options: tuple[Any, ...],
         qkv: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
+        counted: bool,
     ) -> Planned:
         q, k, v = qkv
         agree(self.cp.ranks, _call_said(score, mask, options, qkv, given))
@@ -310,14 +336,24 @@ class Shard:
             )
             runs, tabled = (Placed.of(graphs, given, kept, self.seq_len, runs=are_runs) for are_runs in (True, False))
             way = ByKeys(ranks, movement, runs, tabled, options, self.seq_len, q.device, self.cp.keep_fetched)
-        return Planned(way, traffic, tuple(_tensors(mask)))
+        of_kept = {id(t) for t in kept}
+        held = {n: t if counted else t.detach().clone() for n, t in enumerate(given) if id(t) in of_kept}
+        return Planned(way, traffic, held)
 
 
 class Planned:
-    """How ranks share one attention; `holding`: what its mask read, so that nothing else takes over that memory."""
+    """How ranks share one attention.
 
-    def __init__(self, way: Way, traffic: Traffic, holding: Sequence[torch.Tensor]) -> None:
-        self.way, self.traffic, self.holding = way, traffic, holding
+    held: what its mask read, by the place among the given tensors: nothing else takes over that memory, and where
+    torch does not count the writes to it, calls read this copy.
+    """
+
+    def __init__(self, way: Way, traffic: Traffic, held: dict[int, torch.Tensor]) -> None:
+        self.way, self.traffic, self.held = way, traffic, held
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The given tensors of a call, those that are held in their places."""
+        return [self.held.get(n, t) for n, t in enumerate(tensors)]
 
 
 class _Gather(torch.autograd.Function):
@@ -386,7 +422,7 @@ def _check_plan(seq_len: Any, batch: Any, heads: Any, tolerance: Any) -> None:
     for name, value in (("seq_len", seq_len), ("batch", batch), ("heads", heads)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise errors.InvalidParallelOption(f"{name} is {value!r}; it must be an int of at least 1")
-    if not isinstance(tolerance, int | float) or not 0 <= tolerance:
+    if not isinstance(tolerance, int | float) or not tolerance >= 0:
         raise errors.InvalidParallelOption(
             f"tolerance is {tolerance!r}; it must be a number of at least 0, such as 0.03"
         )
@@ -412,12 +448,8 @@ def _mask_of(attn: Any) -> Mask | None:
     """The mask of what `plan` was given."""
     if attn is None or isinstance(attn, Mask):
         return attn
-    state = getattr(attn, "_state", None)
-    if isinstance(state, tuple) and len(state) == 3:
-        return state[1]  # type: ignore[no-any-return]
-    if isinstance(attn, torch.nn.Module) and hasattr(attn, "_mod"):
-        found = attn._mod("mask_mod", False)
-        return None if found is None else Mask.of(found)
+    if isinstance(attn, Held) or hasattr(type(attn), "current_mask"):
+        return attn.current_mask  # type: ignore[no-any-return]
     if callable(attn) and not isinstance(attn, torch.nn.Module | torch.Tensor):
         return Mask.of(attn)
     raise errors.InvalidParallelOption(

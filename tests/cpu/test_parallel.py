@@ -20,7 +20,9 @@ TOLERANCE = 1e-9  # of fp64
 
 
 def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
-    wrong = [(rank, *case) for rank, cases in enumerate(found) for case in cases if not (case[1] < TOLERANCE and case[2])]
+    wrong = [
+        (rank, *case) for rank, cases in enumerate(found) for case in cases if not (case[1] < TOLERANCE and case[2])
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -123,3 +125,9 @@ def test_each_row_that_a_mask_needs_is_fetched_and_hardly_any_other() -> None:
         needed = (opened - closed).cumsum(0) > 0  # by some row of the rank: from its document's start to itself
         needed[rows] = False
         assert int(needed.sum()) <= movement.fetched[rank] <= 1.05 * int(needed.sum())
+
+
+def test_compiled_code_sees_one_operator() -> None:
+    for apart, graphs in on_ranks(2, parallel_cases.compiled):
+        assert apart < TOLERANCE
+        assert graphs == 2  # a forward and a backward
