@@ -4,8 +4,8 @@
     python recipes/12_context_parallel.py                          # starts two processes by itself
 
 The documents are longer than what one rank holds, so their attention crosses ranks. Which rank gets which tokens is
-derived from the mask, anew for each batch: pairs are balanced, and only rows that some query sees are moved. One process
-trains on whole sequences beside it, from the same seed: the losses must agree, step by step.
+derived from the mask, anew for each batch: pairs are balanced, and only rows that some query sees are moved. Beside it
+each process trains on whole sequences, from the same seed: the losses must agree, step by step.
 """
 
 from __future__ import annotations

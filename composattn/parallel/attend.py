@@ -27,7 +27,7 @@ T = torch.Tensor
 
 
 class Known(NamedTuple):
-    """What a backward is given: the inputs and results of the forward, and their gradients; `wanted` of q, k, v, given."""
+    """What a backward is given: what the forward had and gave, and the gradients of what it gave."""
 
     q: T
     k: T

@@ -8,6 +8,7 @@ places then even out what is left. Every rank computes the same division from th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,7 +43,7 @@ class Division:
         """Runs of neighbouring tiles that one rank has."""
         return 1 + sum(a != b for a, b in zip(self.owner, self.owner[1:], strict=False))
 
-    @property
+    @cached_property
     def _owners(self) -> torch.Tensor:
         return torch.tensor(self.owner)
 
@@ -58,7 +59,7 @@ class Division:
         """bool (grains,): the keys of a rank."""
         return (self._owners == rank).repeat_interleave(self.visits.tile // self.visits.grain)
 
-    @property
+    @cached_property
     def fetched(self) -> list[int]:
         each = ((self.needs(r) & ~self.owns(r)).sum() for r in range(self.ranks))
         return [int(n) * self.visits.grain for n in each]
@@ -67,7 +68,7 @@ class Division:
 def divide(visits: Visits, ranks: int, tolerance: float = TOLERANCE) -> Division:
     """Of the divisions whose imbalance is at most `tolerance`, the one whose busiest rank fetches the fewest rows.
 
-    Where none is, of the most even ones. Of those that fetch within a fiftieth as much it is the one of the fewest runs.
+    Where none is, of the most even ones. Of those that fetch within a fiftieth as much, the one of the fewest runs.
     """
     share = visits.tiles // ranks
     found = [_divided(visits, ranks, run, tolerance) for run in range(share, 0, -1) if share % run == 0]
@@ -87,42 +88,39 @@ def _divided(visits: Visits, ranks: int, run: int, tolerance: float) -> Division
     for n in sorted(range(len(pairs)), key=lambda n: (-pairs[n], n)):
         rank = min((r for r in range(ranks) if room[r]), key=lambda r: (load[r], r))
         owner[n], room[rank], load[rank] = rank, room[rank] - 1, load[rank] + pairs[n]
-    of_tiles = [r for r in owner for _ in range(run)]
-    return Division(visits, ranks, tuple(_renamed(_swapped(of_tiles, visits.pairs.tolist(), ranks, tolerance))))
+    owners = torch.tensor(owner).repeat_interleave(run)
+    return Division(visits, ranks, tuple(_renamed(_swapped(owners, visits.pairs, ranks, tolerance).tolist())))
 
 
-def _swapped(owner: list[int], pairs: list[float], ranks: int, tolerance: float) -> list[int]:
+def _swapped(owner: torch.Tensor, pairs: torch.Tensor, ranks: int, tolerance: float) -> torch.Tensor:
     """`owner` after tiles of the fullest and the emptiest rank changed places, until they are even."""
-    load = [0.0] * ranks
-    for n, r in enumerate(owner):
-        load[r] += pairs[n]
-    mean = sum(load) / ranks
+    load = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, pairs)
+    limit = float(load.mean()) * (1 + tolerance)
     for _ in range(_MOST_SWAPS):
-        most, least = max(range(ranks), key=load.__getitem__), min(range(ranks), key=load.__getitem__)
-        gap = load[most] - load[least]
-        if load[most] <= mean * (1 + tolerance):
+        most, least = int(load.argmax()), int(load.argmin())
+        if float(load[most]) <= limit:
             break
-        swap = _best_swap(owner, pairs, most, least, gap / 2)
+        swap = _best_swap(owner, pairs, most, least, float(load[most] - load[least]) / 2)
         if swap is None:
             break
         a, b = swap
         owner[a], owner[b] = least, most
-        load[most] += pairs[b] - pairs[a]
-        load[least] += pairs[a] - pairs[b]
+        moved = pairs[a] - pairs[b]
+        load[most] -= moved
+        load[least] += moved
     return owner
 
 
-def _best_swap(owner: list[int], pairs: list[float], most: int, least: int, wanted: float) -> tuple[int, int] | None:
+def _best_swap(
+    owner: torch.Tensor, pairs: torch.Tensor, most: int, least: int, wanted: float
+) -> tuple[int, int] | None:
     """A tile of each whose exchange moves about `wanted` pairs; None where no exchange helps."""
-    given = torch.tensor([n for n, r in enumerate(owner) if r == most])
-    taken = torch.tensor([n for n, r in enumerate(owner) if r == least])
-    of = torch.tensor(pairs, dtype=torch.float64)
-    taken = taken[of[taken].sort(stable=True).indices]
-    at = torch.searchsorted(of[taken], of[given] - wanted).clamp(0, len(taken) - 1)
+    given, taken = (owner == most).nonzero().flatten(), (owner == least).nonzero().flatten()
+    taken = taken[pairs[taken].sort(stable=True).indices]
+    at = torch.searchsorted(pairs[taken], pairs[given] - wanted).clamp(0, len(taken) - 1)
     at = torch.stack([at, (at - 1).clamp(min=0)])
-    moved = of[given] - of[taken[at]]
-    off = (moved - wanted).abs()
-    best = int(off.argmin())
+    moved = pairs[given] - pairs[taken[at]]
+    best = int((moved - wanted).abs().argmin())
     if not 0 < float(moved.flatten()[best]) < 2 * wanted:
         return None
     return int(given[best % len(given)]), int(taken[at.flatten()[best]])

@@ -35,12 +35,13 @@ class Ranks:
         """Raises `WrongDeviceForGroup` for tensors that the group can't move."""
         if self.device_type == "cuda" and device.type != "cuda":
             raise errors.WrongDeviceForGroup(
-                f"q lies on {device}, and NCCL moves tensors of GPUs alone; move q, k and v to this rank's GPU, or make "
-                'the mesh with a gloo group: init_device_mesh("cpu", ...)'
+                f"q lies on {device}, and NCCL moves tensors of GPUs alone; move q, k and v to this rank's GPU, or "
+                'make the mesh with a gloo group: init_device_mesh("cpu", ...)'
             )
         if device.type == "cuda" and self.backend == "gloo":
             raise errors.WrongDeviceForGroup(
-                f'q lies on {device}, and the group is gloo; make the mesh with init_device_mesh("cuda", ...), which takes NCCL'
+                f'q lies on {device}, and the group is gloo; make the mesh with init_device_mesh("cuda", ...), whose '
+                "group is NCCL"
             )
 
     def exchange(
@@ -49,9 +50,12 @@ class Ranks:
         """`send` cut by rows among the ranks, against as many from each of them; `into`: memory for what comes."""
         found = send.new_empty((sum(receives), *send.shape[1:])) if into is None else into
         self.moved_bytes += (sum(receives) - receives[self.rank]) * _row_bytes(send)
-        start = lambda: dist.all_to_all_single(  # noqa: E731
-            found, send.contiguous(), list(receives), list(sends), group=self.group, async_op=True
-        )
+
+        def start() -> Any:
+            return dist.all_to_all_single(
+                found, send.contiguous(), list(receives), list(sends), group=self.group, async_op=True
+            )
+
         return Pending(self, self.named(start), found, send)
 
     def gather(self, rows: torch.Tensor) -> Pending:
@@ -59,8 +63,8 @@ class Ranks:
         found = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
         self.moved_bytes += (self.size - 1) * rows.shape[0] * _row_bytes(rows)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-        start = lambda: gather(found, rows.contiguous(), group=self.group, async_op=True)  # noqa: E731
-        return Pending(self, self.named(start), found, rows)
+        work = self.named(lambda: gather(found, rows.contiguous(), group=self.group, async_op=True))
+        return Pending(self, work, found, rows)
 
     def total(self, numbers: torch.Tensor, kind: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or another reduction, of the tensors of all ranks, in place."""
@@ -90,8 +94,8 @@ class Ranks:
         except (RuntimeError, ValueError) as failed:
             first = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
             raise errors.RankUnreachable(
-                f"rank {self.rank} of {self.size} could not exchange rows with the others ({first}); one of them failed, "
-                "left, or computes something else: its own error says why"
+                f"rank {self.rank} of {self.size} could not exchange rows with the others ({first}); one of "
+                "them failed, left, or computes something else: its own error says why"
             ) from failed
 
 

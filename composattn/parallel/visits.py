@@ -1,7 +1,7 @@
 """Which keys each tile of queries sees, and how many pairs that is: what division and movement are made of.
 
-Tiles are rows of queries that stay together; grains are runs of keys, finer than tiles, that are fetched whole. Both are
-read off the mask as kernels' tile lists are: by its bands and by interval arithmetic, so every callable has them.
+Tiles are rows of queries that stay together; grains are runs of keys, finer than tiles, that are fetched whole. Both
+are read off the mask as kernels' tile lists are: by its bands and by interval arithmetic, so every callable has them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import errors
-from ..analysis.tile_lists import Extent, TileLists
-from ..analysis.tiles import EMPTY, FULL
+from ..analysis.intervals import Tiles
+from ..analysis.tile_lists import Extent, KeyLists, TileLists
+from ..analysis.tiles import EMPTY, FULL, PARTIAL
 from ..graph.expr import Dep, Expr, captures, const
 
 TILES_A_RANK = 64  # what imbalance of a few percent needs
+MOST_TILES = 8192  # of all ranks, while each has eight
 LARGEST_TILE, SMALLEST_TILE = 1024, 128
 MOST_TILES_A_RANK = 1024
 MOST_GRAINS = 8192
@@ -61,10 +63,12 @@ def tile_for(seq_len: int, ranks: int, asked: int | None = None) -> int:
     if asked is not None:
         if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1 or rows % asked:
             raise errors.IndivisibleSequence(
-                f"tile is {asked!r}; the {rows} rows of a rank must be whole tiles of it, such as {tile_for(seq_len, ranks)}"
+                f"tile is {asked!r}; the {rows} rows of a rank must be whole tiles of it, such as of "
+                f"{tile_for(seq_len, ranks)}"
             )
         return asked
-    target = min(LARGEST_TILE, max(rows // TILES_A_RANK, min(SMALLEST_TILE, rows // 8), 1))
+    count = max(8, min(TILES_A_RANK, MOST_TILES // ranks))
+    target = min(LARGEST_TILE, max(rows // count, min(SMALLEST_TILE, rows // 8), 1))
     tile = max(d for d in range(1, target + 1) if rows % d == 0)
     if rows // tile > MOST_TILES_A_RANK:
         more = -(-rows // SMALLEST_TILE) * SMALLEST_TILE * ranks
@@ -89,7 +93,8 @@ def visits_of(mask: Expr | None, seq_len: int, tile: int, grain: int, batch: int
         times = batch * heads
     else:
         extent = Extent(seq_len, seq_len, batch, heads, device)
-        kinds = _Kinds(mask, extent, (tile, grain)).of_call()[0].cpu()
+        known = _Kinds if KeyLists.reason_for(mask, (tile, grain)) else _OfBands
+        kinds = known(mask, extent, (tile, grain)).of_call()[0].cpu()
         times = (1 if mask.deps & Dep.B else batch) * (1 if mask.deps & Dep.H else heads)
     kinds = kinds.flatten(0, 1)
     pairs = kinds.sum((0, 2), dtype=torch.float64) * (tile * grain / FULL * times)
@@ -106,8 +111,15 @@ class _Kinds(TileLists):
     def reason_for(mask: Expr, tile: tuple[int, int]) -> str | None:
         return None
 
-    def rows_of(self, found: torch.Tensor, grid: object) -> tuple[torch.Tensor]:
+    def rows_of(self, found: torch.Tensor, grid: Tiles) -> tuple[torch.Tensor]:
         return (found,)
 
     def lists(self, *kept: torch.Tensor) -> Sequence[torch.Tensor]:  # type: ignore[override]
         return kept
+
+
+class _OfBands(_Kinds):
+    """The same where the mask's bands say all of it: nothing is asked tile by tile."""
+
+    def kinds_of(self, grid: Tiles) -> torch.Tensor:
+        return torch.full((1, 1, grid.count(0), grid.count(1)), PARTIAL, dtype=torch.int8, device=grid.device)

@@ -82,7 +82,7 @@ def test_bad_input_ends_in_a_named_error_on_every_rank() -> None:
 def test_a_rank_that_fails_ends_the_others_by_a_named_error_in_time() -> None:
     *others, _ = on_ranks(2, parallel_cases.one_leaves)
     assert [name for name, _ in others] == ["RankUnreachable"]
-    assert all(seconds < 7 for _, seconds in others)  # the time-out is 3, the group's own 60
+    assert all(seconds < 30 for _, seconds in others)  # the time-out is 2, the group's own 60
 
 
 def test_without_a_process_group_there_is_no_context_parallel() -> None:
