@@ -197,8 +197,7 @@ class ByKeys:
     def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
         q, k, v, *_ = known
         needs_keys = known.wanted[1] or known.wanted[2]
-        many = sum(len(p.part.pieces) for p in self.parts) > 1
-        dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32) if many else q.dtype)
+        dq = _RowSums(q, [piece.rows for part in self.parts for piece in part.part.pieces])
         of_given: list[T | None] = [None] * len(known.given)
         coming: list[tuple[OnDevice, Pending | None, T | None]] = []
         fetched = self._known_again(k, v, list(kept))
@@ -206,8 +205,7 @@ class ByKeys:
             dk, dv = None, None
             for piece, call in zip(part.part.pieces, calls, strict=True):
                 grads = self._of_piece(known, piece, call, k_part, v_part)
-                if grads[0] is not None:
-                    dq[:, :, piece.rows] += grads[0]
+                dq.add(piece.rows, grads[0])
                 dk, dv = _summed(dk, grads[1], k_part, piece.keys), _summed(dv, grads[2], v_part, piece.keys)
                 for n, grad in enumerate(grads[3:]):
                     if grad is not None:
@@ -216,7 +214,7 @@ class ByKeys:
                         of_given[n] = wide if had is None else had + wide
             if needs_keys:
                 coming.append(self._returned(part, k_part, v_part, dk, dv))
-        found: list[T | None] = [dq, None, None]
+        found: list[T | None] = [dq.total, None, None]
         if needs_keys:
             found[1:] = _keys_of(self._added(coming, k, v), k.shape[-1])
         return [*found, *of_given]
@@ -260,23 +258,54 @@ class ByKeys:
         return part, back, own
 
     def _added(self, coming: Sequence[tuple[OnDevice, Pending | None, T | None]], k: T, v: T) -> T:
-        """The gradients of the rank's own keys and values, (rows, B, H, D + Dv): part by part, rank by rank."""
-        own = by_rows(k)
-        width = k.shape[-1] + v.shape[-1]
-        total = own.new_zeros((*own.shape[:3], width), dtype=torch.promote_types(k.dtype, torch.float32))
-        for part, back, mine in coming:
+        """The gradients of the rank's own keys and values, (rows, B, H, D + Dv).
+
+        Its own share first, then what comes back, part by part and rank by rank.
+        """
+        wide = torch.promote_types(k.dtype, torch.float32)
+        (mine,) = (own for *_, own in coming if own is not None)
+        total = mine.to(wide) if mine.dtype is not wide else mine.clone()
+        for part, back, _ in coming:
             returned = [] if back is None else back.arrived().split(part.part.sends)
-            for rank in range(self.ranks.size):
-                if rank == self.ranks.rank and mine is not None:
-                    total.add_(mine)
-                elif returned and part.part.sends[rank]:
-                    added(total, part.returned[rank], returned[rank])
+            for rank, rows in enumerate(returned):
+                if len(rows):
+                    added(total, part.returned[rank], rows)
         return total
 
 
 def _keys_of(rows: T, width: int) -> tuple[T, T]:
     """(B, H, S, D) keys and values of rows (S, B, H, D + Dv) in which they lie side by side; views."""
     return by_heads(rows[..., :width]), by_heads(rows[..., width:])
+
+
+class _RowSums:
+    """The gradient of q from calls on some of its rows each: added in fp32 only where calls share rows."""
+
+    def __init__(self, q: T, runs: Sequence[slice]) -> None:
+        ordered = sorted(runs, key=lambda run: run.start)
+        self._shared = any(a.stop > b.start for a, b in zip(ordered, ordered[1:], strict=False))
+        self._q, self._all = q, [slice(0, q.shape[2])]
+        self._whole = not self._shared and sum(run.stop - run.start for run in runs) == q.shape[2]
+        self.total: T | None = None
+
+    def add(self, rows: slice, grad: T | None) -> None:
+        if grad is None:
+            return
+        if self._whole and [rows] == self._all:
+            self.total = grad
+            return
+        if self.total is None:
+            self.total = self._begun()
+        if self._shared:
+            self.total[:, :, rows] += grad
+        else:
+            self.total[:, :, rows] = grad
+
+    def _begun(self) -> T:
+        if self._whole:
+            return torch.empty_like(self._q)
+        wide = torch.promote_types(self._q.dtype, torch.float32)
+        return torch.zeros_like(self._q, dtype=wide if self._shared else self._q.dtype)
 
 
 def _summed(total: T | None, grad: T | None, form: T, keys: slice) -> T | None:
@@ -395,6 +424,8 @@ class _Attend(torch.autograd.Function):
                 total_of(ctx.way.ranks, t, g) if want else None
                 for t, g, want in zip(given, found[3:], wanted[3:], strict=True)
             ]
+        if wanted[0] and found[0] is None:  # nothing is seen
+            found[0] = torch.zeros_like(q)
         grads = [
             None if g is None or not want else in_order_of(t, g.to(t.dtype)) if t.ndim == 4 else g.to(t.dtype)
             for t, g, want in zip((q, k, v, *given), found, wanted, strict=True)
