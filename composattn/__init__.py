@@ -11,6 +11,7 @@ from .flex import flex_attention
 from .graph.scalar import Scalar
 from .mods.mask import Mask
 from .mods.score import Score
+from .parallel import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "Attention",
     "BlockSparse",
     "ComposattnError",
+    "ContextParallel",
     "Mask",
     "Paged",
     "Scalar",

@@ -20,6 +20,8 @@ from .dispatch.spoken import spoken
 from .mods.mask import Mask
 from .mods.score import Score
 from .mods.sink import Sink
+from .parallel import Shard, active
+from .parallel import operators as shared_operators
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,6 +102,7 @@ class Attention(Held):
         return_max_scores: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
+        context_parallel: Shard | None = None,
         **unknown: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
@@ -112,6 +115,9 @@ class Attention(Held):
         out 0, lse -inf (with sinks: its head's) and zero gradients to q, k and v. Differentiable in q, k, v, sinks and
         captured tensors, through out and lse, but not with `paged`.
 
+        context_parallel: q, k and v are this rank's rows of a sequence that it shares, see `ca.ContextParallel`; inside
+            of `with cp:` the shard planned last is meant.
+
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
         """
@@ -119,6 +125,11 @@ class Attention(Held):
             refuse_keywords(unknown)
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
+        shard = active() if context_parallel is None else context_parallel
+        if shard is not None:
+            if torch.compiler.is_compiling():
+                return shared_operators.call(shard.number, inputs, self.spoken, asked)
+            return shard.attend(*self._state, inputs, asked)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
             return operators.call(inputs, self.spoken, self.number, asked)  # type: ignore[no-any-return]
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
@@ -177,6 +188,7 @@ def attention(
     varlen: Varlen | None = None,
     paged: Paged | None = None,
     schedule: Schedule | None = None,
+    context_parallel: Shard | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
@@ -188,7 +200,8 @@ def attention(
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
     `return_lse` and `return_max_scores` ask for more than out, see `Attention.__call__`.
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
-    (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`.
+    (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`. Rows of a sequence that several
+    ranks share, with `context_parallel`: see `ca.ContextParallel`.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -198,6 +211,11 @@ def attention(
     options = (scale, backend, deterministic, schedule)
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
+    shard = active() if context_parallel is None else context_parallel
+    if shard is not None:
+        if torch.compiler.is_compiling():
+            return shared_operators.call(shard.number, inputs, spoken(score, mask, options), asked)
+        return shard.attend(score, mask, options, inputs, asked)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         return operators.call(inputs, spoken((score, mask, sink), options), -1, asked)  # type: ignore[no-any-return]
     planned, lending = planned_for((score, mask, sink), options)

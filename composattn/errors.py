@@ -237,6 +237,61 @@ class InvalidCommandLine(ComposattnError, ValueError):
     """An argument of `python -m composattn` that names no mod, or sizes that no tensor can have."""
 
 
+# --- context parallel --------------------------------------------------------------------------------------
+
+
+class ParallelError(ComposattnError):
+    """A sequence that several ranks share can't be computed as asked."""
+
+
+class NoProcessGroup(ParallelError, RuntimeError):
+    """torch.distributed is not initialised, or a mesh was expected and something else was given."""
+
+
+class MeshMismatch(ParallelError, ValueError):
+    """A mesh without the dimension that was named, of several dimensions of which none was, or without this process."""
+
+
+class IndivisibleSequence(ParallelError, ValueError):
+    """A sequence whose rows can't be shared evenly, in whole tiles."""
+
+
+class InvalidParallelOption(ParallelError, ValueError):
+    """An option of `ca.ContextParallel` or of its plan with a value that it does not take."""
+
+
+class HeadsIndivisible(ParallelError, ValueError):
+    """Heads asked to be shared by ranks that can't have as many each."""
+
+
+class NotPlanned(ParallelError, RuntimeError):
+    """An attention inside of a `ca.ContextParallel` that has divided no sequence yet."""
+
+
+class WrongShare(ParallelError, ValueError):
+    """A tensor with another number of rows than the sequence, or than the share of a rank, has."""
+
+
+class RanksDisagree(ParallelError, ValueError):
+    """Ranks that share a sequence were given different masks, lengths, shapes or options."""
+
+
+class CapturedTensorsDiffer(RanksDisagree):
+    """Ranks whose mods read different tensors: other contents in a mask, another form, or none on some rank."""
+
+
+class WrongDeviceForGroup(ParallelError, RuntimeError):
+    """Tensors on a device that the mesh's process group does not move."""
+
+
+class RankUnreachable(ParallelError, RuntimeError):
+    """Another rank failed, left, or did not answer within the time-out."""
+
+
+class UnsupportedInParallel(ParallelError, NotImplementedError):
+    """A kind of call that context parallel does not serve."""
+
+
 # --- warnings ----------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,12 @@ class Attention(torch.nn.Module):
             paged=paged,
         )
 
+    @property
+    def current_mask(self) -> Mask | None:
+        """The mask of the tensors that the module holds now, None where all is seen."""
+        found = self._mod("mask_mod", False)
+        return None if found is None else Mask.of(found)
+
     def _mod(self, name: str, compiling: bool) -> Any:
         if not compiling and not hasattr(type(self), name) and _lacks(self, name):
             return None

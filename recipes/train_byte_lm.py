@@ -88,11 +88,11 @@ class Corpus:
         return float(-(p * p.clamp_min(1e-30).log2()).sum())
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary positions (Su et al., 2021) on x (B, H, S, D): pairs of channels turn with the position."""
     half = x.shape[-1] // 2
     frequency = 1e4 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
+    angle = positions[:, None] * frequency
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1).to(x.dtype)
 
@@ -106,12 +106,12 @@ class Block(nn.Module):
         self.out = nn.Linear(size.heads * size.head_dim, width, bias=False)
         self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, attn: Callable[..., Any], dtype: torch.dtype) -> Tensor:
-        """x (B, S, width); attention runs in `dtype`, all else in fp32."""
+    def forward(self, x: Tensor, positions: Tensor, attn: Callable[..., Any], dtype: torch.dtype) -> Tensor:
+        """x (B, S, width) at positions (S,); attention runs in `dtype`, all else in fp32."""
         size = self.size
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, size.head_dim)).transpose(1, 2)
         q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], dim=1)
-        mixed = attn(*(t.to(dtype) for t in (rotate(q), rotate(k), v)))
+        mixed = attn(*(t.to(dtype) for t in (rotate(q, positions), rotate(k, positions), v)))
         x = x + self.out(mixed.to(x.dtype).transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
@@ -128,12 +128,16 @@ class ByteGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 256, bias=False))
 
-    def forward(self, tokens: Tensor, doc: Tensor) -> Tensor:
-        """Logits (B, S, 256) of tokens (B, S) that lie in documents `doc` (B, S)."""
+    def forward(self, tokens: Tensor, doc: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits (B, S, 256) of tokens (B, S) that lie in documents `doc` (B, S).
+
+        positions: of the tokens, where they are some of a sequence's (recipe 12); `doc` is of all of it.
+        """
         self.doc.copy_(doc)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, self.attn, self.dtype)
+            x = block(x, positions, self.attn, self.dtype)
         return self.head(x)
 
 

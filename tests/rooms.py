@@ -32,6 +32,7 @@ ROOMS = {
     "backends/blackwell": "backends/blackwell",
     "backends, by name": "backends",
     "dispatch": "dispatch",
+    "parallel": "parallel",
     "front door": "__init__ __main__ api nn flex explain shaped doctor",
     "testing": "testing",
     "integrations": "integrations",

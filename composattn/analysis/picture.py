@@ -108,7 +108,7 @@ def draw(
 
     Raises: `MissingDependency` without matplotlib.
     """
-    plt = _pyplot()
+    plt = pyplot()
     pairs = visible[0, 0].cpu()
     q_len, kv_len = pairs.shape
     figure, axes = plt.subplots(figsize=(5.0, 5.0 * max(0.4, min(2.0, q_len / kv_len)) + 0.6), dpi=150)
@@ -129,7 +129,8 @@ def draw(
     plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's, drawing to files. Raises: `MissingDependency`."""
     try:
         import matplotlib
     except ImportError as error:

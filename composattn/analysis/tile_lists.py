@@ -201,10 +201,14 @@ class TileLists(ABC):
         parts = []
         for first in range(0, rows, step):
             part = dataclasses.replace(grid, rows=(first, min(first + step, rows)))
-            parts.append(self.rows_of(self._joined(kinds(self.mask, part), part), part))
+            parts.append(self.rows_of(self._joined(self.kinds_of(part), part), part))
         if len(parts) > 1:
             parts = [tuple(torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), self.dims, strict=True))]
         return [t.contiguous() for t in self.lists(*parts[0])]
+
+    def kinds_of(self, grid: Tiles) -> T:
+        """The kinds of tiles without the bands, int8 (B, H, rows, Tkv)."""
+        return kinds(self.mask, grid)
 
     def _joined(self, found: T, grid: Tiles) -> T:
         """The kinds of tiles, with what the bands know besides."""

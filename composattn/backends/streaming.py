@@ -168,7 +168,7 @@ class Streaming:
 
     def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
-        q, k, v, out, lse, dout, dlse, captured, wanted = known
+        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         if not self.visited:
             self.visit(q, k, v, captured)
         given = q, k, v

@@ -27,7 +27,8 @@ class BackwardInputs(NamedTuple):
     """What a gradient is computed from: what the forward had and gave, and the gradients of what it gave.
 
     `captured` are the tensors that the mods read, in the order of `captures`; `dlse` is None where nothing flows back
-    through LSE. `wanted` says which gradients matter, of q, k, v and each of `captured`.
+    through LSE. `wanted` says which gradients matter, of q, k, v and each of `captured`. `partial`: k and v are some of
+    the keys that `out` and `lse` are made of, so neither can be computed again from them.
     """
 
     q: torch.Tensor
@@ -39,6 +40,7 @@ class BackwardInputs(NamedTuple):
     dlse: torch.Tensor | None
     captured: Sequence[torch.Tensor]
     wanted: Sequence[bool]
+    partial: bool = False
 
 
 class Differentiable(Protocol):

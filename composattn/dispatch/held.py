@@ -44,6 +44,11 @@ class Held(Planned):
         score, mask, *_ = self._state[0]
         return "identity" if score is None else score.name, "all" if mask is None else mask.name
 
+    @property
+    def current_mask(self) -> Mask | None:
+        """The mask, None where all is seen."""
+        return self._state[1]
+
     def __call__(self, inputs: Inputs, asked: Asked) -> Any:
         if self._seen:
             self._watch()

@@ -99,18 +99,24 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     known = _plans.get(plan)
     if known is not None and known.spoken is not None and known.spoken.form == form:
         return Bound(known, tuple(map(Capture, known.spoken.tensors)), nullcontext())
-    forms, options, kinds = heard(form)
-    tensors, numbers = iter(captured), iter(hints[HINTS:])
-    leaves: list[Any] = []
-    for place, kind in enumerate(kinds):
-        if kind == "t":
-            leaves.append(next(tensors))
-        else:
-            leaves.append(scalar_of(next(numbers)) if kind == "s" else _standing_for(next(numbers), form, place))
+    forms, options, _ = heard(form)
+    leaves = leaves_of(form, captured, hints[HINTS:])
     planned, lending = planned_of(forms, leaves, options, "operator")
     if lending is None:
         return Bound(planned, tuple(map(Capture, captured)), distrusting(since))
     return Bound(planned, tuple(lending.captures), _Distrusted(lending, since))
+
+
+def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
+    """The leaves of both mods of a call in words, in their order: tensors, and run-time numbers."""
+    tensors, left = iter(captured), iter(numbers)
+    leaves: list[Any] = []
+    for place, kind in enumerate(heard(form)[2]):
+        if kind == "t":
+            leaves.append(next(tensors))
+        else:
+            leaves.append(scalar_of(next(left)) if kind == "s" else _standing_for(next(left), form, place))
+    return leaves
 
 
 def _standing_for(number: int, form: str, place: int) -> Scalar:
@@ -192,7 +198,7 @@ def attend(
         kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     kept.untyped_storage().composattn_of = planned, now  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
-    return _in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
+    return in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
 
 
 @attend.register_fake
@@ -237,13 +243,13 @@ def attend_backward(
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
     leaves = [q, k, v, *captured]
-    return [_gradient(t, g) for t, want, g in zip(leaves, wanted, grads, strict=True) if want]
+    return [gradient_of(t, g) for t, want, g in zip(leaves, wanted, grads, strict=True) if want]
 
 
 @attend_backward.register_fake
 def _(*arguments: Any) -> list[torch.Tensor]:
     _, _, q, k, v, captured, *_, wanted = arguments
-    return [_empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
+    return [empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -311,15 +317,15 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _empty_gradient(t: torch.Tensor) -> torch.Tensor:
+def empty_gradient(t: torch.Tensor) -> torch.Tensor:
     return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
 
 
-def _gradient(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-    empty = _empty_gradient(t)
-    return empty.zero_() if found is None else _in_form(found.to(t.dtype), empty)
+def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+    empty = empty_gradient(t)
+    return empty.zero_() if found is None else in_form(found.to(t.dtype), empty)
 
 
-def _in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+def in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
     """`t` in the strides of `form`: what compiled code has been promised."""
     return t if t.stride() == form.stride() else form.copy_(t)

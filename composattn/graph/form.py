@@ -149,6 +149,15 @@ def _parsed(form: str) -> Any:
     return ast.literal_eval(form)
 
 
+def leaf_count(form: str | None) -> int:
+    """How many leaves a form speaks of."""
+    return 0 if form is None else _counted(_parsed(form))
+
+
+def _counted(form: Any) -> int:
+    return int(form[1]) if form[0] == "steps" else sum(map(_counted, form[1:]))
+
+
 def _graph(form: Any, leaves: list[Any]) -> tuple[Expr, list[Any]]:
     kind = form[0]
     if kind == "steps":

@@ -131,7 +131,7 @@ class FusedGradient:
         rows: RowStatistics | None = None,
     ) -> Grads:
         """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`; `rows` is filled in."""
-        q, k, v, out, lse, dout, dlse, captured, _ = known
+        q, k, v, out, lse, dout, dlse, captured, *_ = known
         if dout.dtype is not out.dtype:
             dout = dout.to(out.dtype)
         form = (dlse is not None, self.deterministic(), summed)
@@ -192,6 +192,8 @@ class FusedGradient:
 
     def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
+        if known.partial:
+            return streaming.backward(known._replace(dout=known.dout.to(known.out.dtype)))
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
         out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
         return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))

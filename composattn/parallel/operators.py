@@ -1,0 +1,170 @@
+"""A call of ranks that share a sequence as `torch.library` operators: what torch.compile sees of it.
+
+    attend_shared(q, k, v, captured, numbers, form, with_max) → (out, lse, max_scores, mark)
+    attend_shared_backward(grad_out, grad_lse, q, k, v, captured, out, lse, mark, numbers, form, wanted)
+        → those of [dq, dk, dv, *d captured] that are wanted
+
+`form`, `captured` and `numbers` are a call in words (`dispatch.spoken`), after the number that the shard has in this
+process. `mark` is an empty tensor: what the forward began hangs on its memory. Where that is lost, the backward begins
+again. Compiled code may write to memory with no one counting, so what a mask reads is looked at in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..call.inputs import Asked, Inputs
+from ..call.strides import ordered
+from ..dispatch.operators import empty_gradient, gradient_of, in_form, leaves_of, lse_dtype
+from ..dispatch.planned import asked_of
+from ..dispatch.spoken import Spoken, heard
+from ..errors import UnsupportedInParallel
+from ..graph.form import leaf_count
+from ..graph.scalar import Scalar
+from ..mods.mask import Mask
+from ..mods.score import Score
+from .attend import Known, total_of
+from .context import Planned, shard_of
+
+
+def call(number: int, inputs: Inputs, said: Spoken, asked: Asked) -> Any:
+    """A call in compiled code. Raises: `UnsupportedInParallel` for packed rows."""
+    if inputs.varlen is not None or inputs.paged is not None or inputs.q.ndim != 4:
+        raise UnsupportedInParallel("packed sequences that ranks share are not compiled; call outside of torch.compile")
+    q, k, v = inputs.autocast[:3]
+    numbers = [number, *[s.number if isinstance(s, Scalar) else s for s in said.scalars]]
+    op = torch.ops.composattn.attend_shared
+    *found, _ = op(q, k, v, list(said.tensors), numbers, said.form, asked.max_scores)
+    return asked_of(found, asked)
+
+
+class _Bound(NamedTuple):
+    """A call as its operators run it; `places`: of each captured tensor, where it is among the given ones."""
+
+    planned: Planned
+    given: list[torch.Tensor]
+    places: list[int]
+    whole: bool
+
+
+def _bound(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    form: str,
+) -> _Bound:
+    known = shard_of(numbers[0])
+    (score_form, mask_form), options, _ = heard(form)
+    leaves = tuple(leaves_of(form, captured, numbers[1:]))
+    of_score = leaf_count(score_form)
+    score = None if score_form is None else Score.formed(score_form, leaves[:of_score], "score")
+    mask = None if mask_form is None else Mask.formed(mask_form, leaves[of_score:], "mask")
+    given = list({id(t): t for t in captured}.values())
+    at = {id(t): n for n, t in enumerate(given)}
+    q, k, v = known.dense(Inputs(q, k, v))
+    planned = known.planned(score, mask, options, (q, k, v), given, counted=False)
+    whole = known.cp.captured_gradients == "whole"
+    return _Bound(planned, planned.given(given), [at[id(t)] for t in captured], whole)
+
+
+@torch.library.custom_op("composattn::attend_shared", mutates_args=())
+def attend_shared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    form: str,
+    with_max: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_scores, mark), max_scores empty unless asked for; see the file's head."""
+    bound = _bound(q, k, v, captured, numbers, form)
+    out, lse, top, *begun = bound.planned.way.forward(q, k, v, bound.given, with_max)
+    mark = q.new_empty(0)
+    mark.untyped_storage().composattn_begun = (out, *begun)  # type: ignore[attr-defined]
+    return (
+        in_form(out.to(q.dtype), ordered(q, v.shape[-1])),
+        lse.contiguous(),
+        lse.new_empty(0) if top is None else top,
+        mark,
+    )
+
+
+@attend_shared.register_fake
+def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, _, v, *_, with_max = arguments
+    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    return ordered(q, v.shape[-1]), lse, torch.empty_like(lse) if with_max else lse.new_empty(0), q.new_empty(0)
+
+
+@torch.library.custom_op("composattn::attend_shared_backward", mutates_args=())
+def attend_shared_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mark: torch.Tensor,
+    numbers: Sequence[int],
+    form: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Gradients of those of q, k, v and `captured` that are wanted."""
+    bound = _bound(q, k, v, captured, numbers, form)
+    way = bound.planned.way
+    state = getattr(mark.untyped_storage(), "composattn_begun", None)
+    if state is None:
+        out, _, _, begun, kept = way.forward(q, k, v, bound.given, False)
+    else:
+        out, begun, kept = state
+    of_given = [False] * len(bound.given)
+    for place, want in zip(bound.places, wanted[3:], strict=True):
+        of_given[place] |= want
+    known = Known(q, k, v, out, lse, grad_out, grad_lse, bound.given, (*wanted[:3], *of_given))
+    found = way.backward(known, begun, kept)
+    totals: list[torch.Tensor | None] = [
+        None if not want else total_of(way.ranks, t, g) if bound.whole else g
+        for t, g, want in zip(bound.given, found[3:], of_given, strict=True)
+    ]
+    grads = found[:3]
+    for place in bound.places:  # a tensor that is there twice gets its gradient once
+        grads.append(totals[place])
+        totals[place] = None
+    leaves = [q, k, v, *captured]
+    return [gradient_of(t, g) for t, g, want in zip(leaves, grads, wanted, strict=True) if want]
+
+
+@attend_shared_backward.register_fake
+def _(*arguments: Any) -> list[torch.Tensor]:
+    _, _, q, k, v, captured, *_, wanted = arguments
+    return [empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, captured, *ctx.said, _ = inputs
+    out, lse, max_scores, mark = output
+    ctx.mark_non_differentiable(max_scores, mark)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *captured, out, lse, mark)
+
+
+def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
+    q, k, v, *captured, out, lse, mark = ctx.saved_tensors
+    need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
+    wanted = [need_q, need_k, need_v, *(need_captured or [])]
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    op = torch.ops.composattn.attend_shared_backward
+    grads = iter(op(grad_out, grad_lse, q, k, v, captured, out, lse, mark, *ctx.said, wanted))
+    found = [next(grads) if want else None for want in wanted]
+    return (*found[:3], found[3:], None, None, None)
+
+
+attend_shared.register_autograd(_backward, setup_context=_setup)

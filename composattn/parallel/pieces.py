@@ -1,0 +1,96 @@
+"""One call of a backend on some rows of a rank: planned as every call is, its mods at global positions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..analysis.derived import refresh
+from ..call.autograd import BackwardInputs, Differentiable, Grads, Results, without_autocast
+from ..call.checks import check_call
+from ..call.inputs import Inputs
+from ..dispatch.kept import planned_of
+from ..graph.lent import current
+from .placed import FIRST_HEAD, FIRST_KV, FIRST_Q, SEQ_LEN, Placed
+
+_numbers = threading.Lock()  # plans look at run-time numbers as they are made
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a call lie: first query and key (0 where tables say it), first head, length of the sequence.
+
+    tables: what the mods read of the call's own rows, see `Placed.tables`.
+    """
+
+    first_q: int
+    first_kv: int
+    seq_len: int
+    tables: Mapping[Any, torch.Tensor]
+    first_head: int = 0
+
+    def numbers(self) -> dict[Any, int]:
+        """Of the run-time numbers that place mods."""
+        return {FIRST_Q: self.first_q, FIRST_KV: self.first_kv, SEQ_LEN: self.seq_len, FIRST_HEAD: self.first_head}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call whose forward is done: what its backward takes.
+
+    read: what the mods read, in the plan's order; of: which of the given tensors each of them is, -1: none.
+    """
+
+    call: Differentiable
+    read: tuple[torch.Tensor, ...]
+    of: tuple[int, ...]
+
+    def backward(self, known: BackwardInputs, count: int) -> Grads:
+        """(dq, dk, dv, *d given): `known.wanted` speaks of q, k, v and of the `count` given tensors."""
+        given = known.wanted[3:]
+        asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
+        known = known._replace(captured=self.read, wanted=asked)
+        lending = self.call.lending
+        with nullcontext() if lending is None else lending.again():
+            dq, dk, dv, *found = without_autocast(known.q, self.call.backward, known)
+        of_given: list[torch.Tensor | None] = [None] * count
+        for n, grad, ask in zip(self.of, found, asked[3:], strict=True):
+            if ask and grad is not None:
+                had = of_given[n]
+                of_given[n] = grad if had is None else had + grad
+        return (dq, dk, dv, *of_given)
+
+
+def forward(
+    placed: Placed,
+    options: tuple[Any, ...],
+    place: Place,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    given: Sequence[torch.Tensor],
+    max_scores: bool,
+) -> tuple[Results, Begun]:
+    """(out, lse, max_scores) of one call, and what its backward takes."""
+    leaves = placed.leaves_of(given, place.tables)
+    planned, lending = planned_of(placed.forms, leaves, options)
+    numbers = place.numbers()
+    with nullcontext() if lending is None else lending:
+        program = planned.program
+        with _numbers:
+            for scalar, number in numbers.items():
+                scalar.value = number
+            of_call = Inputs(*inputs)
+            prepared = planned.prepared(of_call)
+            check_call(program, [], of_call)
+            values = [numbers.get(s, s.value) for s in program.scalars]
+            call = prepared.begin(values, return_max_scores=max_scores)
+        call.lending = current()
+        refresh(program.captures)
+        read = tuple(c.tensor for c in program.captures)
+        found = without_autocast(inputs[0], call.forward, *inputs, read)
+        numbered = {id(t): n for n, t in enumerate(given)}
+        return found, Begun(call, read, tuple(numbered.get(id(t), -1) for t in read))

@@ -1,0 +1,100 @@
+"""How many bytes each way of sharing moves, how long that and the computation take, and which way is chosen.
+
+Times are estimates, and choose parts only; the way is chosen by bytes, which are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import errors
+from .division import Division
+from .movement import GATHER_FROM, Movement
+
+METHODS = ("auto", "exchange", "gather", "heads")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of q, k and v, all heads of them: what a row weighs."""
+
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 128
+    head_dim_v: int = 128
+    element: int = 2
+
+    @property
+    def kv_row(self) -> int:
+        """Bytes of one key and value, all heads and batches."""
+        return self.batch * self.kv_heads * (self.head_dim + self.head_dim_v) * self.element
+
+    @property
+    def q_row(self) -> int:
+        """Bytes of one query and its output."""
+        return self.batch * self.heads * (self.head_dim + self.head_dim_v) * self.element
+
+    def flops(self, pairs: float) -> float:
+        """Of the forward, over pairs of all heads and batches."""
+        return 2 * pairs * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What times are estimated with: bytes per second that a rank receives, FLOP per second that it computes."""
+
+    link: float = 300e9
+    flops: float = 500e12
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What was chosen: a method, parts, and the bytes that each rank receives in a forward."""
+
+    method: str
+    parts: int
+    received: tuple[int, ...]
+    shape: Shape
+
+
+def received_by_heads(division: Division, shape: Shape) -> int:
+    """Bytes of q, k, v and the output that a rank receives where heads are shared."""
+    rows = division.visits.tiles * division.visits.tile // division.ranks
+    share = rows * (division.ranks - 1) // division.ranks
+    return share * (shape.q_row + shape.kv_row)
+
+
+def chosen(method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: Shape) -> Traffic:
+    """How the ranks share an attention of this shape. Raises: `HeadsIndivisible` where heads were asked for."""
+    by_keys = Movement.of(division, seen, 0, gather=False, parts=1).fetched
+    rows = division.visits.tiles * division.visits.tile * (1 - 1 / division.ranks)
+    by_heads = received_by_heads(division, shape)
+    divisible = shape.kv_heads % division.ranks == 0
+    if method == "heads" and not divisible:
+        raise errors.HeadsIndivisible(
+            f"{shape.kv_heads} key/value heads can't be shared by {division.ranks} ranks evenly; "
+            'take method="exchange", which moves keys'
+        )
+    if method == "auto":
+        if divisible and division.ranks > 1 and by_heads < max(by_keys) * shape.kv_row:
+            method = "heads"
+        else:
+            method = "gather" if by_keys and min(by_keys) >= GATHER_FROM * rows > 0 else "exchange"
+    if method == "heads":
+        return Traffic("heads", 1, (by_heads,) * division.ranks, shape)
+    each = [int(rows)] * division.ranks if method == "gather" else by_keys
+    received = tuple(n * shape.kv_row for n in each)
+    if parts is None:
+        parts = parts_for(received, division, shape)
+    return Traffic(method, parts, received, shape)
+
+
+def parts_for(received: tuple[int, ...], division: Division, shape: Shape, machine: Machine | None = None) -> int:
+    """Two where the fetch takes a tenth of the computation or more: hiding it then pays for merging two results."""
+    machine = machine or Machine()
+    heads = shape.heads * shape.batch
+    computing = shape.flops(max(division.pairs, default=0.0) * heads) / machine.flops
+    return 2 if max(received, default=0) / machine.link > 0.1 * computing else 1

@@ -1,0 +1,133 @@
+"""Context parallel on CPUs: ranks are processes with gloo, and one device computes what they must agree with."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.mods import causal, document, sliding_window
+from composattn.parallel.division import divide
+from composattn.parallel.movement import Movement
+from composattn.parallel.visits import grain_for, tile_for, visits_of
+from tests import parallel_cases
+from tests.ranks import on_ranks
+
+SEED = int(os.environ.get("COMPOSATTN_TEST_SEED", "0")) * 1000
+TOLERANCE = 1e-9  # of fp64
+
+
+def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
+    wrong = [
+        (rank, *case) for rank, cases in enumerate(found) for case in cases if not (case[1] < TOLERANCE and case[2])
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_mask_on_several_ranks_is_what_one_device_computes(ranks: int) -> None:
+    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + 20))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_two_hundred_masks_on_several_ranks_are_what_one_device_computes(ranks: int) -> None:
+    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + 200)), seconds=550))
+
+
+def test_what_a_user_does_works() -> None:
+    for found in on_ranks(2, parallel_cases.usage):
+        got, needed = found.pop("bytes")
+        assert got <= 1.05 * needed
+        assert {name for name, good in found.items() if not good} == set()
+
+
+WAYS_OUT = {
+    "mesh of no kind": "NoProcessGroup",
+    "mesh of two dimensions": "MeshMismatch",
+    "unknown dimension": "MeshMismatch",
+    "method": "InvalidParallelOption",
+    "parts": "InvalidParallelOption",
+    "timeout": "InvalidParallelOption",
+    "not planned": "NotPlanned",
+    "indivisible": "IndivisibleSequence",
+    "tile": "IndivisibleSequence",
+    "no length": "InvalidParallelOption",
+    "no attention": "InvalidParallelOption",
+    "lengths differ": "RanksDisagree",
+    "masks differ": "RanksDisagree",
+    "documents differ": "CapturedTensorsDiffer",
+    "captured on one rank": "CapturedTensorsDiffer",
+    "gradient on one rank": "CapturedTensorsDiffer",
+    "dtypes differ": "RanksDisagree",
+    "options differ": "RanksDisagree",
+    "shares of another shard": "WrongShare",
+    "scatter of a share": "WrongShare",
+    "gather of all": "WrongShare",
+    "heads": "HeadsIndivisible",
+    "pages": "UnsupportedInParallel",
+    "varlen not planned": "UnsupportedInParallel",
+    "transform": "UnsupportedInParallel",
+    "twice differentiable": "GradientUnsupported",
+}
+
+
+def test_bad_input_ends_in_a_named_error_on_every_rank() -> None:
+    for found in on_ranks(2, parallel_cases.refusals):
+        assert found == WAYS_OUT
+
+
+def test_a_rank_that_fails_ends_the_others_by_a_named_error_in_time() -> None:
+    *others, _ = on_ranks(2, parallel_cases.one_leaves)
+    assert [name for name, _ in others] == ["RankUnreachable"]
+    assert all(seconds < 30 for _, seconds in others)  # the time-out is 2, the group's own 60
+
+
+def test_without_a_process_group_there_is_no_context_parallel() -> None:
+    with pytest.raises(ca.errors.NoProcessGroup, match="torchrun"):
+        ca.ContextParallel(None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mask", ["causal", "documents", "window", "full"])
+def test_sixty_four_tiles_a_rank_are_balanced_and_windows_move_halos_only(mask: str, ranks: int) -> None:
+    length = 64 * 128 * ranks
+    ids = parallel_cases.documents_of(length, 40)
+    masks = {
+        "causal": causal(),
+        "documents": causal() & document(ids),
+        "window": causal() & sliding_window(512),
+        "full": ca.mask(lambda b, h, q, kv: q >= 0),
+    }
+    tile = tile_for(length, ranks)
+    visits = visits_of(masks[mask].expr, length, tile, grain_for(length, tile))
+    division = divide(visits, ranks)
+    assert division.imbalance <= 0.03
+    assert all(division.owner.count(rank) == 64 for rank in range(ranks))
+    if mask == "window":
+        assert division.runs == ranks
+        assert max(division.fetched) == 512
+
+
+def test_each_row_that_a_mask_needs_is_fetched_and_hardly_any_other() -> None:
+    length, ranks = 64 * 128 * 4, 4
+    ids = parallel_cases.documents_of(length, 40)
+    tile = tile_for(length, ranks)
+    visits = visits_of((causal() & document(ids)).expr, length, tile, grain_for(length, tile))
+    division = divide(visits, ranks)
+    starts = torch.searchsorted(ids, ids)  # the first row of each row's document
+    for rank in range(ranks):
+        movement = Movement.of(division, visits.seen, rank, gather=False, parts=1)
+        rows = movement.positions
+        opened, closed = (torch.bincount(at, minlength=length + 1)[:length] for at in (starts[rows], rows + 1))
+        needed = (opened - closed).cumsum(0) > 0  # by some row of the rank: from its document's start to itself
+        needed[rows] = False
+        assert int(needed.sum()) <= movement.fetched[rank] <= 1.05 * int(needed.sum())
+
+
+def test_compiled_code_sees_one_operator() -> None:
+    for apart, graphs in on_ranks(2, parallel_cases.compiled):
+        assert apart < TOLERANCE
+        assert graphs == 2  # a forward and a backward
