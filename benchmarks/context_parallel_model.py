@@ -77,7 +77,8 @@ def row(name: str, mask: Mask, ranks: int, tokens: int, shape: Shape, assumed: A
     return (
         f"| {ranks} | {name} | {tokens:,} | {division.imbalance:.1%} | {(near + far) / 2**20:,.0f} | "
         f"{gathered / 2**20:,.0f} | {moved} | "
-        f"{computing * 1e3:.1f} | {fetching * 1e3:.1f} | {ideal / max(computing, fetching):.2f} | {ideal / (computing + fetching):.2f} | "
+        f"{computing * 1e3:.1f} | {fetching * 1e3:.1f} | "
+        f"{ideal / max(computing, fetching):.2f} | {ideal / (computing + fetching):.2f} | "
         f"{planned:.1f} |"
     )
 

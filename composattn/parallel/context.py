@@ -22,7 +22,6 @@ from ..dispatch.spoken import Mods
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod
-from ..mods.score import Score
 from .agreement import Said, agree, contents
 from .attend import ByHeads, ByKeys, Given, Way, attend
 from .describe import Described, describe
