@@ -72,11 +72,13 @@ def row(name: str, mask: Mask, ranks: int, tokens: int, shape: Shape, assumed: A
     fetching = near / assumed.inside + far / assumed.between
     gathered = 2 * (tokens - tokens // ranks) * shape.kv_row
     by_heads = 2 * received_by_heads(division, shape) if shape.kv_heads % ranks == 0 else None
+    moved = "–" if by_heads is None else f"{by_heads / 2**20:,.0f}"
     ideal = 3.5 * shape.flops(sum(division.pairs) / ranks * shape.heads) / assumed.flops
     return (
         f"| {ranks} | {name} | {tokens:,} | {division.imbalance:.1%} | {(near + far) / 2**20:,.0f} | "
-        f"{gathered / 2**20:,.0f} | {'–' if by_heads is None else f'{by_heads / 2**20:,.0f}'} | "
-        f"{computing * 1e3:.1f} | {fetching * 1e3:.1f} | {ideal / max(computing, fetching):.2f} | {ideal / (computing + fetching):.2f} | "
+        f"{gathered / 2**20:,.0f} | {moved} | "
+        f"{computing * 1e3:.1f} | {fetching * 1e3:.1f} | "
+        f"{ideal / max(computing, fetching):.2f} | {ideal / (computing + fetching):.2f} | "
         f"{planned:.1f} |"
     )
 

@@ -214,8 +214,8 @@ def attention(
     shard = active() if context_parallel is None else context_parallel
     if shard is not None:
         if torch.compiler.is_compiling():
-            return shared_operators.call(shard.number, inputs, spoken(score, mask, options), asked)
-        return shard.attend(score, mask, options, inputs, asked)
+            return shared_operators.call(shard.number, inputs, spoken((score, mask, sink), options), asked)
+        return shard.attend((score, mask, sink), options, inputs, asked)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
         return operators.call(inputs, spoken((score, mask, sink), options), -1, asked)  # type: ignore[no-any-return]
     planned, lending = planned_for((score, mask, sink), options)

@@ -38,6 +38,7 @@ class Drawn:
         self.dout = site.normal(site.batch, heads, length, width).double()
         self.dlse = site.normal(site.batch, heads, length).double()
         methods = METHODS if kv_heads % ranks == 0 else METHODS[:3]
+        self.sinks = site.normal(heads).double().requires_grad_() if choices.integer(0, 3) == 0 else None
         self.options = {
             "method": choices.choice(methods),
             "parts": choices.choice((None, 1, 2, 3)),
@@ -47,7 +48,7 @@ class Drawn:
 
     @property
     def captured(self) -> list[T]:
-        leaves = () if self.score is None else self.score.leaves
+        leaves = (*(() if self.score is None else self.score.leaves), self.sinks)
         return list({id(t): t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}.values())
 
     def results(self, shard: Any = None) -> list[T]:
@@ -58,7 +59,7 @@ class Drawn:
 
         q, k, v = (mine(t).clone().requires_grad_() for t in (self.q, self.k, self.v))
         out, lse = ca.attention(
-            q, k, v, score_mod=self.score, mask_mod=self.mask, return_lse=True, context_parallel=shard
+            q, k, v, score_mod=self.score, mask_mod=self.mask, sinks=self.sinks, return_lse=True, context_parallel=shard
         )
         lse = torch.where(lse == -torch.inf, 0.0, lse)
         inputs = [q, k, v, *self.captured]
@@ -285,7 +286,7 @@ def one_leaves(rank: int, ranks: int) -> tuple[str, float]:
 
 
 def compiled(rank: int, ranks: int) -> tuple[float, int]:
-    """The largest difference between compiled and eager results of a shared attention, and how many graphs were made."""
+    """The largest difference between compiled and eager results, and how many graphs were made."""
     length = 40 * ranks
     ids, bias = documents_of(length), tensors(length)[0][0, :, :, 0].clone().requires_grad_()
     attn = ca.Attention(mask_mod=causal() & document(ids), score_mod=lambda s, b, h, i, j: s + bias[h, i])

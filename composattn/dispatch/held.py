@@ -10,6 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
+from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
 from .spoken import Mods, Spoken, spoken
@@ -47,7 +48,7 @@ class Held(Planned):
     @property
     def current_mask(self) -> Mask | None:
         """The mask, None where all is seen."""
-        return self._state[1]
+        return self._state[0][1]  # type: ignore[no-any-return]
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Any:
         if self._seen:

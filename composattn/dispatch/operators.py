@@ -108,7 +108,7 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
 
 
 def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """The leaves of both mods of a call in words, in their order: tensors, and run-time numbers."""
+    """The leaves of the mods of a call in words, in their order: tensors, and run-time numbers."""
     tensors, left = iter(captured), iter(numbers)
     leaves: list[Any] = []
     for place, kind in enumerate(heard(form)[2]):

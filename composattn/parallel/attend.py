@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,12 +41,27 @@ class Known(NamedTuple):
     wanted: Sequence[bool]
 
 
+class Given(NamedTuple):
+    """What a call has besides q, k and v: the tensors that its mods read, and whether largest scores are asked for.
+
+    sink: which of the tensors has the sinks, (Hq,); None: there are none.
+    """
+
+    tensors: Sequence[T]
+    max_scores: bool = False
+    sink: int | None = None
+
+    @property
+    def sinks(self) -> T | None:
+        return None if self.sink is None else self.tensors[self.sink]
+
+
 class Way(Protocol):
     """How the ranks share the work of one attention: by moving keys (`ByKeys`), or heads (`ByHeads`)."""
 
     ranks: Ranks
 
-    def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
+    def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
         """(out, lse, max_scores, what was begun, tensors that the backward needs besides)."""
 
     def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
@@ -139,20 +155,22 @@ class ByKeys:
         mods = self.runs, self.tabled
         self.parts = [OnDevice(part, own, self.seq_len, mods, self.device) for part in self.movement.parts]
 
-    def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
-        merged = Merged(q, v.shape[-1], max_scores)
+    def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
+        merged = Merged(q, v.shape[-1], asked.max_scores)
         begun: list[list[Begun]] = []
         kept: list[T] = []
         for part, k_part, v_part, fetched in self._arriving(k, v):
             begun.append([])
             for piece, placed, place in part.pieces:
                 tensors = (q[:, :, piece.rows], k_part[:, :, piece.keys], v_part[:, :, piece.keys])
-                (out, lse, top), call = pieces.forward(placed, self.options, place, tensors, given, max_scores)
+                (out, lse, top), call = pieces.forward(
+                    placed, self.options, place, tensors, asked.tensors, asked.max_scores
+                )
                 merged.add(piece.rows, out, lse, top)
                 begun[-1].append(call)
             kept += [fetched] if self.keep and fetched is not None else []
         out, lse, top = merged.result()
-        return out, lse, top, begun, kept
+        return *sunk(out, lse, asked.sinks), top, begun, kept
 
     def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T, T | None]]:
         """(part, k, v, memory) of each part as its keys are there; all of them are on their way from the start."""
@@ -283,7 +301,7 @@ class _RowSums:
 
     def __init__(self, q: T, runs: Sequence[slice]) -> None:
         ordered = sorted(runs, key=lambda run: run.start)
-        self._shared = any(a.stop > b.start for a, b in zip(ordered, ordered[1:], strict=False))
+        self._shared = any(a.stop > b.start for a, b in pairwise(ordered))
         self._q, self._all = q, [slice(0, q.shape[2])]
         self._whole = not self._shared and sum(run.stop - run.start for run in runs) == q.shape[2]
         self.total: T | None = None
@@ -339,14 +357,16 @@ class ByHeads:
         self.back[self.order] = everyone
         self.tables = self.runs.tables(everyone, everyone)
 
-    def forward(self, q: T, k: T, v: T, given: Sequence[T], max_scores: bool) -> tuple[T, T, T | None, Any, list[T]]:
+    def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
         q_all, k_all, v_all = self._all_rows(q, k, v)
         moved = (q_all, k_all, v_all)
         heads = q.shape[1] // self.ranks.size
         place = Place(0, 0, len(self.order), self.tables, self.ranks.rank * heads)
-        (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, given, max_scores)
+        (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, asked.tensors, asked.max_scores)
+        sinks = asked.sinks
+        out, lse = sunk(out, lse, None if sinks is None else sinks[place.first_head :][:heads])
         mine = [self._own_rows(x) for x in (out, lse.unsqueeze(-1))]
-        tops = None if top is None or not max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
+        tops = None if top is None or not asked.max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
         return mine[0], mine[1].squeeze(-1), tops, call, [*moved, out, lse] if self.keep else []
 
     def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
@@ -386,23 +406,24 @@ class ByHeads:
 # --- autograd -----------------------------------------------------------------------------------------------
 
 
-def attend(way: Way, q: T, k: T, v: T, given: Sequence[T], max_scores: bool, whole: bool) -> tuple[T, T, T | None]:
+def attend(way: Way, q: T, k: T, v: T, given: Given, whole: bool) -> tuple[T, T, T | None]:
     """(out, lse, max_scores) of this rank's rows, differentiable in q, k, v and the given tensors.
 
     whole: gradients of given tensors are those of all ranks; else of this rank's rows, for who adds them up itself.
     """
-    out, lse, top = _Attend.apply(way, max_scores, whole, q, k, v, *given)  # type: ignore[no-untyped-call]
+    said = given.max_scores, given.sink
+    out, lse, top = _Attend.apply(way, said, whole, q, k, v, *given.tensors)  # type: ignore[no-untyped-call]
     return out.to(q.dtype), lse, top
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: Way, max_scores: bool, whole: bool, q: T, k: T, v: T, *given: T) -> Any:
-        out, lse, top, ctx.begun, kept = way.forward(q, k, v, given, max_scores)
+    def forward(ctx: Any, way: Way, said: tuple[bool, int | None], whole: bool, q: T, k: T, v: T, *given: T) -> Any:
+        out, lse, top, ctx.begun, kept = way.forward(q, k, v, Given(given, *said))
         out = in_order_of(q, out)
         if top is not None:
             ctx.mark_non_differentiable(top)
-        ctx.way, ctx.count, ctx.whole = way, len(given), whole
+        ctx.way, ctx.count, ctx.whole, ctx.sink = way, len(given), whole, said[1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *given, *kept)
         return out, lse, top
@@ -415,22 +436,47 @@ class _Attend(torch.autograd.Function):
             )
         q, k, v, out, lse, *rest = ctx.saved_tensors
         given, kept = rest[: ctx.count], rest[ctx.count :]
-        wanted = ctx.needs_input_grad[3:]
         dout = torch.zeros_like(out) if dout is None else dout
-        known = Known(q, k, v, out, lse, dout, dlse, given, wanted)
-        found = ctx.way.backward(known, ctx.begun, kept)
-        if ctx.whole:
-            found[3:] = [
-                total_of(ctx.way.ranks, t, g) if want else None
-                for t, g, want in zip(given, found[3:], wanted[3:], strict=True)
-            ]
-        if wanted[0] and found[0] is None:  # nothing is seen
-            found[0] = torch.zeros_like(q)
+        known = Known(q, k, v, out, lse, dout, dlse, given, ctx.needs_input_grad[3:])
+        found = gradients(ctx.way, known, ctx.begun, kept, ctx.sink, ctx.whole)
         grads = [
-            None if g is None or not want else in_order_of(t, g.to(t.dtype)) if t.ndim == 4 else g.to(t.dtype)
-            for t, g, want in zip((q, k, v, *given), found, wanted, strict=True)
+            None if g is None else in_order_of(t, g.to(t.dtype)) if t.ndim == 4 else g.to(t.dtype)
+            for t, g in zip((q, k, v, *given), found, strict=True)
         ]
         return None, None, None, *grads
+
+
+def gradients(way: Way, known: Known, begun: Any, kept: Sequence[T], sink: int | None, whole: bool) -> list[T | None]:
+    """Those of q, k, v and each given tensor that are wanted; `sink`: which of the given tensors has the sinks."""
+    found = way.backward(known, begun, kept)
+    if known.wanted[0] and found[0] is None:  # nothing is seen
+        found[0] = torch.zeros_like(known.q)
+    if sink is not None and known.wanted[3 + sink]:
+        of_rows, before = _sink_gradient(known, known.given[sink]), found[3 + sink]
+        found[3 + sink] = of_rows if before is None else before + of_rows
+    if whole:
+        found[3:] = [
+            total_of(way.ranks, t, g) if want else None
+            for t, g, want in zip(known.given, found[3:], known.wanted[3:], strict=True)
+        ]
+    return [g if want else None for g, want in zip(found, known.wanted, strict=True)]
+
+
+def sunk(out: T, lse: T, sinks: T | None) -> tuple[T, T]:
+    """out and lse with one more exponential in the sum of each row, that of its head's sink."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - total).nan_to_num(0.0).unsqueeze(-1)
+    return (out * share).to(out.dtype), total
+
+
+def _sink_gradient(known: Known, sinks: T) -> T:
+    """Of this rank's rows: a sink is a key without a value, see `backends.sinks`."""
+    delta = (known.dout.to(known.lse.dtype) * known.out.to(known.lse.dtype)).sum(-1)
+    delta = delta if known.dlse is None else delta - known.dlse
+    weight = torch.exp(sinks.to(known.lse.dtype)[:, None] - known.lse).nan_to_num(0.0)
+    return -(weight * delta).sum((0, 2))
 
 
 _BITS = 62  # of a sum in 64 bits

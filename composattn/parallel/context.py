@@ -18,11 +18,12 @@ from ..call.sequences import Varlen
 from ..dispatch import transforms
 from ..dispatch.held import Held
 from ..dispatch.planned import asked_of
+from ..dispatch.spoken import Mods
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
-from ..mods.score import Score
+from ..mods.mod import Mod
 from .agreement import Said, agree, contents
-from .attend import ByHeads, ByKeys, Way, attend
+from .attend import ByHeads, ByKeys, Given, Way, attend
 from .describe import Described, describe
 from .division import TOLERANCE, Division, divide
 from .exchange import Ranks
@@ -233,9 +234,7 @@ class Shard:
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    def attend(
-        self, score: Score | None, mask: Mask | None, options: tuple[Any, ...], inputs: Inputs, asked: Asked
-    ) -> Any:
+    def attend(self, mods: Mods, options: tuple[Any, ...], inputs: Inputs, asked: Asked) -> Any:
         """What `attention` gives for this rank's rows.
 
         Raises: what `attention` raises, `WrongShare`, `UnsupportedInParallel`, `WrongDeviceForGroup`, `RanksDisagree`,
@@ -243,9 +242,9 @@ class Shard:
         """
         inputs = inputs.autocast
         q, k, v = self.dense(inputs)
-        given = list({id(t): t for t in (*_tensors(score), *_tensors(mask))}.values())
-        planned = self.planned(score, mask, options, (q, k, v), given)
-        out, lse, top = attend(planned.way, q, k, v, given, asked.max_scores, self.cp.captured_gradients == "whole")
+        given = given_of(mods, q.shape[1])._replace(max_scores=asked.max_scores)
+        planned = self.planned(mods, options, (q, k, v), given.tensors)
+        out, lse, top = attend(planned.way, q, k, v, given, self.cp.captured_gradients == "whole")
         if inputs.q.ndim == 3:
             out, lse, top = out[0].transpose(0, 1), lse[0], None if top is None else top[0]
         return asked_of((out, lse, top), asked)
@@ -277,8 +276,7 @@ class Shard:
 
     def planned(
         self,
-        score: Score | None,
-        mask: Mask | None,
+        mods: Mods,
         options: tuple[Any, ...],
         qkv: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
@@ -289,13 +287,13 @@ class Shard:
 
         counted: whether torch counts the writes to what the mask reads; else its contents are looked at.
         """
-        q, k, v = qkv
+        mask, (q, k, v) = mods[1], qkv
         places = {id(t): n for n, t in enumerate(given)}
         form = (
-            None if score is None else score.form, None if mask is None else mask.form,
+            *(None if m is None else m.form for m in mods),
             q.shape, k.shape, v.shape, q.dtype, q.device, *((t.shape, t.dtype, t.requires_grad) for t in given),
             *map(repr, options),
-            *(places.get(id(leaf), id(leaf)) for m in (score, mask) if m is not None for leaf in m.leaves),
+            *(places.get(id(leaf), id(leaf)) for m in mods if m is not None for leaf in m.leaves),
         )  # fmt: skip
         numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
         of_mask = _tensors(mask)
@@ -303,22 +301,21 @@ class Shard:
         known = self._ways.setdefault(form, OrderedDict())
         found = known.get(contents_now)
         if found is None:
-            self._last = found = known[contents_now] = self._made(score, mask, options, qkv, given, counted)
+            self._last = found = known[contents_now] = self._made(mods, options, qkv, given, counted)
             while len(known) > _KEPT:
                 known.popitem(last=False)
         return found
 
     def _made(
         self,
-        score: Score | None,
-        mask: Mask | None,
+        mods: Mods,
         options: tuple[Any, ...],
         qkv: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
         counted: bool,
     ) -> Planned:
-        q, k, v = qkv
-        agree(self.cp.ranks, _call_said(score, mask, options, qkv, given))
+        (score, mask, _), (q, k, v) = mods, qkv
+        agree(self.cp.ranks, _call_said(mods, options, qkv, given))
         visits, ranks = self.division.visits, self.cp.ranks
         graphs = Graphs.of(score, mask, self.packed)
         read_by_score = {id(t) for t in _tensors(score) if t.is_floating_point()}
@@ -465,7 +462,19 @@ def _visits(graphs: Sequence[Graphs], seq_len: int, tile: int, grain: int, batch
     return first
 
 
-def _tensors(mod: Score | Mask | None) -> list[torch.Tensor]:
+def given_of(mods: Mods, heads: int) -> Given:
+    """The tensors that the mods of a call read, each once, and which of them has the sinks. Raises: `ShapeMismatch`."""
+    given = list({id(t): t for mod in mods for t in _tensors(mod)}.values())
+    sink = mods[2]
+    if sink is None:
+        return Given(given)
+    (sinks,) = sink.leaves
+    if len(sinks) != heads:
+        raise errors.ShapeMismatch(f"sinks has {len(sinks)} numbers for {heads} query heads; it needs one each")
+    return Given(given, sink=next(n for n, t in enumerate(given) if t is sinks))
+
+
+def _tensors(mod: Mod | None) -> list[torch.Tensor]:
     """What a mod captures, each once."""
     leaves = () if mod is None else mod.leaves
     return list({id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
@@ -478,13 +487,12 @@ def _state(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _call_said(
-    score: Score | None,
-    mask: Mask | None,
+    mods: Mods,
     options: tuple[Any, ...],
     qkv: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
 ) -> list[Said]:
-    q, k, v = qkv
+    (score, mask, sink), (q, k, v) = mods, qkv
     captured = [(tuple(t.shape), t.dtype, t.requires_grad) for t in given]
     return [
         Said("the shapes of q, k and v", [tuple(t.shape) for t in (q, k, v)]),
@@ -492,6 +500,7 @@ def _call_said(
         Said("captured tensors", captured, errors.CapturedTensorsDiffer),
         Said("mask", None if mask is None else mask.form),
         Said("score mod", None if score is None else score.form),
+        Said("whether there are sinks", sink is not None),
         Said("what the mask captures", contents(_tensors(mask)), errors.CapturedTensorsDiffer),
         Said("options (scale, backend, deterministic, schedule)", options),
         Said("which of q, k and v want gradients", [t.requires_grad for t in (q, k, v)]),

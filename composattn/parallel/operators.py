@@ -26,8 +26,9 @@ from ..graph.form import leaf_count
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.score import Score
-from .attend import Known, total_of
-from .context import Planned, shard_of
+from ..mods.sink import Sink
+from .attend import Given, Known, gradients
+from .context import Planned, given_of, shard_of
 
 
 def call(number: int, inputs: Inputs, said: Spoken, asked: Asked) -> Any:
@@ -45,7 +46,7 @@ class _Bound(NamedTuple):
     """A call as its operators run it; `places`: of each captured tensor, where it is among the given ones."""
 
     planned: Planned
-    given: list[torch.Tensor]
+    given: Given
     places: list[int]
     whole: bool
 
@@ -59,17 +60,21 @@ def _bound(
     form: str,
 ) -> _Bound:
     known = shard_of(numbers[0])
-    (score_form, mask_form), options, _ = heard(form)
-    leaves = tuple(leaves_of(form, captured, numbers[1:]))
-    of_score = leaf_count(score_form)
-    score = None if score_form is None else Score.formed(score_form, leaves[:of_score], "score")
-    mask = None if mask_form is None else Mask.formed(mask_form, leaves[of_score:], "mask")
-    given = list({id(t): t for t in captured}.values())
-    at = {id(t): n for n, t in enumerate(given)}
+    forms, options, _ = heard(form)
+    leaves = leaves_of(form, captured, numbers[1:])
+    mods: list[Any] = []
+    for kind, mod_form in zip((Score, Mask, Sink), forms, strict=False):
+        count = leaf_count(mod_form)
+        mods.append(None if mod_form is None else kind.formed(mod_form, tuple(leaves[:count]), "compiled"))
+        leaves = leaves[count:]
+    score, mask, sink = [*mods, None][:3]
+    given = given_of((score, mask, sink), q.shape[1])
+    at = {id(t): n for n, t in enumerate(given.tensors)}
     q, k, v = known.dense(Inputs(q, k, v))
-    planned = known.planned(score, mask, options, (q, k, v), given, counted=False)
+    planned = known.planned((score, mask, sink), options, (q, k, v), given.tensors, counted=False)
     whole = known.cp.captured_gradients == "whole"
-    return _Bound(planned, planned.given(given), [at[id(t)] for t in captured], whole)
+    held = given._replace(tensors=planned.given(given.tensors))
+    return _Bound(planned, held, [at[id(t)] for t in captured], whole)
 
 
 @torch.library.custom_op("composattn::attend_shared", mutates_args=())
@@ -84,7 +89,7 @@ def attend_shared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, mark), max_scores empty unless asked for; see the file's head."""
     bound = _bound(q, k, v, captured, numbers, form)
-    out, lse, top, *begun = bound.planned.way.forward(q, k, v, bound.given, with_max)
+    out, lse, top, *begun = bound.planned.way.forward(q, k, v, bound.given._replace(max_scores=with_max))
     mark = q.new_empty(0)
     mark.untyped_storage().composattn_begun = (out, *begun)  # type: ignore[attr-defined]
     return (
@@ -122,19 +127,16 @@ def attend_shared_backward(
     way = bound.planned.way
     state = getattr(mark.untyped_storage(), "composattn_begun", None)
     if state is None:
-        out, _, _, begun, kept = way.forward(q, k, v, bound.given, False)
+        out, _, _, begun, kept = way.forward(q, k, v, bound.given)
     else:
         out, begun, kept = state
-    of_given = [False] * len(bound.given)
+    tensors = bound.given.tensors
+    of_given = [False] * len(tensors)
     for place, want in zip(bound.places, wanted[3:], strict=True):
         of_given[place] |= want
-    known = Known(q, k, v, out, lse, grad_out, grad_lse, bound.given, (*wanted[:3], *of_given))
-    found = way.backward(known, begun, kept)
-    totals: list[torch.Tensor | None] = [
-        None if not want else total_of(way.ranks, t, g) if bound.whole else g
-        for t, g, want in zip(bound.given, found[3:], of_given, strict=True)
-    ]
-    grads = found[:3]
+    known = Known(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *of_given))
+    dq, dk, dv, *totals = gradients(way, known, begun, kept, bound.given.sink, bound.whole)
+    grads = [dq, dk, dv]
     for place in bound.places:  # a tensor that is there twice gets its gradient once
         grads.append(totals[place])
         totals[place] = None
