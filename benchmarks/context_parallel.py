@@ -1,8 +1,7 @@
 """One sequence on several GPUs: this package's context parallel beside torch's, and beside gathering all keys.
 
-    python -m benchmarks.context_parallel --warm                                   # compiles, in many processes
-    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --check             # against one GPU
-    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --impl ours --out FILE.jsonl    # also: alone, apart
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --out FILE.jsonl --budget 140
+    torchrun --nproc-per-node 4 -m benchmarks.context_parallel --only check                    # against one GPU
 
 A row is a forward and a backward: the median over rounds of the slowest rank's time, between two barriers, by the
 GPU's own clock. `scaling` is the time on one GPU over that time and the number of ranks. Peers:
@@ -15,11 +14,14 @@ GPU's own clock. `scaling` is the time on one GPU over that time and the number 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import json
 import os
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,11 +114,14 @@ def ours(
     case: Case, device: torch.device, dtype: torch.dtype, moves_nothing: bool = False, **options: Any
 ) -> tuple[Step, ca.parallel.Shard]:
     """`moves_nothing`: each rank computes its share on zeros in place of what it would fetch."""
-    attn = ca.Attention(mask_mod=case.mask_of(device))
     if moves_nothing:
-        cp = apart(dist.get_rank(), dist.get_world_size(), **options)
-    else:
-        cp = ca.ContextParallel(dist.group.WORLD, **options)
+        return _step(case, apart(dist.get_rank(), dist.get_world_size(), **options))
+    return _step(case, ca.ContextParallel(dist.group.WORLD, **options))
+
+
+def _step(case: Case, cp: ca.ContextParallel) -> tuple[Step, ca.parallel.Shard]:
+    device, dtype = here(), torch.bfloat16
+    attn = ca.Attention(mask_mod=case.mask_of(device))
     shard = cp.plan(attn, case.seq_len)
     *qkv, grad = (shard.scatter(t, 2) for t in case.tensors(device, dtype))
     q, k, v = leaves(*qkv)
@@ -301,46 +306,143 @@ def facts_of(shard: Any) -> dict[str, Any]:
 
 
 PEERS = {"flex": flex, "fa4": fa4, "ring": ring}
-OURS = ({}, {"method": "exchange", "parts": 1}, {"method": "exchange", "parts": 2}, {"method": "heads"})
+OURS: dict[str, tuple[dict[str, Any], ...]] = {
+    "causal": ({}, {"method": "exchange", "parts": 2}, {"method": "heads"}),
+    "window": ({}, {"parts": 2}),
+    "documents": ({}, {"parts": 2}),
+}
 
 
-def run(impl: str, cases: list[Case], rounds: int, out: str | None) -> None:
-    device, dtype = here(), torch.bfloat16
+class Run:
+    """Rows as they come, and where each rank is: by the clock, to its own file, so that a hang can be placed."""
+
+    def __init__(self, out: str | None, budget: float) -> None:
+        self.begin, self.budget, self.out = time.perf_counter(), budget, out
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.trace = open(f"{out}.rank{self.rank}", "a") if out else sys.stderr  # noqa: SIM115
+
+    def at(self, what: str) -> None:
+        print(f"{time.perf_counter() - self.begin:7.2f} {what}", file=self.trace, flush=True)
+
+    def over(self) -> bool:
+        """Whether the time is up, which all ranks must say alike."""
+        late = torch.tensor([float(time.perf_counter() - self.begin > self.budget)], device=here())
+        dist.all_reduce(late, dist.ReduceOp.MAX)
+        return bool(late)
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self.rank == 0:
+            print(json.dumps(row), flush=True)
+            if self.out:
+                with open(self.out, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+    def row(self, name: str, case: Case, job: Callable[[], dict[str, Any]]) -> None:
+        """What a job measures, or its error."""
+        self.at(f"{case.mask} {name}")
+        try:
+            found = job()
+        except Exception as error:
+            found = {"name": name, "mask": case.mask, "error": f"{type(error).__name__}: {error}"[:800]}
+            self.at(traceback.format_exc())
+        self.write(found)
+        torch.cuda.empty_cache()
+
+
+def compile_apart(run: Run, cases: list[Case]) -> None:
+    """Each rank compiles some of the kernels, by a share of the work on zeros; the others find them on disk."""
+    jobs: list[tuple[Case, int | None, dict[str, Any]]] = []
     for case in cases:
-        if impl == "alone":
-            jobs: list[tuple[str, dict[str, Any]]] = [("ours, one GPU", {})]
-        elif impl in ("ours", "apart"):
-            jobs = [(f"{impl} {options or 'auto'}", options) for options in OURS]
-        else:
-            jobs = [(impl, {})]
-        for name, options in jobs:
+        jobs.append((case, None, {}))
+        jobs += [(case, rank, options) for options in OURS[case.mask] for rank in (0, run.size - 1)]
+    for n, (case, rank, options) in enumerate(jobs):
+        if n % run.size == run.rank:
+            run.at(f"compiles {case.mask} of {rank} {options}")
             try:
-                if impl in ("ours", "apart"):
-                    begin = time.perf_counter()
-                    step, shard = ours(case, device, dtype, impl == "apart", **options)
-                    step()
-                    extra = {"first_s": time.perf_counter() - begin, **facts_of(shard)}
-                elif impl == "alone":
-                    step, extra = ours_alone(case, device, dtype), {}
-                else:
-                    step, extra = PEERS[impl](case, device, dtype), {}
-                row = measure(name, case, step, rounds, extra)
-            except Exception as error:
-                row = {"name": name, "mask": case.mask, "error": f"{type(error).__name__}: {error}"[:600]}
-            if dist.get_rank() == 0:
-                print(json.dumps(row), flush=True)
-                if out:
-                    with open(out, "a") as file:
-                        file.write(json.dumps(row) + "\n")
+                share(case, rank, run.size, options)()
+            except Exception:
+                run.at(traceback.format_exc())
             torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    run.at("compiled its part")
+
+
+def ours_beside_one(run: Run, case: Case, rounds: int) -> None:
+    """One GPU, then all of them in each way, with the relative errors between them."""
+    device, dtype = here(), torch.bfloat16
+    alone: dict[str, Any] = {}
+
+    def one() -> dict[str, Any]:
+        step = ours_alone(case, device, dtype)
+        alone["grads"] = step()
+        return measure("ours, one GPU", case, step, 3, {})
+
+    def several(name: str, options: dict[str, Any]) -> dict[str, Any]:
+        begin = time.perf_counter()
+        step, shard = ours(case, device, dtype, **options)
+        run.at("planned")
+        found = step()
+        torch.cuda.synchronize()
+        run.at("first step done")
+        extra = {"first_s": time.perf_counter() - begin, **facts_of(shard)}
+        if "grads" in alone:
+            pairs = zip(found, (shard.scatter(g, 2) for g in alone["grads"]), strict=True)
+            apart = torch.tensor([float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs])
+            worst = apart.to(device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            extra["errors_dq_dk_dv"] = worst.tolist()
+        return measure(name, case, step, rounds, extra)
+
+    def computing(name: str, options: dict[str, Any]) -> dict[str, Any]:
+        step, _ = ours(case, device, dtype, True, **options)
+        return measure(name, case, step, 3, {})
+
+    run.row("ours, one GPU", case, one)
+    for options in OURS[case.mask]:
+        name = f"ours {options or 'auto'}"
+        run.row(name, case, functools.partial(several, name, options))
+    run.row("ours, nothing moved", case, functools.partial(computing, "ours, nothing moved", {}))
+
+
+def peer(run: Run, name: str, case: Case, rounds: int) -> None:
+    def job() -> dict[str, Any]:
+        return measure(name, case, PEERS[name](case, here(), torch.bfloat16), rounds, {})
+
+    run.row(name, case, job)
+
+
+def everything(run: Run, seq_len: int, rounds: int, only: str | None) -> None:
+    """In order of worth, until the time is up."""
+    cases = {mask: Case(mask, seq_len) for mask in ("causal", "window", "documents")}
+    steps: list[tuple[str, Callable[[], None]]] = [("compile", lambda: compile_apart(run, list(cases.values())))]
+    for mask in ("documents", "window", "causal"):
+        steps.append(("ours", functools.partial(ours_beside_one, run, cases[mask], rounds)))
+    steps.append(("flex", lambda: peer(run, "flex", cases["documents"], 3)))
+    steps.append(("check", lambda: check(run, seq_len // 16)))
+    for name, mask in (
+        ("fa4", "documents"),
+        ("fa4", "causal"),
+        ("fa4", "window"),
+        ("ring", "causal"),
+        ("flex", "window"),
+    ):
+        steps.append((name, functools.partial(peer, run, name, cases[mask], 3)))
+    for name, step in steps:
+        if only is not None and name not in only.split(","):
+            continue
+        if run.over():
+            run.at("the time is up")
+            return
+        run.at(f"== {name}")
+        step()
 
 
 # --- against one GPU --------------------------------------------------------------------------------------------
 
 
-def check(out: str | None, length: int) -> None:
+def check(run: Run, length: int) -> None:
     """Forward, gradients and captured gradients of all ranks against one GPU's, by relative norms."""
-    device, dtype, ranks = here(), torch.bfloat16, dist.get_world_size()
+    device, dtype, ranks = here(), torch.bfloat16, run.size
     bias = torch.randn(8, 2 * 32768, generator=torch.Generator(device).manual_seed(2), device=device).requires_grad_()
 
     def relative(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -348,19 +450,18 @@ def check(out: str | None, length: int) -> None:
 
     odd = ranks * 37 * max(1, length // 128)
     for mask, rows, score, options in (
-        ("causal", length, None, {}),
-        ("causal", length, None, {"method": "exchange", "parts": 2}),
+        ("documents", length, relative, {"parts": 2}),
+        ("causal", length, relative, {"method": "exchange", "parts": 1}),
         ("causal", odd, None, {"method": "exchange", "parts": 3, "keep_fetched": False}),
-        ("causal", length, None, {"method": "heads"}),
-        ("window", length, None, {}),
         ("window", odd, None, {"parts": 2}),
-        ("documents", length, None, {}),
         ("documents", odd, None, {"method": "gather"}),
-        ("causal", length // 2, relative, {"method": "exchange", "parts": 1}),
-        ("documents", length // 2, relative, {"method": "exchange", "parts": 2}),
+        ("causal", length, None, {"method": "heads"}),
     ):
+        if run.over():
+            return
         case = Case(mask, rows, 8, 4)
         row: dict[str, Any] = {"check": mask, "seq_len": rows, "bias": score is not None, **options}
+        run.at(f"check {row}")
         try:
             attn = ca.Attention(mask_mod=case.mask_of(device), score_mod=score)
             *qkv, grad = case.tensors(device, dtype)
@@ -388,14 +489,11 @@ def check(out: str | None, length: int) -> None:
             row["ok"] = max(row["errors"]) < 1e-2
         except Exception as error:
             row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:800]}
+            run.at(traceback.format_exc())
         ok = torch.tensor([int(row["ok"])], device=device)
         dist.all_reduce(ok, dist.ReduceOp.MIN)
         row["ok_on_all"] = bool(ok)
-        if dist.get_rank() == 0 or not row["ok"]:
-            print(json.dumps(row), flush=True)
-            if out:
-                with open(out, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+        run.write(row)
 
 
 # --- kernels, compiled before ------------------------------------------------------------------------------------
@@ -442,68 +540,33 @@ def apart(rank: int, size: int, **options: Any) -> ca.ContextParallel:
     return cp
 
 
-def warm_one(job: tuple[Case, int | None, dict[str, Any], int]) -> str:
-    """Runs one rank's share, or all of it, once, on one GPU; what it compiles stays on disk. Times it, too."""
-    case, rank, options, gpu = job
-    device, dtype = torch.device("cuda", gpu % torch.cuda.device_count()), torch.bfloat16
-    torch.cuda.set_device(device)
-    begin = time.perf_counter()
-    attn = ca.Attention(mask_mod=case.mask_of(device))
+def share(case: Case, rank: int | None, size: int, options: dict[str, Any]) -> Step:
+    """The step of one rank's share, or of all of it, with nothing moved."""
     if rank is None:
-        step = ours_alone(case, device, dtype)
-    else:
-        shard = apart(rank, 4, **options).plan(attn, case.seq_len)
-        *qkv, grad = (shard.scatter(t, 2) for t in case.tensors(device, dtype))
-        q, k, v = leaves(*qkv)
-
-        def step() -> tuple[T, ...]:
-            return torch.autograd.grad(attn(q, k, v, context_parallel=shard), (q, k, v), grad)
-
-    step()
-    torch.cuda.synchronize()
-    return f"{case.mask} {case.seq_len} rank {rank} {options}: first run {time.perf_counter() - begin:.1f} s"
-
-
-def warm(cases: list[Case]) -> None:
-    import concurrent.futures
-    import multiprocessing
-
-    jobs: list[tuple[Case, int | None, dict[str, Any], int]] = []
-    for case in cases:
-        for rank, options in ((None, {}), *((0, options) for options in OURS), *((3, options) for options in OURS)):
-            jobs.append((case, rank, options, len(jobs)))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1, 24), context) as pool:
-        for done in [pool.submit(warm_one, job) for job in jobs]:
-            try:
-                print(done.result(), flush=True)
-            except Exception as error:
-                print(f"failed: {type(error).__name__}: {error}"[:1500], flush=True)
+        return ours_alone(case, here(), torch.bfloat16)
+    return _step(case, apart(rank, size, **options))[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warm", action="store_true", help="compile in many processes, no torchrun")
-    parser.add_argument("--check", action="store_true", help="compare with one GPU")
-    parser.add_argument("--impl", default="ours", choices=["ours", "alone", "apart", *PEERS])
-    parser.add_argument("--masks", default="causal,window,documents")
+    parser.add_argument("--only", help="of compile, ours, check, flex, fa4, ring: those, by commas")
     parser.add_argument("--seq-len", type=int, default=131072)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no step begins")
     parser.add_argument("--out", help="a file that rows are appended to, a JSON object each")
     options = parser.parse_args()
-    cases = [Case(mask, options.seq_len) for mask in options.masks.split(",")]
-    if options.warm:
-        warm(cases)
-        return
+    faulthandler.dump_traceback_later(25, repeat=True)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl", device_id=here())
     else:
         dist.init_process_group("gloo")
-    if options.check:
-        check(options.out, options.seq_len // 8)
-    else:
-        run(options.impl, cases, options.rounds, options.out)
+    run = Run(options.out, options.budget)
+    run.at("process group")
+    dist.all_reduce(torch.ones(1, device=here()))
+    run.at("first reduction")
+    everything(run, options.seq_len, options.rounds, options.only)
+    run.at("done")
     dist.destroy_process_group()
 
 

@@ -63,10 +63,10 @@ class FlexGPT(ByteGPT):
 
         self.attn = self.flex = Flex(mask, size)
 
-    def forward(self, tokens: Tensor, doc: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, doc: Tensor, positions: Tensor | None = None) -> Tensor:
         self.doc.copy_(doc)
         self.flex.look(doc.device)
-        return super().forward(tokens, doc)
+        return super().forward(tokens, doc, positions)
 
 
 def measure(name: str, size: Size, corpus: Corpus, rounds: int, limit_s: float) -> list[dict[str, Any]]:

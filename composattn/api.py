@@ -83,13 +83,13 @@ class Attention(Held):
     @overload  # type: ignore[override]
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
-        **options: Unpack[InputOptions],
+        context_parallel: Shard | None = ..., **options: Unpack[InputOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
-        **options: Unpack[InputOptions],
+        context_parallel: Shard | None = ..., **options: Unpack[InputOptions],
     ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
     def __call__(
@@ -161,14 +161,14 @@ class Attention(Held):
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
-    **options: Unpack[CallOptions],
+    context_parallel: Shard | None = ..., **options: Unpack[CallOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
-    **options: Unpack[CallOptions],
+    context_parallel: Shard | None = ..., **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 

@@ -14,11 +14,13 @@ import os
 import subprocess
 import sys
 
+import common  # noqa: F401  finds the package in the source tree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ca
 from train_byte_lm import ByteGPT, Corpus, Size, update
+
+import composattn as ca
 
 SIZE = Size(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, context=512, window=200, batch=2)
 STEPS = 6
