@@ -101,6 +101,14 @@ class OnlineSoftmax(Fixed):
         before = None if factor is None else self.total[r] * factor
         self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
 
+    def lower(self, r: int, factor: Any) -> None:
+        """What was summed of row `r` before, times `factor`; at once, so that no register keeps the factor for it."""
+        self.total[r] = self.total[r] * factor
+
+    def add_to_lowered(self, tile: ScoreTile, r: int) -> None:
+        """Adds the probabilities of row `r` to its sum, which `lower` has seen."""
+        self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in range(tile.columns)])
+
     def finish(self, normalizer: cute.Tensor, lse: cute.Tensor, sinks: Sequence[Any]) -> None:
         """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`.
 
