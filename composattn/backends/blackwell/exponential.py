@@ -12,7 +12,6 @@ import torch
 
 from ...analysis.program import Program
 from ...graph.expr import Expr, Rate, walk
-from ...graph.multiples import steepest_tanh
 from ...primitives.exponential_units import ExponentialUnits
 from ..fused.target import Target
 
@@ -58,7 +57,6 @@ OPERATIONS = {
     **dict.fromkeys(("log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos"), Work(special=1, fma=1, issue=2)),
 }
 ANOTHER = Work(fma=1, issue=0.5)  # two an instruction
-NEAR_TANH = Work(fma=8, alu=0.5, issue=4.5)  # with the largest score, which says that a polynomial does
 
 
 def exponential_units(program: Program, target: Target, d: int, dv: int, dtype: torch.dtype) -> ExponentialUnits:
@@ -75,9 +73,9 @@ def exponential_units(program: Program, target: Target, d: int, dv: int, dtype: 
 
 def _of_score(score: Expr | None) -> Work:
     """What a score mod computes for each element."""
-    total, near = Work(), steepest_tanh(score) is not None
+    total = Work()
     for node in walk(score) if score is not None else ():
         by_constant = node.op == "neg" or (node.op in ("mul", "div") and any(a.is_const for a in node.args))
         if node.rate is Rate.ELEMENT and node.args and not by_constant:
-            total = total.plus(NEAR_TANH if near and node.op == "tanh" else OPERATIONS.get(node.op, ANOTHER))
+            total = total.plus(OPERATIONS.get(node.op, ANOTHER))
     return total

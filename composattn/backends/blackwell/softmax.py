@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from ...primitives.arithmetic import IN_PAIRS
+from ...primitives.exponential_units import HARDWARE
 from ...primitives.online_softmax import OnlineSoftmax, largest_scores
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
@@ -86,7 +87,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         far = cute.arch.vote_any_sync(~self.mods.is_near(loaded))
         if ~far:
             self.mods.apply_score(tile, {}, all_visible=True, near=True)
-            self.probabilities(tile, loaded, place)
+            self.probabilities(tile, loaded, place, HARDWARE)  # the scores left that unit free
         return far
 
     def load(self, n, test, place: Slot):
@@ -100,7 +101,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
             values[0, c] = loaded[c]
         return self.tile(values, n), loaded
 
-    def probabilities(self, tile, loaded, place: Slot) -> None:
+    def probabilities(self, tile, loaded, place: Slot, units=None) -> None:
         me, block, early = self.me, self.block, self.tiling.early_keys
         every = range(self.tiling.tile_n)
         among = loaded[len(every) :] or largest_scores(tile, 0)
@@ -111,13 +112,17 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         self.softmax.lower(0, rise)
         cute.arch.sync_warp()
         block.factors.fill(place, me.lane)
-        self.softmax.exponentials(tile, 0, every[:early])
+        self.softmax.exponentials(tile, 0, every[:early], units)
+        # what is summed at the tile's end waits in registers: with a tanh all of it spilled 2, all but 32 none
+        summed = 32 if self.bends else 0
+        if summed:
+            self.softmax.add_to_lowered(tile, 0, every[:summed])
         self.put(tile.values, 0, early, place)
         block.early.fill(place, me.lane)
-        self.softmax.exponentials(tile, 0, every[early:])
+        self.softmax.exponentials(tile, 0, every[early:], units)
         self.put(tile.values, early, len(every) - early, place)
         block.late.fill(place, me.lane)
-        self.softmax.add_to_lowered(tile, 0)
+        self.softmax.add_to_lowered(tile, 0, every[summed:])
 
     def put(self, values, start: int, count: int, place: Slot) -> None:
         """Probabilities of so many keys, from `start` on, two in a column."""
