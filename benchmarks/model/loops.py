@@ -36,14 +36,14 @@ class Loop:
     def path(self, tested: bool) -> tuple[Instruction, ...]:
         """What a warp carries out of the body for a tile: the shortest way through it, or the longest if `tested`.
 
-        No way leaves out a product or an exponential that another takes, nor takes what a warp's vote skips: a rescale,
-        which few tiles need.
+        No way leaves out a product or an exponential that another takes, nor takes what a warp's vote skips that has
+        none: a rescale, which few tiles need.
         """
         sign = -1 if tested else 1
         best: dict[int, tuple[int, int, int]] = {self.stop + 1: (0, 0, -1)}  # less of both is better; and what follows
         for n in range(self.stop, self.start - 1, -1):
             i = self.code[n]
-            work = int(i.name == "MUFU" or i.name in MATRIX)
+            work = int(_works(i))
             ways = [best[m] + (m,) for m in self._after(n) if m in best]
             skipped, count, _, follows = min(ways, key=lambda way: way[:2])
             best[n] = skipped - work, count + sign, follows
@@ -57,7 +57,7 @@ class Loop:
         """Instructions of the body that may follow number n; jumps out of it wait, and come back to it."""
         i = self.code[n]
         ahead = i.target is not None and n < i.target <= self.stop
-        if ahead and self._is_voted(n):
+        if ahead and self._is_voted(n) and not any(map(_works, self.code[n : i.target])):
             return [i.target]  # type: ignore[list-item]
         always = ahead and not _may_fall_through(i)
         return ([] if always else [n + 1]) + ([i.target] if ahead else [])  # type: ignore[list-item]
@@ -113,6 +113,11 @@ class Role:
     def path(self, tested: bool) -> tuple[Instruction, ...]:
         """What a warp carries out for a tile."""
         return self.tested.path(True) if tested else self.plain.path(False)
+
+
+def _works(i: Instruction) -> bool:
+    """Whether it is an exponential or a product, which every tile has."""
+    return i.name == "MUFU" or i.name in MATRIX
 
 
 def inner_loops(code: Sequence[Instruction]) -> list[Loop]:

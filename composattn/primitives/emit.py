@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import cutlass.cute as cute
@@ -24,10 +24,11 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.linear import Affine, affine
+from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
-from .arithmetic import ONE_BY_ONE, Arithmetic
+from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .emit_ops import CUTE, Neighbours, convert, read_element
-from .emit_row import TOGETHER, RowValues
+from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
 from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
@@ -438,7 +439,8 @@ class Mods:
 
     The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
-    `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it.
+    `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it. `steepest`: see
+    `steepest_tanh`.
     """
 
     def __init__(
@@ -457,6 +459,7 @@ class Mods:
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
         self.in_blocks: dict[tuple[Expr, Dep], bool] = {}
         self.additive = None if self.score is None else additive(self.score, of_one_head)
+        self.steepest = steepest_tanh(self.score)
 
     @property
     def changes_scores(self) -> bool:
@@ -515,10 +518,17 @@ class BoundMods(Fixed):
         at.read_ahead(self.mods.score)
         return at.ahead
 
-    def apply_score(self, tile: ScoreTile, ahead: dict[Expr, Any], all_visible: bool = False) -> None:
+    def is_near(self, scores: Sequence[Any]) -> Any:
+        """Whether no tanh of a score mod whose `steepest` is known is of a number beyond `NEAR`, at raw scores."""
+        largest = tree(cute.arch.fmax, chains(cute.arch.fmax, [cm.abs(score) for score in scores]))
+        return largest * cm.abs(self.leaves.scale * self.mods.steepest) <= NEAR
+
+    def apply_score(
+        self, tile: ScoreTile, ahead: dict[Expr, Any], all_visible: bool = False, near: bool = False
+    ) -> None:
         """Raw q·k to scores in natural units, in place (left raw when there is no score mod).
 
-        `all_visible`: the mask, which comes next, hides nothing of this tile.
+        `all_visible`: the mask, which comes next, hides nothing of this tile. `near`: see `is_near`.
         """
         mods = self.mods
         if not mods.changes_scores:
@@ -530,7 +540,9 @@ class BoundMods(Fixed):
             return
         if tile.rows == 1 and mods.score is not None and mods.score.depth <= DEEP:
             for first in range(0, tile.columns, TOGETHER):
-                values = RowValues(at, mods.arithmetic, range(first, first + TOGETHER), all_visible).of(mods.score)
+                values = RowValues(at, mods.arithmetic, range(first, first + TOGETHER), all_visible, near).of(
+                    mods.score
+                )
                 for c, value in enumerate(values, first):
                     tile.values[0, c] = value
                 at.forget_element()

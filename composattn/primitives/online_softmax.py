@@ -87,12 +87,14 @@ class OnlineSoftmax(Fixed):
         self.scaled_shift[r] = shift * self.scale
         return factor
 
-    def exponentials(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
-        """Scores of row `r` in these of the thread's columns to probabilities, in place."""
+    def exponentials(
+        self, tile: ScoreTile, r: int, columns: Sequence[int], units: ExponentialUnits | None = None
+    ) -> None:
+        """Scores of row `r` in these of the thread's columns to probabilities, in place; by other `units` if given."""
         for some, lift in tile.lifted(columns):
             shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale
             exponents = self.arithmetic.scaled((tile.values[r, c] for c in some), self.scale, shift)
-            found = exp2_of_columns(self.units, some, exponents, self.arithmetic)
+            found = exp2_of_columns(units or self.units, some, exponents, self.arithmetic)
             for c, probability in zip(some, found, strict=True):
                 tile.values[r, c] = probability
 
@@ -100,6 +102,14 @@ class OnlineSoftmax(Fixed):
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
         before = None if factor is None else self.total[r] * factor
         self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
+
+    def lower(self, r: int, factor: Any) -> None:
+        """What was summed of row `r` before, times `factor`; at once, so that no register keeps the factor for it."""
+        self.total[r] = self.total[r] * factor
+
+    def add_to_lowered(self, tile: ScoreTile, r: int, columns: Sequence[int]) -> None:
+        """Adds the probabilities of row `r` in these columns to its sum, which `lower` has seen."""
+        self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in columns])
 
     def finish(self, normalizer: cute.Tensor, lse: cute.Tensor, sinks: Sequence[Any]) -> None:
         """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`.

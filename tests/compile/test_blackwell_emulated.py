@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"mask_mod": causal()},
     "alibi": {"score_mod": alibi(2), "mask_mod": causal()},
     "softcap": {"score_mod": softcap(2.0), "mask_mod": causal()},
+    "high softcap": {"score_mod": softcap(30.0), "mask_mod": causal()},  # scores below it: tanh by a polynomial
     "captured": {"score_mod": lambda s, b, h, q, kv: s + BIAS[h, kv]},
     "documents": {"mask_mod": lambda b, h, q, kv: DOCUMENTS[q] == DOCUMENTS[kv]},
 }
@@ -44,6 +45,7 @@ DEFAULT = {
     ("causal", "two tiles"),
     ("alibi", "narrow"),
     ("softcap", "narrow"),
+    ("high softcap", "two tiles"),
     ("captured", "one tile"),
 }
 ALL = [
@@ -106,9 +108,12 @@ def test_lse_of_an_fp16_call_is_as_exact_as_fp16_wants() -> None:
     assert float((lse - exact).abs().max()) <= 1e-5
 
 
-def test_tanh_is_exact_to_fp32_where_columns_share_a_reciprocal() -> None:
+@pytest.mark.parametrize("most", [90, 30], ids=["columns-share-a-reciprocal", "a-polynomial-does"])
+def test_tanh_is_exact_to_fp32(most: int) -> None:
     """128 keys that are one: a row's largest score is its capped one. A NaN is its row's alone."""
-    scores = torch.cat([torch.linspace(-90, 90, 123), torch.tensor([-3e4, 3e4, 0.0, 1e-3, torch.nan])]).bfloat16()
+    beyond = 3e4 if most > 30 else 30.0  # a score beyond the cap makes its warp take reciprocals
+    scores = torch.cat([torch.linspace(-most, most, 123), torch.tensor([-beyond, beyond, 0.0, 1e-3, torch.nan])])
+    scores = scores.bfloat16()
     q, k = torch.zeros(2, 1, 1, 128, 64, dtype=torch.bfloat16)
     q[..., 0], k[..., 0] = scores, 1.0
     run = functools.partial(ca.attention, backend="blackwell-emulated", return_max_scores=True)

@@ -1,9 +1,10 @@
 """The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from ...primitives.arithmetic import IN_PAIRS
+from ...primitives.exponential_units import HARDWARE
 from ...primitives.online_softmax import OnlineSoftmax, largest_scores
 from ...primitives.pipelines import Slot
 from ...primitives.values import narrow
@@ -34,12 +35,18 @@ class Softmax(Role):
         place, of_sum = slots
         tiles = self.kernel.tiles_of(self.call, work, self.me.number)
         row = SoftmaxRow(self, work, self.call.leaves(work, self.tiling.queries))
-        i = Int32(0)
+        i, far = Int32(0), Boolean(False)
         while i < tiles.count:
             for test in row.tests_of(tiles):
-                while test.goes_on(i):
-                    row.step(tiles.tile(i), test, place)
-                    i, place = i + 1, place.next()
+                if const_expr(row.bends and not test.tested):
+                    while test.goes_on(i) & ~far:
+                        far = row.step_if_near(tiles.tile(i), test, place)
+                        if ~far:
+                            i, place = i + 1, place.next()
+                else:
+                    while test.goes_on(i, far if row.bends else None):
+                        row.step(tiles.tile(i), test, place)
+                        i, place, far = i + 1, place.next(), Boolean(False)
         row.finish(self.call, of_sum)
         return place, of_sum.next()
 
@@ -55,39 +62,67 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
         self.me, self.block, self.kernel = me, role.block, kernel
+        self.bends = kernel.mods.steepest is not None
         self.reads = reads_any(kernel.plan.program.score)
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:
-        me, block, early = self.me, self.block, self.tiling.early_keys
+        """A kv tile that takes `test`."""
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), test.look(self.tile(None, n))
-        block.scores.wait(place)
+        tile, loaded = self.load(n, test, place)
+        self.mods.apply_score(tile, ahead, all_visible=not test.tested)
+        test.hide(tile, seen)
+        self.probabilities(tile, loaded, place)
+
+    @cute.jit
+    def step_if_near(self, n, test, place: Slot):
+        """A tile without a test, if each tanh of its scores is a polynomial; gives whether one is not.
+
+        Then nothing was done, and a step that takes tests, which hide nothing here, has the whole tile: a branch to
+        another tanh in the middle of a tile is predicated, both ways of it (2,100 instructions for 1,100).
+        """
+        tile, loaded = self.load(n, test, place)
+        far = cute.arch.vote_any_sync(~self.mods.is_near(loaded))
+        if ~far:
+            self.mods.apply_score(tile, {}, all_visible=True, near=True)
+            self.probabilities(tile, loaded, place, HARDWARE)  # the scores left that unit free
+        return far
+
+    def load(self, n, test, place: Slot):
+        """Raw scores of a tile as a thread's row, and as loaded, with their maxima where the load has them."""
+        self.block.scores.wait(place)
         after_wait()
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
         by_load = self.tiling.maximum_by_load and not test.tested and not self.kernel.mods.changes_scores
-        loaded = (load_with_maxima if by_load else load)(me.scores(place), self.tiling.tile_n)
+        loaded = (load_with_maxima if by_load else load)(self.me.scores(place), self.tiling.tile_n)
         for c in range(self.tiling.tile_n):
             values[0, c] = loaded[c]
-        tile = self.tile(values, n)
-        self.mods.apply_score(tile, ahead, all_visible=not test.tested)
-        test.hide(tile, seen)
+        return self.tile(values, n), loaded
+
+    def probabilities(self, tile, loaded, place: Slot, units=None) -> None:
+        me, block, early = self.me, self.block, self.tiling.early_keys
         every = range(self.tiling.tile_n)
-        among = loaded[len(every) :] if by_load else largest_scores(tile, 0)
+        among = loaded[len(every) :] or largest_scores(tile, 0)
         rise = self.softmax.raise_maximum(0, among, rescale_threshold=self.tiling.rescale_threshold)
         if self.reads:
             block.scores.wait(place)  # they are there; but the compiler moves no read over a wait: 41 spilled
         me.factor(place)[0] = rise
+        self.softmax.lower(0, rise)
         cute.arch.sync_warp()
         block.factors.fill(place, me.lane)
-        self.softmax.exponentials(tile, 0, every[:early])
-        self.put(values, 0, early, place)
+        self.softmax.exponentials(tile, 0, every[:early], units)
+        # what is summed at the tile's end waits in registers: with a tanh all of it spilled 2, all but 32 none
+        summed = 32 if self.bends else 0
+        if summed:
+            self.softmax.add_to_lowered(tile, 0, every[:summed])
+        self.put(tile.values, 0, early, place)
         block.early.fill(place, me.lane)
-        self.softmax.exponentials(tile, 0, every[early:])
-        self.put(values, early, len(every) - early, place)
+        self.softmax.exponentials(tile, 0, every[early:], units)
+        self.put(tile.values, early, len(every) - early, place)
         block.late.fill(place, me.lane)
-        self.softmax.add(tile, 0, rise)
+        self.softmax.add_to_lowered(tile, 0, every[summed:])
 
     def put(self, values, start: int, count: int, place: Slot) -> None:
         """Probabilities of so many keys, from `start` on, two in a column."""

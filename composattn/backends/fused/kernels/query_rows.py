@@ -110,9 +110,10 @@ class Test(Fixed):
     tested: bool
     holds: Any
 
-    def goes_on(self, i: Any) -> Any:
-        """Whether there is an i-th tile, and it takes this test."""
+    def goes_on(self, i: Any, anyway: Any = None) -> Any:
+        """Whether there is an i-th tile, and it takes this test; `anyway`: it takes a test."""
         tested = self.tiles.tested(i, self.tiles.tile(i))
+        tested = tested if tested is True or anyway is None else tested | anyway
         more = i < self.tiles.count
         if tested is not True:
             more = more & (tested if self.tested else ~tested)
