@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -17,7 +17,12 @@ CHAINS = 4  # independent partial maxima and sums, so that latency overlaps
 
 
 class Arithmetic(Protocol):
-    """How elements are multiplied and added; the order of sums is its own."""
+    """How elements are multiplied and added, `together` of them where each has numbers of its own.
+
+    The order of sums is its own.
+    """
+
+    together: ClassVar[int]
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         """Each times `factor`, less `shift`."""
@@ -51,6 +56,8 @@ class Arithmetic(Protocol):
 
 
 class OneByOne(Fixed):
+    together = 1
+
     def multiples(self, step: Any, count: int) -> Sequence[Any]:
         return [step * float(i) for i in range(count)]
 
@@ -88,6 +95,8 @@ class OneByOne(Fixed):
 
 class InPairs(Fixed):
     """Neighbours are a pair; they are even in number."""
+
+    together = 8  # of 16 ALiBi spilled 4
 
     def multiples(self, step: Any, count: int) -> Sequence[Any]:
         # a pair takes no immediates: those that there are, moved by as many, are the next ones

@@ -29,6 +29,7 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
+from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_ops import convert
@@ -38,7 +39,10 @@ from .values import Fixed, choose, larger, smaller, total
 
 
 class BackwardMods:
-    """The mods of a plan and their derivative; holds graphs, no run-time values."""
+    """The mods of a plan and their derivative; holds graphs, no run-time values.
+
+    `arithmetic`: how a thread computes neighbours, where no score mod stands between.
+    """
 
     def __init__(
         self,
@@ -46,8 +50,9 @@ class BackwardMods:
         intervals: tuple[TileInterval, ...] = (),
         limits: RowLimits | None = None,
         captured: tuple[Capture, ...] | None = None,
+        arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.mods = Mods(program, captured=captured)
+        self.mods, self.arithmetic = Mods(program, captured=captured), arithmetic
         self.mods.bounds, self.mods.limits = intervals, limits
         self.score, self.mask = program.score, program.mask
         slope = const(1.0) if program.score is None else derivative(program.score)
@@ -88,17 +93,40 @@ class BoundBackwardMods(Fixed):
 
     def probabilities(self, at: Evaluator, lse: Any, tested: Boolean) -> None:
         """Raw q·k to P, in place; `lse[r]` in log2 units, inf for a row with nothing to attend."""
-        exponent = self._exponent(at, lse)
-        for r, c in _places(at.tile):
-            at.tile.values[r, c] = exp2(exponent(r, c))
-            at.forget_element()
+        if self.backward.score is None:
+            self._plain_probabilities(at.tile, lse)
+        else:
+            exponent = self._exponent(at, lse)
+            for r, c in _places(at.tile):
+                at.tile.values[r, c] = exp2(exponent(r, c))
+                at.forget_element()
         self._hide(at, tested, at.tile.values)
+
+    def _plain_probabilities(self, tile: ScoreTile, lse: Any) -> None:
+        arithmetic, factor = self.backward.arithmetic, self.leaves.scale * LOG2_E
+        for places in _together(tile, arithmetic):
+            scores = [tile.values[place] for place in places]
+            exponents = arithmetic.times_plus(scores, factor, [-lse[r] for r, _ in places])
+            for place, exponent in zip(places, exponents, strict=True):
+                tile.values[place] = exp2(exponent)
 
     def score_gradients(self, at: Evaluator, d_probabilities: cute.Tensor, delta: Any) -> None:
         """dP to dS, in place, with P in the tile; `delta[r]` is D. Only where the derivative does not see the score."""
+        if self.backward.slope is None:
+            self._plain_gradients(at.tile, d_probabilities, delta)
+            return
         for r, c in _places(at.tile):
             d_probabilities[r, c] = self._gradient(at, r, c, at.tile.values[r, c], d_probabilities[r, c] - delta[r])
             at.forget_element()
+
+    def _plain_gradients(self, tile: ScoreTile, d_probabilities: cute.Tensor, delta: Any) -> None:
+        arithmetic = self.backward.arithmetic
+        for places in _together(tile, arithmetic):
+            values = [tile.values[place] for place in places]
+            gradients = [d_probabilities[place] for place in places]
+            differences = arithmetic.differences(gradients, [delta[r] for r, _ in places])
+            for place, found in zip(places, arithmetic.products(values, differences), strict=True):
+                d_probabilities[place] = found
 
     def both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, tested: Boolean) -> None:
         """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
@@ -219,6 +247,12 @@ def _hide_by_either(holds: Boolean, mods: cutlass.Constexpr, at: cutlass.Constex
         mods.hide_by_limits(mods.evaluator(at.tile), targets)
     else:
         mods.hide_by_mask(mods.evaluator(at.tile), targets)
+
+
+def _together(tile: ScoreTile, arithmetic: Arithmetic) -> list[list[tuple[int, int]]]:
+    """Places that are computed together."""
+    places, count = _places(tile), arithmetic.together
+    return [places[n : n + count] for n in range(0, len(places), count)]
 
 
 def _places(tile: ScoreTile) -> list[tuple[int, int]]:

@@ -132,4 +132,4 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
     assert of["MUFU"][0] <= FA4_LOOP
 
 
-COUNTED = {"MUFU": 547, "UBLKRED": 120, "UTMALDG": 56}
+COUNTED = {"MUFU": 403, "UBLKRED": 121, "UTMALDG": 56}

@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import const_expr
 
+from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.pipelines import Slot
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_rows import DqRows
@@ -27,6 +28,7 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
     """
 
     products = Products
+    arithmetic = IN_PAIRS
     delta_with_q = True  # dO has one stage where shared memory is short, and leaves as soon as dV has it
 
     def __init__(self, plan: BackwardPlan[BlackwellBackwardTiling]):

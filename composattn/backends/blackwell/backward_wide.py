@@ -118,7 +118,7 @@ class BlackwellBackwardWide(BlackwellBackward):
     def __init__(self, plan: BackwardPlan[BlackwellBackwardTiling]):
         super().__init__(plan)
         # limits are of the queries that a key sees: one query of a thread is tested as fast by the mask itself
-        self.mods = BackwardMods(plan.program, plan.intervals, None, plan.captured)
+        self.mods = BackwardMods(plan.program, plan.intervals, None, plan.captured, self.arithmetic)
 
     def __repr__(self):
         return "backward_wide"  # becomes part of the kernel's name

@@ -36,7 +36,10 @@ _KINDS = {"kind::f16": {0: "f16", 1: "bf16"}, "kind::f8f6f4": {0: "e4m3", 1: "e5
 _KEPT = {f"collector::a::{how}" for how in ("discard", "lastuse", "fill", "use")}  # says what A's buffer keeps
 
 
-_ROWS = {1: (64, 128), 2: (256,)}  # of a product, by how many blocks make it
+_ROWS = {1: (64, 128), 2: (128, 256)}  # of a product, by how many blocks make it
+
+
+FOLDED = 64  # rows of a block of a pair whose product takes all lanes
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,16 @@ class Held:
 class TensorMultiply(Multiply):
     """One tcgen05.mma under way. `accumulator` is (first lane, first column, rows, columns), the rows of one block.
 
-    Of a pair each block has half the rows of A and of the product, and half the columns' part of B.
+    Of a pair each block has half the rows of A and of the product, and half the columns' part of B. Where these are 64
+    rows (`folded`) the right half of the product's columns lies in the upper 64 lanes: `accumulator` is as they lie.
     """
 
     thread: int  # a commit covers those of its own thread
     blocks: list[Any]
+
+    @property
+    def folded(self) -> bool:
+        return isinstance(self.left, Operand) and self.accumulator[2] != self.left.rows
 
 
 def lanes_of(lane: int, rows: int) -> Any:
@@ -124,6 +132,8 @@ def _chain(block: Any, ops: list[TensorMultiply], right: Array) -> None:
     else:
         left = np.concatenate([_held(tensor.data, o.left, rows) for o in ops], 1)
     value = product(left, right)
+    if first.folded:
+        value = np.concatenate(np.split(value, 2, 1))
     if first.negate:
         value = -value
     where = (lanes_of(lane, rows), slice(column, column + columns))
@@ -176,14 +186,18 @@ def multiply(instr: Instr, program: Any) -> Handler:
             Descriptor.of_tcgen05(int(pick(desc_b(g), m)[0])), shape.n // count, shape.right, shape.right_k_major
         )
         a: Operand | Held
+        folded = shape.m // count == FOLDED and count == 2
         if in_tensor:
+            if folded:
+                raise UnknownInstruction(f"64 rows of each block of a pair from tensor memory; {instr.where()}")
             at = int(side_a(g, m)[0])
             a = Held(at >> 16, at & 0xFFFF, 8, shape.left)
         else:
             bits = int(pick(side_a(g), m)[0])
             a = Operand(Descriptor.of_tcgen05(bits), shape.m // count, shape.left, shape.left_k_major)
         at = int(to(g, m)[0])
-        into = (at >> 16, at & 0xFFFF, shape.m // count, shape.n)
+        rows, columns = (LANES, shape.n // 2) if folded else (shape.m // count, shape.n)
+        into = (at >> 16, at & 0xFFFF, rows, columns)
         op = TensorMultiply(into, accumulate, a, b, shape.negate, thread, blocks)
         _issue(g.block, warp, op)
 

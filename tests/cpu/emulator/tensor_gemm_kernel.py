@@ -18,11 +18,13 @@ COLUMNS = 256
 class TensorGemm:
     """C (M, N) = A (M, K) @ B (N, K)^T in fp32. `major_a` and `major_b` are "k" or "mn": what lies together.
 
-    A tile of 256 rows is that of a pair of blocks.
+    A tile is that of so many `blocks`, one or a pair.
     """
 
-    def __init__(self, dtype: Any, m: int, n: int, k: int, major_a: str = "k", major_b: str = "k") -> None:
-        self.dtype, self.tile, self.blocks = dtype, (m, n, k), 2 if m == 256 else 1
+    def __init__(
+        self, dtype: Any, m: int, n: int, k: int, major_a: str = "k", major_b: str = "k", blocks: int = 1
+    ) -> None:
+        self.dtype, self.tile, self.blocks = dtype, (m, n, k), blocks
         self.majors = [getattr(tcgen05.OperandMajorMode, major.upper()) for major in (major_a, major_b)]
 
     @cute.jit

@@ -17,15 +17,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-# M, N and K of a tile, what lies together in A and in B; the swizzle follows from how much of it a tile has
+# M, N and K of a tile, what lies together in A and in B, how many blocks make it, if not one; the swizzle follows from
+# how much of it a tile has
 FORMS = [
     (128, 64, 64, "k", "k"), (128, 256, 32, "k", "k"), (128, 32, 16, "k", "k"), (64, 64, 64, "k", "k"),
     (128, 64, 32, "mn", "mn"), (128, 32, 32, "k", "mn"), (64, 16, 32, "mn", "k"),
-    (256, 128, 64, "k", "k"), (256, 64, 32, "mn", "mn"),  # by a pair of blocks
+    (256, 128, 64, "k", "k", 2), (256, 64, 32, "mn", "mn", 2), (128, 128, 64, "k", "k", 2), (128, 64, 32, "k", "mn", 2),
 ]  # fmt: skip
 
 
-def captured(dtype: str, form: tuple[int, int, int, str, str]) -> Captured:
+def captured(dtype: str, form: tuple[Any, ...]) -> Captured:
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -39,7 +40,7 @@ def captured(dtype: str, form: tuple[int, int, int, str, str]) -> Captured:
         stride = (far, 1) if major == "k" else (1, far)
         return make_fake_tensor(kind, (cute.sym_int(), cute.sym_int()), stride=stride, assumed_align=16)
 
-    *_, a, b = form
+    *_, a, b = form[:5]
     arguments = (tensor(kind, a), tensor(kind, b), tensor(cutlass.Float32, "k"), make_fake_stream())
     return Captured(TensorGemm(kind, *form), arguments, "sm_100a")
 
@@ -49,8 +50,8 @@ def laid(x: torch.Tensor, major: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_gemm(form: tuple[int, int, int, str, str]) -> None:
-    m, n, k, major_a, major_b = form
+def test_gemm(form: tuple[Any, ...]) -> None:
+    m, n, k, major_a, major_b = form[:5]
     dtype = "f16" if n == 32 else "bf16"
     kernel = captured(dtype, form)
     make = torch.Generator().manual_seed(0)

@@ -206,6 +206,11 @@ def pair(*parts: str) -> str:
     return kernel(*parts, CLUSTER, visible=VISIBLE + CLUSTER).replace("cta_group::1", "cta_group::2")
 
 
+def folded(*parts: str) -> str:
+    """A product of 128 rows: each block has 64 of them, in as many lanes twice, and half as many columns."""
+    return pair(*parts).replace(str(1 << 4 | 4 << 17 | 16 << 24), str(1 << 4 | 4 << 17 | 8 << 24))
+
+
 PAIRS: dict[str, tuple[str, Any]] = {
     "an allocation by both": (pair(*OWN), None),
     "a product of both": (pair(*PAIR_PRODUCT, WAIT, *ENDED), None),
@@ -215,6 +220,9 @@ PAIRS: dict[str, tuple[str, Any]] = {
         pair(*PAIR_PRODUCT, "@%p10 bra J; bra K; J:", FILL, "K:", WAIT), findings.SharedRace),
     "a product of a pair that the second block starts": (
         pair(*PAIR_PRODUCT, WAIT, *ENDED).replace("@%p10 bra G;", "@!%p10 bra G;"), findings.PairMismatch),
+    "a product of 64 rows of both": (folded(*PAIR_PRODUCT, WAIT, *ENDED), None),
+    "a product of 64 rows of both, taken for one whose columns go on": (
+        folded(*PAIR_PRODUCT, WAIT, *ENDED).replace("}, [%r11];", "}, [%r11+1];"), findings.UninitialisedTensor),
     "counts of columns that differ": (
         pair(*OWN).replace("[smem+16392], 64;", "[smem+16392], %r62;").replace(
             DESCRIPTORS, DESCRIPTORS + RANK + "shl.b32 %r62, %r60, 5; add.u32 %r62, %r62, 32;"),

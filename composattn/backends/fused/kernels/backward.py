@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
 from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_tiles import query_tiles_of
@@ -46,11 +47,12 @@ class Backward(abc.ABC, Generic[AnyTiling]):
     arguments = MainArguments
     threads: int  # of a block
     stored_rows: int  # of dK and dV that leave in one copy
+    arithmetic: Arithmetic = ONE_BY_ONE
     delta_with_q = False  # whether D comes on the edge of Q and LSE, not of dO
 
     def __init__(self, plan: BackwardPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
-        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured)
+        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured, self.arithmetic)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
 
     def __repr__(self):
