@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -22,7 +22,9 @@ class Arithmetic(Protocol):
     The order of sums is its own.
     """
 
-    together: ClassVar[int]
+    @property
+    def together(self) -> int:
+        """How many elements with numbers of their own an operation takes."""
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         """Each times `factor`, less `shift`."""
