@@ -22,6 +22,7 @@ MOST_TILES = 8192  # of all ranks, while each has eight
 LARGEST_TILE, SMALLEST_TILE = 1024, 128
 MOST_TILES_A_RANK = 1024
 MOST_GRAINS = 8192
+MOST_ROWS = 512  # that extremes of captured tensors are known over, see `analysis.windows`
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,13 @@ def visits_of(mask: Expr | None, seq_len: int, tile: int, grain: int, batch: int
     else:
         extent = Extent(seq_len, seq_len, batch, heads, device)
         known = _Kinds if KeyLists.reason_for(mask, (tile, grain)) else _OfBands
-        kinds = known(mask, extent, (tile, grain)).of_call()[0].cpu()
+        rows = max(d for d in range(1, min(tile, MOST_ROWS) + 1) if tile % d == 0)
+        kinds = known(mask, extent, (rows, grain)).of_call()[0].cpu()
         times = (1 if mask.deps & Dep.B else batch) * (1 if mask.deps & Dep.H else heads)
     kinds = kinds.flatten(0, 1)
-    pairs = kinds.sum((0, 2), dtype=torch.float64) * (tile * grain / FULL * times)
-    return Visits(tile, grain, (kinds != EMPTY).any(0), pairs)
+    parts = seq_len // kinds.shape[1]  # tiles are asked in parts where they are large
+    pairs = kinds.sum((0, 2), dtype=torch.float64).view(tiles, -1).sum(1) * (parts * grain / FULL * times)
+    return Visits(tile, grain, (kinds != EMPTY).any(0).view(tiles, -1, grains).any(1), pairs)
 
 
 class _Kinds(TileLists):
