@@ -39,12 +39,13 @@ class BulkSums(Fixed):
         cute.arch.fence_view_async_shared()
         wait_sums(self.is_sender, read=True)  # whoever meets the sender knows that the other buffer is free
         self.barrier.meet()
-        _add_if(self.is_sender, buffer, target, self.size)
+        add_if(self.is_sender, buffer, target, self.size)
         return slot.next()
 
 
 @cute.jit
-def _add_if(condition: Boolean, source: Int32, target: cute.Pointer, size: cutlass.Constexpr):
+def add_if(condition: Boolean, source: Int32, target: cute.Pointer, size: cutlass.Constexpr):
+    """Starts the addition of `size` bytes of shared memory to `target`, by one lane of a warp."""
     if condition:
         with cute.arch.elect_one():
             cute.arch.inline_ptx(
@@ -61,4 +62,4 @@ def wait_sums(condition: Boolean, read: cutlass.Constexpr):
         cute.arch.cp_async_bulk_wait_group(0, read=read)
 
 
-__all__ = ["BulkSums", "wait_sums"]
+__all__ = ["BulkSums", "add_if", "wait_sums"]

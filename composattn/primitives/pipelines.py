@@ -43,6 +43,13 @@ class Slot:
         wrapped = step == self.stages
         return Slot(self.stages, choose(wrapped, 0, step), choose(wrapped, self.phase ^ 1, self.phase))
 
+    def before(self) -> Slot:
+        """The slot whose `next` is this one."""
+        assert self.stages <= 2, "rings of more stages are only walked forward"
+        if self.stages == 1:
+            return self.next()
+        return Slot(2, self.index ^ 1, self.phase ^ self.index ^ 1)
+
     def __extract_mlir_values__(self):
         return [self.index.ir_value(), self.phase.ir_value()]
 

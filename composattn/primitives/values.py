@@ -61,8 +61,8 @@ def narrowed(sums: cute.Tensor, dtype) -> cute.Tensor:
 
 
 def aligned(pointer: cute.Pointer) -> cute.Pointer:
-    """`pointer` to device memory, known to lie at whole 16 bytes: what is found at run time counts as 4 otherwise."""
-    return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    """`pointer`, known to lie at whole 16 bytes: what is found at run time counts as 4 otherwise."""
+    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=16)
 
 
 def permuted(tensor: cute.Tensor, *modes: int) -> cute.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.gradient import FusedGradient
@@ -65,12 +67,13 @@ def plans(
     dv: int | None = None,
     deterministic: bool = False,
     packed: bool = False,
+    length: int = LENGTH,
     **changes: Any,
 ) -> BackwardPlans:
     score, mask = (MODS | READING)[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
     layout = Layout("packed", "packed", used_q=True, used_kv=True) if packed else DENSE
-    problem = Problem(1, 4, 2, LENGTH, LENGTH, d, dv or d, dtype, torch.device("cpu"), layout=layout)
+    problem = Problem(1, 4, 2, length, length, d, dv or d, dtype, torch.device("cpu"), layout=layout)
     planned = plan_backward(problem, program, HOPPER, deterministic=deterministic)
     if not changes:
         return planned
@@ -97,16 +100,57 @@ WIDE = [
 def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main
     made: Artifact = compile_offline(plan, folder)
+    around = 2 * ((mods, d) == ("relative-full", 128))  # the loop over tiles of keys, not that over queries
     assert made.shared_memory <= HOPPER.shared_memory
     if made.stack is not None:
-        assert made.stack == 0
+        assert made.stack <= 4 * around
     if made.mnemonics:
         t = plan.tiling
-        assert made.mnemonics["HGMMA"] == t.d // 16 + t.dv // 16 + 2 * (t.tile_m // 16) + t.tile_n // 16
-        assert made.spills == 0
-        # an arrive a product and at most four waits; a compiler that gives up overlapping waits after each
-        assert made.mnemonics["WARPGROUP"] <= 10
-        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128 * t.warpgroups)
+        # a tile later dK stands in a branch with dQ and in one without, and the last dQ comes behind the loop
+        dk, dq = 1 + t.dq_later, 1 + t.dq_later
+        assert made.mnemonics["HGMMA"] == t.d // 16 + t.dv // 16 + (1 + dk) * (t.tile_m // 16) + dq * (t.tile_n // 16)
+        assert made.spills is not None and made.spills <= around
+        assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
+        # an arrive a product and at most seven waits; a compiler that gives up overlapping waits after each
+        assert made.mnemonics["WARPGROUP"] <= 14
+        assert made.mnemonics["REDG"] == dq * t.tile_m * t.d // (4 * 128 * t.warpgroups)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_warpgroups_meet_nowhere_in_the_loop(d: int, folder: Path) -> None:
+    """Each would wait for the other's dS with its products done, and the loads' waits would sleep: up to 8 % each."""
+    made = compile_offline(plans("plain-causal", d).main, folder)
+    if made.instructions:
+        (loop,) = loops_over_queries(made)
+        assert loop["HGMMA"] > 0 and loop["BAR"] == loop["NANOSLEEP"] == 0
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_dq_is_added_while_dk_runs(d: int, folder: Path) -> None:
+    made = compile_offline(plans("plain-full", d).main, folder)
+    kinds = [i.text.split(" ;")[0] for i in made.instructions if i.text.startswith(("REDG", "WARPGROUP.DEPBAR"))]
+    if kinds:
+        first = next(n for n, text in enumerate(kinds) if text.startswith("REDG"))
+        additions = plans("plain-full", d).main.tiling.tile_m * d // 1024
+        assert "0x1" in kinds[first - 1] and "0x0" in kinds[first + additions]
+
+
+@pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])
+def test_dq_of_long_calls_leaves_in_bulk(mods: str, folder: Path) -> None:
+    plan = plans(mods, 128, length=8192).main
+    made = compile_offline(plan, folder)
+    t = plan.tiling
+    assert (t.tile_m, t.dq_in_bulk) == (80, True) and made.shared_memory <= HOPPER.shared_memory
+    if made.instructions:
+        (loop,) = loops_over_queries(made)
+        assert made.spills == 0 and made.mnemonics["WARPGROUP"] <= 14
+        assert made.mnemonics["REDG"] == 0 and made.mnemonics["UBLKRED"] == 1
+        assert loop["STS"] == t.tile_m * t.d // (4 * 128 * t.warpgroups)  # 16 bytes each
+        assert loop["BAR"] == 0
+
+
+def loops_over_queries(made: Artifact) -> list[Counter[str]]:
+    return [loop.counts for loop in inner_loops(made.instructions) if loop.multiplies]
 
 
 @pytest.mark.parametrize(("mods", "d"), WIDE, ids=[f"{m}-d{d}" for m, d in WIDE])
@@ -187,7 +231,7 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
     if made.mnemonics:
         loops = max(1, len(plan.intervals))  # by lists: one
         assert made.spills <= 6  # none in the loop but one address
-        assert made.mnemonics["WARPGROUP"] <= 10 * loops
+        assert made.mnemonics["WARPGROUP"] <= 14 * loops
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,21 @@ def test_sums_of_transposed_products_match_fp64(
     check(facts, folder, generator, mode=mode, **changes)
 
 
+BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
+BULK_CASES: dict[str, tuple[Any, ...]] = {
+    "plain-ragged": ("plain", torch.bfloat16, 1, 1, 250, 177, 128, 128, True, False),
+    "causal-gqa2": ("causal", torch.bfloat16, 4, 2, 200, 200, 128, 128, False, False),
+    "window": ("window", torch.float16, 1, 1, 300, 300, 128, 128, False, False),
+    "hidden": ("hidden", torch.bfloat16, 1, 1, 60, 150, 128, 128, True, False),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(BULK_CASES))
+def test_dq_that_leaves_in_bulk_matches_fp64(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
+    check(BULK_CASES[case], folder, generator, mode=mode, **BULK)
+
+
 def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:
     """All meet once per tile: whoever writes the next P has not waited for those that still read this one."""
     with pytest.raises(SharedRace, match="that nothing orders before this access"):

@@ -1,13 +1,14 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
 from ...primitives.pipelines import Slot
-from ...primitives.register_chunks import store_part
+from ...primitives.register_chunks import add_chunks_if, first_number, store_part
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
@@ -15,6 +16,7 @@ from ..fused.kernels.key_tile import KeyTile
 from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
+from .dq_sender import DqSender
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
@@ -27,12 +29,15 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
     Only dQ needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ
-    (`dq_split`) and adds it to fp32 memory straight from its registers, 16 bytes per thread.
+    (`dq_split`) and adds it to fp32 memory straight from its registers, 16 bytes per thread, or `dq_in_bulk`.
 
     Edges: kv (1 stage, never refilled), q (Q and LSE), do (dO and D). Timeline of a warpgroup for query tile i:
 
         Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dS | dS written | dV issued | all: dS written | dQ, dK issued |
         dQ to memory (while dK runs)
+
+    `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
+    the loop, and drift apart until one has its exponentials under the other's products.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -56,6 +61,9 @@ class HopperBackward(Backward[HopperBackwardTiling]):
             if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
                 if warp == 1:
                     DqSemaphore(self).take(call, block)
+            if const_expr(tiling.dq_in_bulk):  # noqa: SIM102  known when compiling
+                if (warp > 0) & (warp <= tiling.warpgroups):
+                    DqSender(self, block, warp - 1).run(call)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
@@ -68,8 +76,9 @@ class HopperBackward(Backward[HopperBackwardTiling]):
     def consume_as(self, call, block, me):
         """One warpgroup over the tiles of its block."""
         tiling = self.tiling
-        stages = 1, tiling.q_stages, tiling.do_stages, tiling.ds_stages  # turns, q, do, ds
-        self.visit(call, block, me, tuple(map(Slot.first, stages)))
+        stages = 1, tiling.q_stages, tiling.do_stages, tiling.ds_stages  # turns or dq, q, do, ds
+        slots = tuple(map(Slot.first, stages))
+        self.visit(call, block, me, (*slots, LastDq.none()) if tiling.dq_later else slots)
         me.drain_stores()
 
 
@@ -107,8 +116,8 @@ class Consumer(KeyWarpgroup):
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
 
-    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
-        """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
+    def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
+        """One query tile: its part of dQ to memory, or that of the `last` one, its parts of dK and dV to registers."""
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -144,22 +153,69 @@ class Consumer(KeyWarpgroup):
         add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
-        stage = ds_slot.index
-        copy = self.store_ds
+        stage, copy = ds_slot.index, self.store_ds
+        if const_expr(self.tiling.dq_later):
+            block.ds_edge.wait_empty(ds_slot)
         cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
         if const_expr(p_early):
             issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()
-        # with two buffers, whoever passes here has read the buffer that will be written next
-        self.sync_consumers()
-        tQrdQ = self.dq.issue(stage)
-        issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
-        add_sums()
+
+        def start_dk():
+            issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
+            add_sums()
+
+        if const_expr(self.tiling.dq_later):
+            cute.arch.sync_warp()
+            block.ds_edge.fill(ds_slot, self.lane)
+            _dk_and_last_dq(self, start_dk, q_slot, do_slot, last, dq_slot.before(), ds_slot.before())
+        else:
+            # with two buffers, whoever passes here has read the buffer that will be written next
+            self.sync_consumers()
+            tQrdQ = self.dq.issue(stage)
+            self.run_dk(start_dk, q_slot, do_slot, lambda: self.add_dq(call, m, tQrdQ, dq_slot))
+
+    def run_dk(self, start_dk, q_slot, do_slot, meanwhile=lambda: None):
+        """The product for dK behind those that run; `meanwhile`: what is done while it runs alone."""
+        start_dk()
         warpgroup.wait_group(1)
-        block.do_edge.release(do_slot, self.lane)
-        self.add_dq(call, m, tQrdQ, turn_slot)
+        self.block.do_edge.release(do_slot, self.lane)
+        meanwhile()
         warpgroup.wait_group(0)
-        block.q_edge.release(q_slot, self.lane)
+        self.block.q_edge.release(q_slot, self.lane)
+
+    def start_dq(self, ds_slot) -> cute.Tensor:
+        """The product for dQ of a tile, once all have written its dS."""
+        self.block.ds_edge.wait(ds_slot)
+        return self.dq.issue(ds_slot.index)
+
+    def leave_dq(self, last: "LastDq", tQrdQ, dq_slot, ds_slot) -> None:
+        """What the product gave, to memory."""
+        edge = self.block.dq_edge
+        if const_expr(edge is None):
+            add_chunks_if(last.exists, last.address, tQrdQ)
+        else:
+            mine = Slot(1, self.number, dq_slot.phase)
+            edge.wait_empty(mine)
+            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            edge.fill(mine, self.lane)
+        # here, as a branch of one lane that the compiler makes of two releases moves additions behind the next wait
+        self.block.ds_edge.release(ds_slot, self.lane)
+
+    def following(self, call, m, slots):
+        if const_expr(not self.tiling.dq_later):
+            return super().following(call, m, slots)
+        start = self.dq_sum(call, m).iterator + first_number(self.dq.count, self.dq_place(), self.thread)
+        return *super().following(call, m, slots[:-1]), LastDq(start.toint(), Int32(1))
+
+    def end(self, slots):
+        if const_expr(not self.tiling.dq_later):
+            return slots
+        dq_slot, _, _, ds_slot, last = slots
+        _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
+        return *slots[:-1], LastDq.none()
 
     def scale_sums(self, call):
         """The factor of dK that is left for the end."""
@@ -210,3 +266,49 @@ class Consumer(KeyWarpgroup):
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
             tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (rows, columns))
             yield is_first(), call.tmas.results[i], shared[i], tiles, number
+
+
+class LastDq:
+    """dQ of the query tile before, still to be computed: where this thread adds to it, and whether there is one.
+
+    `exists`, 0 or 1, is a number of its own, of which the compiler sees that all threads have the same.
+    """
+
+    def __init__(self, address: Int64, exists: Int32):
+        self.address, self.exists = address, exists
+
+    @staticmethod
+    def none() -> "LastDq":
+        return LastDq(Int64(0), Int32(0))
+
+    def __extract_mlir_values__(self):
+        return [self.address.ir_value(), self.exists.ir_value()]
+
+    def __new_from_mlir_values__(self, values):
+        return LastDq(Int64(values[0]), Int32(values[1]))
+
+
+@cute.jit
+def _dk_and_last_dq(
+    me: cutlass.Constexpr,
+    start_dk: cutlass.Constexpr,
+    q_slot: Slot,
+    do_slot: Slot,
+    last: LastDq,
+    dq_slot: Slot,
+    ds_slot: Slot,
+):
+    """dK of a query tile, and dQ of the `last` one, if there is one. No product may run on where branches meet."""
+    if last.exists != 0:
+        tQrdQ = me.start_dq(ds_slot)
+        me.run_dk(start_dk, q_slot, do_slot, lambda: me.leave_dq(last, tQrdQ, dq_slot, ds_slot))
+    else:
+        me.run_dk(start_dk, q_slot, do_slot)
+
+
+@cute.jit
+def _only_last_dq(me: cutlass.Constexpr, last: LastDq, dq_slot: Slot, ds_slot: Slot):
+    if last.exists != 0:
+        tQrdQ = me.start_dq(ds_slot)
+        warpgroup.wait_group(0)
+        me.leave_dq(last, tQrdQ, dq_slot, ds_slot)

@@ -39,8 +39,10 @@ class HopperBackwardTiling(BackwardTiling):
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
     runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
-    derivative of a score looks at the score). `distances`: numbers in shared memory of their own through which sums of
-    gradients by distance pass.
+    derivative of a score looks at the score). `dq_later`: dQ of a query tile is computed a tile later, so that no
+    warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
+    starting them for each warpgroup; else by reductions from registers. `distances`: numbers in shared memory of their
+    own through which sums of gradients by distance pass.
     """
 
     q_stages: int
@@ -51,6 +53,8 @@ class HopperBackwardTiling(BackwardTiling):
     consumer_registers: int
     producer_registers: int
     p_early: bool
+    dq_later: bool = False
+    dq_in_bulk: bool = False
     distances: int = 0
 
     @property
@@ -84,11 +88,13 @@ class HopperBackwardTiling(BackwardTiling):
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
         scores = self.ds_stages * self.tile_m * self.tile_n * (2 if self.transposed else 1)
-        statistics = 4 * self.statistic_stride * (self.q_stages + self.do_stages)
+        # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
+        front = -(-(512 + 4 * self.statistic_stride * (self.q_stages + self.do_stages)) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
+        dq = 4 * self.tile_m * self.d if self.dq_in_bulk else 0
         if self.persistent:
             stationary *= 2
-        return element_bytes * (stationary + moving + scores) + weights + 4 * self.distances + statistics + 2048
+        return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
 
     def describe(self) -> dict[str, str]:
         keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"
@@ -124,6 +130,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     # where few queries see a key, what tiles that end on no multiple of 64 visit too much is more than they save
     wide = d == 128 and not reads and program.score is None and not has_costly_test(program.mask)
     wide = wide and (deterministic or queries_of_a_key(problem, program) > SHORT)
+    # D 96 gains nothing by it, a fixed order has each turn a tile later, and what a mask reads takes the registers
+    later = not deterministic and max(d, dv) != 96 and not (tall and reads_any(program.mask))
     tiling = HopperBackwardTiling(
         tile_m=128 if tall else 80 if wide else 64,
         tile_n=128,
@@ -136,7 +144,9 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         dq_split="rows" if tall else "transposed" if wide else "columns",
         consumer_registers=240,
         producer_registers=24,
-        p_early=not wide,  # costs registers that tiles of 80 queries do not have
+        p_early=later or not wide,  # without `dq_later` it costs registers that tiles of 80 queries do not have
+        dq_later=later,
+        dq_in_bulk=wide and later,
         l2=16 << 20,
         section_tiles=_section_tiles(target),
         heads_together=problem.schedule.heads_together,

@@ -79,6 +79,7 @@ class DqPart(Fixed):
         self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
         self.shape = dq.partition_shape_C(part)
         self.transposed = tiling.dq_split == "transposed"
+        self.count = cute.size(self.shape)  # of a thread's numbers
 
     def issue(self, stage) -> cute.Tensor:
         """Registers that the product of a stage of dS is on its way to."""

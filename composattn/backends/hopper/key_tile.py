@@ -57,22 +57,28 @@ class Block(Fixed):
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         statistic = 4 * tiling.tile_m
-        edges = [
-            Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), consumers),
-            Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
-            Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
-        ]
+        edges = {
+            "kv": Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), consumers),
+            "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
+            "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
+        }
         if deterministic:  # full: this block may add to dQ; empty: it has
-            edges.append(Edge(1, Copies(0), consumers))
+            edges["turn"] = Edge(1, Copies(0), consumers)
+        if tiling.dq_later:
+            edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
+        if tiling.dq_in_bulk:  # a stage for each warpgroup's part
+            edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
+        walking = consumers.count + deterministic + tiling.dq_in_bulk * tiling.warpgroups
         if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
-            edges.append(Edge(2, Warps(1), Warps(consumers.count + deterministic)))
+            edges["queue"] = Edge(2, Warps(1), Warps(walking))
         smem = SmemAllocator()
-        self.edges = Edge.allocate(smem, edges)
+        bound = dict(zip(edges, Edge.allocate(smem, list(edges.values())), strict=True))
+        self.edges = list(bound.values())
         self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
-        self.turn_edge = self.edges[3] if deterministic else None
+        self.turn_edge, self.ds_edge, self.dq_edge = (bound.get(name) for name in ("turn", "ds", "dq"))
         self.queue = None
         if tiling.persistent:
-            self.queue = TileQueue(self.edges[-1], smem.allocate_array(Int32, edges[-1].stages), counter)
+            self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
         barriers = Barriers()
         self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
@@ -95,6 +101,11 @@ class Block(Fixed):
         self.sdK = self.sdV = None
         if tiling.persistent:
             self.sdK, self.sdV = tiles(layouts.dk), tiles(layouts.dv)
+        # dQ on its way out, in the order of registers, a warpgroup's part after the other's
+        self.sdQ = None
+        if tiling.dq_in_bulk:
+            room = smem.allocate_array(Float32, tiling.tile_m * tiling.d, byte_alignment=128)
+            self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.tile_m * tiling.d))
         self.sLines = None
         if tiling.distances:
             self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)

@@ -260,7 +260,8 @@ class Backward(abc.ABC, Generic[AnyTiling]):
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     me.step(call, run.tile(i), ragged | run.tested(i), *steps)
-                    steps = tuple(slot.next() for slot in steps)
+                    steps = me.following(call, run.tile(i), steps)
+        steps = me.end(steps)
         if const_expr(tiling.persistent):
             block.kv_edge.release(kv_slot, me.lane)
         me.finish(call)

@@ -60,6 +60,14 @@ class KeyGroup(Fixed, abc.ABC):
         self.head = head
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
 
+    def following(self, call, m, slots: tuple) -> tuple:
+        """What the step after the one of query tile `m` takes, which took `slots`."""
+        return tuple(slot.next() for slot in slots)
+
+    def end(self, slots: tuple) -> tuple:
+        """After the last query tile of a tile of keys; `slots` of the step that would follow."""
+        return slots
+
     def tile(self, scores, m) -> ScoreTile:
         first_q = m * self.tiling.tile_m + self.row
         return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
@@ -73,12 +81,15 @@ class KeyGroup(Fixed, abc.ABC):
         edge = self.block.turn_edge
         if const_expr(edge is not None):
             edge.wait(turn_slot)
-        padded = self.work.padded
-        target = call.dq_accum[padded.b, self.head, padded.first + m, None]
-        add_part(target, tQrdQ, self.dq_place(), self.thread)
+        add_part(self.dq_sum(call, m), tQrdQ, self.dq_place(), self.thread)
         if const_expr(edge is not None):
             cute.arch.sync_warp()
             edge.release(turn_slot, self.lane)
+
+    def dq_sum(self, call, m) -> cute.Tensor:
+        """Where dQ of a tile is summed."""
+        padded = self.work.padded
+        return call.dq_accum[padded.b, self.head, padded.first + m, None]
 
     def dq_place(self):
         """Which part of dQ it has, of parts as large as its own."""
