@@ -161,7 +161,8 @@ class Products(Fixed):
         """Starts the scores of a kv tile, which go to `place`, and says so to whoever waits for them."""
         target, q, k = self.scores(place), self.q.at(0), self.k.at(k_slot.index)
         words, steps = instruction(self.block.dtype, self.tiling.tile_n), self.q.steps
-        few = steps if steps <= HELD and not self.tiling.persistent else swizzled(self.tiling.d) // STEP
+        held = self.tiling.query_tiles == 1 or (steps <= HELD and not self.tiling.persistent)
+        few = steps if held else swizzled(self.tiling.d) // STEP
         after_wait()
         for run in cutlass.range(steps // few, unroll=1):
             first_q, first_k = q + run * self.q.step(few), k + run * self.k.step(few)

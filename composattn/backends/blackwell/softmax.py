@@ -103,6 +103,11 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         return self.tile(values, n), loaded
 
     def probabilities(self, tile, loaded, place: Slot, units=None) -> None:
+        """Scores to probabilities, `units` for exponentials if not the plan's.
+
+        With a tanh, a row's sum is multiplied by its factor at once, and has the first 32 probabilities before any is
+        stored: what waits for the tile's end has registers (11 and 2 spilled). It takes 2 more instructions.
+        """
         me, block, early = self.me, self.block, self.tiling.early_keys
         every = range(self.tiling.tile_n)
         among = loaded[len(every) :] or largest_scores(tile, 0)
@@ -110,20 +115,22 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         if self.reads:
             block.scores.wait(place)  # they are there; but the compiler moves no read over a wait: 41 spilled
         me.factor(place)[0] = rise
-        self.softmax.lower(0, rise)
+        if self.bends:
+            self.softmax.lower(0, rise)
         cute.arch.sync_warp()
         block.factors.fill(place, me.lane)
         self.softmax.exponentials(tile, 0, every[:early], units)
-        # what is summed at the tile's end waits in registers: with a tanh all of it spilled 2, all but 32 none
-        summed = 32 if self.bends else 0
-        if summed:
-            self.softmax.add_to_lowered(tile, 0, every[:summed])
+        if self.bends:
+            self.softmax.add_to_lowered(tile, 0, every[:32])
         self.put(tile, 0, early, place)
         block.early.fill(place, me.lane)
         self.softmax.exponentials(tile, 0, every[early:], units)
         self.put(tile, early, len(every) - early, place)
         block.late.fill(place, me.lane)
-        self.softmax.add_to_lowered(tile, 0, every[summed:])
+        if self.bends:
+            self.softmax.add_to_lowered(tile, 0, every[32:])
+        else:
+            self.softmax.add(tile, 0, rise)
 
     def put(self, tile: ScoreTile, start: int, count: int, place: Slot) -> None:
         """Probabilities of so many keys, from `start` on, two in a column."""
