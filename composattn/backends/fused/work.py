@@ -27,7 +27,7 @@ from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
-from ...graph.expr import Dep, Expr, inputs
+from ...graph.expr import Dep, Expr, captures, inputs
 
 
 class QueryTiles(NamedTuple):
@@ -269,6 +269,11 @@ def fixed_visits(
 def tensors_decide(intervals: tuple[TileInterval, ...]) -> bool:
     """Whether what query tiles visit hangs on captured tensors or run-time numbers."""
     return any(inputs(*_ends(intervals)))
+
+
+def captured_decide(intervals: tuple[TileInterval, ...]) -> bool:
+    """Whether it hangs on captured tensors, as it does of documents; run-time numbers move a mask, or set its width."""
+    return bool(captures(*_ends(intervals)))
 
 
 def _ends(intervals: tuple[TileInterval, ...] | None) -> list[Expr]:

@@ -12,7 +12,7 @@ from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
 from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
-from ..fused.work import tensors_decide
+from ..fused.work import captured_decide
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -111,7 +111,7 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
     if problem.layout.kv == "paged" or widest > 128:
         return False
-    if tensors_decide(program.intervals):
+    if captured_decide(program.intervals):
         return True
     few = next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
     return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
