@@ -16,7 +16,9 @@ from .dispatch import operators
 from .dispatch.held import Held
 from .dispatch.kept import planned_for
 from .dispatch.planned import CallOptions, asked_for
-from .dispatch.spoken import spoken
+from .dispatch.spoken import Spoken, spoken
+from .errors import UnsupportedOption
+from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
 from .mods.score import Score
 from .mods.sink import Sink
@@ -47,6 +49,11 @@ class Attention(Held):
         exponentials of each row, and so in lse. Differentiable. None: there is none.
     scale: factor of q·k before the score mod; None is 1/sqrt(D).
     backend: "reference", "streaming", "hopper", ...; None picks by device (see `ca.backends.choose`).
+    dropout_p: the probability with which a weight behind the softmax is 0, in steps of 2^-16; others are multiplied by
+        1 / (1 - dropout_p). lse knows nothing of it. The same weights are dropped in the backward and on every backend.
+    dropout_seed: which weights, with b, h, q_idx and kv_idx: an int, or a 0-d int64 tensor on q's device, which is read
+        at each call. None: torch's generator gives one per call (that of the CPU, that of q's device in compiled code),
+        so that `torch.manual_seed` and checkpointing repeat it. A CUDA graph replays the seed: give a tensor.
     deterministic: whether the fused backward sums in a fixed order, so that gradients are bitwise the same in every
         run. None follows torch's setting at that time (`torch.use_deterministic_algorithms`).
     schedule: order and division of the work, see `Schedule`. None: the plan chooses.
@@ -59,7 +66,8 @@ class Attention(Held):
     `ca.attention`.
 
     Raises: `WrongSignature`, `WrongReturn`, `WrongComposition`, the `TraceError`s, `NotATensor`, `WrongRank` and
-    `UnsupportedDType` (of sinks), `InvalidScale`, `UnknownBackend`, `InvalidSchedule`.
+    `UnsupportedDType` (of sinks), `UnsupportedOption` (of dropout), `InvalidScale`, `UnknownBackend`,
+    `InvalidSchedule`.
     """
 
     def __init__(
@@ -68,6 +76,8 @@ class Attention(Held):
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
         sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | Tensor | None = None,
         scale: float | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
@@ -78,7 +88,8 @@ class Attention(Held):
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
-        super().__init__((score, mask, sink), (scale, backend, deterministic, schedule))
+        keep = Dropout.with_seed(dropout_p, dropout_seed) if dropout_p else None
+        super().__init__((score, mask, sink, keep), (scale, backend, deterministic, schedule))
 
     @overload  # type: ignore[override]
     def __call__(
@@ -125,14 +136,25 @@ class Attention(Held):
             refuse_keywords(unknown)
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
+        keep = self._state[0][3]
         shard = active() if context_parallel is None else context_parallel
         if shard is not None:
+            _refuse_dropout(keep)
             if torch.compiler.is_compiling():
                 return shared_operators.call(shard.number, inputs, self.spoken, asked)
-            return shard.attend(*self._state, inputs, asked)
+            mods, options = self._state
+            return shard.attend(mods[:3], options, inputs, asked)
         if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-            return operators.call(inputs, self.spoken, self.number, asked)  # type: ignore[no-any-return]
+            said = self.spoken if keep is None else self._spoken_with(keep.on_device(q.device))
+            return operators.call(inputs, said, self.number, asked)  # type: ignore[no-any-return]
+        if keep is not None:
+            keep.draw()
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
+
+    def _spoken_with(self, keep: Dropout) -> Spoken:
+        """What compiled code calls, with a seed of its own."""
+        (score, mask, sink, _), options = self._state
+        return spoken((score, mask, sink, keep), options)
 
     def explain(
         self,
@@ -158,6 +180,9 @@ class Attention(Held):
         return f"Attention(score_mod={score}, mask_mod={mask})"
 
 
+_seed_of_a_call = seed_number()
+
+
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
@@ -180,6 +205,8 @@ def attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     return_max_scores: bool = False,
@@ -211,15 +238,26 @@ def attention(
     options = (scale, backend, deterministic, schedule)
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
+    keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
     shard = active() if context_parallel is None else context_parallel
     if shard is not None:
+        _refuse_dropout(keep)
         if torch.compiler.is_compiling():
-            return shared_operators.call(shard.number, inputs, spoken((score, mask, sink), options), asked)
+            return shared_operators.call(shard.number, inputs, spoken((score, mask, sink, None), options), asked)
         return shard.attend((score, mask, sink), options, inputs, asked)
     if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
-        return operators.call(inputs, spoken((score, mask, sink), options), -1, asked)  # type: ignore[no-any-return]
-    planned, lending = planned_for((score, mask, sink), options)
+        keep = None if keep is None else keep.on_device(q.device)
+        return operators.call(inputs, spoken((score, mask, sink, keep), options), -1, asked)  # type: ignore[no-any-return]
+    if keep is not None:
+        keep.draw()
+    planned, lending = planned_for((score, mask, sink, keep), options)
     if lending is None:
         return planned(inputs, asked)  # type: ignore[no-any-return]
     with lending:
         return planned(inputs, asked)  # type: ignore[no-any-return]
+
+
+def _refuse_dropout(keep: Dropout | None) -> None:
+    """Raises `UnsupportedOption`: ranks count rows of their own."""
+    if keep is not None:
+        raise UnsupportedOption("dropout_p is not taken where ranks share a sequence; leave it out, or set it to 0.0")

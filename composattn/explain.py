@@ -21,6 +21,7 @@ from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
+from .graph.philox import factor_of
 from .mods.mask import ALL, Mask
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("score", "scale·q·k" if program.score is None else formula(program.score, names)),
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
         ("sinks", "" if program.sink is None else formula(program.sink, names)),
+        ("dropout", "" if program.keep is None else f"weights times {factor_of(program.keep):.6g}, or 0"),
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),

@@ -44,6 +44,7 @@ class Attention(torch.nn.Module):
         What a plain function closes over stays where it is, as in `ca.attention`.
     sinks: (Hq,) as in `ca.attention`; becomes the parameter (or buffer) `sinks` of this module. Without it, the
         attribute `sinks` of a subclass is used, if it has one.
+    dropout_p: as in `ca.attention`, while the module is in training mode.
     scale, backend, deterministic, schedule: as in `ca.Attention`.
 
     Raises: what `ca.Attention` raises, here or at the call.
@@ -55,6 +56,7 @@ class Attention(torch.nn.Module):
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
         sinks: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
         scale: float | None = None,
         backend: str | None = None,
         deterministic: bool | None = None,
@@ -62,6 +64,7 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.backend, self.deterministic, self.schedule = scale, backend, deterministic, schedule
+        self.dropout_p = dropout_p
         for name, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             if given is not None:
                 setattr(self, name, _Held(self, name, given) if isinstance(given, Mod) else given)
@@ -89,6 +92,7 @@ class Attention(torch.nn.Module):
             score_mod=self._mod("score_mod", compiling),
             mask_mod=self._mod("mask_mod", compiling),
             sinks=self._mod("sinks", compiling),
+            dropout_p=self.dropout_p if self.training else 0.0,
             scale=self.scale,
             backend=self.backend,
             deterministic=self.deterministic,

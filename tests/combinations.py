@@ -54,6 +54,7 @@ MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
     "softcap": lambda shapes: {"score_mod": mods.softcap(20.0)},
     "learned relative bias": lambda shapes: {"score_mod": _relative_bias(shapes)},
     "own function": lambda shapes: {"score_mod": _own_function(shapes)},
+    "dropout": lambda shapes: {"dropout": (0.2, 7)},
     "learned sinks": lambda shapes: {"sinks": 2 * shapes.normal(shapes.heads).requires_grad_()},
 }
 """What a call is given besides its mask."""

@@ -16,14 +16,21 @@ class Program:
     """The mods of a call, as graphs; None stands for a mod that changes nothing.
 
     `sink` depends on head and sequence alone: each row's sum of exponentials has exp(sink) more, which has no value.
+    `keep`: which pairs dropout keeps, an operation "kept"; weights of others are 0 behind the softmax.
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
     `key` is what the graphs compute, without tensors: programs with equal keys share a kernel.
     """
 
-    def __init__(self, score_mod: Expr | None = None, mask: Expr | None = None, sink: Expr | None = None) -> None:
+    def __init__(
+        self,
+        score_mod: Expr | None = None,
+        mask: Expr | None = None,
+        sink: Expr | None = None,
+        keep: Expr | None = None,
+    ) -> None:
         self.score = None if score_mod is score() else score_mod
         self.mask = None if mask is None or mask is const(True) else balanced(mask)
-        self.sink = sink
+        self.sink, self.keep = sink, keep
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
@@ -33,7 +40,7 @@ class Program:
     @property
     def mods(self) -> tuple[Expr | None, ...]:
         """What it is made of."""
-        return self.score, self.mask, self.sink
+        return self.score, self.mask, self.sink, self.keep
 
     @property
     def is_plain(self) -> bool:
@@ -44,7 +51,7 @@ class Program:
         """What a gradient with a known LSE computes: the sink is in it."""
         if self.sink is None:
             return self
-        found = Program(self.score, self.mask)
+        found = Program(self.score, self.mask, keep=self.keep)
         found.__dict__["intervals"] = self.intervals
         return found
 
@@ -65,7 +72,7 @@ class Program:
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
-        mods = self.score, self.mask, *ends_of(self.intervals, self.limits), self.sink
+        mods = self.score, self.mask, *ends_of(self.intervals, self.limits), self.sink, self.keep
         return tuple(e for e in mods if e is not None)
 
     @cached_property

@@ -24,6 +24,7 @@ from ..errors import CapturedIndexOutOfRange, GradientUnsupported
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from ..graph.lent import Lending, current, lent_again
+from ..graph.philox import factor_of
 from .rows import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,6 +55,7 @@ def attention(
     score: Expr | None = None,
     mask: Expr | None = None,
     sink: Expr | None = None,
+    keep: Expr | None = None,
     scale: float,
     precision: torch.dtype = torch.float64,
     tensors: Mapping[int, torch.Tensor] | None = None,
@@ -67,7 +69,8 @@ def attention(
     `ca.Paged`: each sequence is then computed alone.
     `score` and `mask` are graphs over the leaves of `composattn.graph`. A pair is visible where the mask is true and
     its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients. `sink`
-    depends on b and h: each row's sum of exponentials, and LSE, have exp(sink) more.
+    depends on b and h: each row's sum of exponentials, and LSE, have exp(sink) more. `keep`: weights behind the softmax
+    where it is false are 0, others times 1 / (1 - p); see `graph.philox`.
 
     `precision` is what tensors are multiplied in: fp64 makes the oracle; q's own dtype makes "plain PyTorch at the
     same precision", in which scores, softmax and statistics are fp32 between products in that dtype. `tensors` maps
@@ -75,7 +78,7 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    call = _Dense(Program(score, mask, sink), scale, precision, tensors or {}, rounding)
+    call = _Dense(Program(score, mask, sink, keep), scale, precision, tensors or {}, rounding)
     return _attention(call, q, k, v, sequences)[:2]
 
 
@@ -195,7 +198,7 @@ class _Dense:
         rounding: Rounding | None = None,
     ) -> None:
         self.score_mod, self.mask_mod, self.scale, self.rounding = program.score, program.mask, scale, rounding
-        self.sink_mod, self.precision = program.sink, precision
+        self.sink_mod, self.keep_mod, self.precision = program.sink, program.keep, precision
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
         self.lending = current()
@@ -231,6 +234,8 @@ class _Dense:
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
         p = weight / total.masked_fill(empty, 1.0)
+        if self.keep_mod is not None:
+            p = p * self.kept(self.keep_mod, p, b0, h0)
         out = p.to(self.precision) @ v
         if self.rounding is not None:
             out = self.rounding.output(out, p, v, scores)
@@ -243,6 +248,20 @@ class _Dense:
         index: dict[str, torch.Tensor | int] = {"b": (batch + b0).view(-1, 1, 1, 1), "h": (heads + h0).view(-1, 1, 1)}
         value = evaluate(mod, self.env(index, scores.device)).to(scores.dtype)
         return value.expand(*scores.shape[:-1], 1)
+
+    def kept(self, mod: Expr, weights: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        """What weights are multiplied by; of a sink, which comes behind the keys, it has no say."""
+        kept = evaluate(mod, self.env(self.index(weights, b0, h0), weights.device))
+        return kept.to(weights.dtype) * factor_of(mod)
+
+    def index(self, scores: torch.Tensor, b0: int, h0: int) -> dict[str, torch.Tensor | int]:
+        """Positions of all pairs."""
+        nb, nh, q_len, kv_len = scores.shape
+        at = lambda n, start, *dims: torch.arange(start, start + n, device=scores.device).view(dims)  # noqa: E731
+        return {
+            "b": at(nb, b0, -1, 1, 1, 1), "h": at(nh, h0, 1, -1, 1, 1), "q": at(q_len, 0, 1, 1, -1, 1),
+            "kv": at(kv_len, 0, 1, 1, 1, -1), "q_len": q_len, "kv_len": kv_len,
+        }  # fmt: skip
 
     def modified(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
         """Scores after the score mod, -inf where hidden."""
@@ -264,13 +283,7 @@ class _Dense:
     def visible(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor | None:
         if self.mask_mod is None:
             return None
-        nb, nh, q_len, kv_len = scores.shape
-        at = lambda n, start, *dims: torch.arange(start, start + n, device=scores.device).view(dims)  # noqa: E731
-        index: dict[str, torch.Tensor | int] = {
-            "b": at(nb, b0, -1, 1, 1, 1), "h": at(nh, h0, 1, -1, 1, 1), "q": at(q_len, 0, 1, 1, -1, 1),
-            "kv": at(kv_len, 0, 1, 1, 1, -1), "q_len": q_len, "kv_len": kv_len,
-        }  # fmt: skip
-        env = self.env(index, scores.device)
+        env = self.env(self.index(scores, b0, h0), scores.device)
         with torch.no_grad():
             visible = evaluate(self.mask_mod, env).expand(scores.shape)
             self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)

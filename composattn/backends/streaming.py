@@ -34,6 +34,7 @@ from ..graph.evaluate import evaluate
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.lent import Lending
+from ..graph.philox import factor_of
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
 from .sinks import add_sink_gradients
@@ -50,15 +51,16 @@ def attention(
     score: Expr | None = None,
     mask: Expr | None = None,
     sink: Expr | None = None,
+    keep: Expr | None = None,
     scale: float,
 ) -> Pair:
     """Attention in tiles.
 
     q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv) in q's dtype, lse (B, Hq, Sq),
-    natural logarithm, fp32 (fp64 for fp64 tensors). `score`, `mask` and `sink` are graphs over the leaves of
-    `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
+    natural logarithm, fp32 (fp64 for fp64 tensors). `score`, `mask`, `sink` and `keep` are graphs over the leaves
+    of `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
     """
-    return _attention(Mods(Program(score, mask, sink), scale), q, k, v)[:2]
+    return _attention(Mods(Program(score, mask, sink, keep), scale), q, k, v)[:2]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
@@ -127,7 +129,7 @@ class Streaming:
     ) -> None:
         self.sequences = sequences
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
-        self.score, self.mask, self.sink = mods.program.mods
+        self.score, self.mask, self.sink, self.keep = mods.program.mods
         # of now, unless given: the backward must see no later ones
         numbers = [s.value for s in mods.program.scalars] if scalars is None else scalars
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
@@ -231,6 +233,8 @@ def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, mem
         if bool(unseen.any()):
             p.masked_fill_(unseen, 0.0)
             tile_lse.masked_fill_(unseen, -math.inf)
+        if call.keep is not None:
+            p = p * _kept(call.keep, step, tile)
         of_tile = _stack(p) @ v[:, :, tile.columns]
         top = torch.maximum(top, highest)
         if len(visited) == 1:
@@ -277,7 +281,7 @@ def _backward_tile(
     slopes: list[tuple[Expr, Expr]],
     totals: dict[int, torch.Tensor],
 ) -> Pair:
-    """(P, d score) of one tile, the rows of a group stacked; gradients of captured reads are added to `totals`."""
+    """(P that V was multiplied by, d score) of one tile, a group stacked; gradients of captured reads to `totals`."""
     raw = _scores(q_tile, step, tile)
     visible = None if tile.full or call.mask is None else step.evaluate([call.mask], tile)[0]
     if visible is not None and torch.is_grad_enabled():
@@ -290,7 +294,11 @@ def _backward_tile(
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     p = torch.exp(scores - lse.unsqueeze(-1))
-    ds = p * (dp.view(p.shape) - delta.unsqueeze(-1))
+    dp, used = dp.view(p.shape), p
+    if call.keep is not None:
+        kept = _kept(call.keep, step, tile)
+        dp, used = dp * kept, p * kept
+    ds = p * (dp - delta.unsqueeze(-1))
     if call.score is not None:
         # Nothing is seen where P is 0: the derivative there, which may be infinite or NaN, has no say.
         unseen = p == 0
@@ -299,7 +307,12 @@ def _backward_tile(
             accumulate(totals[id(read.attr.tensor)], ds * torch.where(unseen, 0.0, by), indices)
         if call.mods.slope is not const(1.0):
             ds = ds * torch.where(unseen, 0.0, slope)
-    return _stack(p), _stack(ds)
+    return _stack(used), _stack(ds)
+
+
+def _kept(keep: Expr, step: Step, tile: Tile) -> torch.Tensor:
+    """What weights of a tile are multiplied by: 0 where dropped."""
+    return step.evaluate([keep], tile)[0].to(step.q.dtype) * factor_of(keep)
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:

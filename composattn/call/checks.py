@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "is_causal": "write mask_mod=composattn.mods.causal()",
     "attn_mask": "write mask_mod=lambda b, h, q, kv: mask[b, h, q, kv], of floats score_mod=composattn.mods.bias(mask)",
     "block_mask": "call composattn.flex_attention, or write mask_mod=composattn.BlockSparse.from_block_mask(...)",
-    "dropout_p": "there is no dropout of attention weights; drop out elsewhere, or leave it out where it is 0",
+    "dropout_p": "an Attention is made with its dropout: composattn.Attention(dropout_p=...)",
     "enable_gqa": "heads are shared wherever k has fewer than q; leave it out",
     "window_size": "write mask_mod=composattn.mods.sliding_window(...)",
     "softcap": "write score_mod=composattn.mods.softcap(...)",

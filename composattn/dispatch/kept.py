@@ -30,11 +30,13 @@ def planned_for(mods: Mods, options: tuple[Any, ...]) -> tuple[Planned, Lending 
 
     Raises: what `Attention` raises.
     """
-    score, mask, sink = mods
+    score, mask, sink, keep = mods
     forms: tuple[str | None, ...] = (None if score is None else score.form, None if mask is None else mask.form)
     leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
-    if sink is not None:
-        forms, leaves = (*forms, sink.form), leaves + sink.leaves
+    if sink is not None or keep is not None:
+        for mod in (sink, keep):
+            forms = (*forms, None if mod is None else mod.form)
+            leaves += () if mod is None else mod.leaves
     return planned_of(forms, leaves, options)
 
 

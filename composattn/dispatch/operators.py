@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +42,7 @@ from ..call.strides import ordered
 from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
-from ..graph.scalar import Scalar, scalar_of
+from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .kept import planned_of
 from .planned import Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard
@@ -126,27 +125,9 @@ def _standing_for(number: int, form: str, place: int) -> Scalar:
     return scalar
 
 
-class _Given(Scalar):
-    """A run-time number with a value per thread: that of its call."""
-
-    __slots__ = ("_local",)
-
-    def __init__(self, value: int) -> None:
-        self._local = threading.local()
-        super().__init__(value)
-
-    @property
-    def _number(self) -> int:  # type: ignore[override]
-        return getattr(self._local, "number", 0)
-
-    @_number.setter
-    def _number(self, number: int) -> None:
-        self._local.number = number
-
-
 @functools.lru_cache(maxsize=512)
-def _given(form: str, place: int, narrow: bool) -> _Given:
-    return _Given(0 if narrow else 2**32)
+def _given(form: str, place: int, narrow: bool) -> LocalScalar:
+    return LocalScalar(0 if narrow else 2**32)
 
 
 class _Distrusted:

@@ -53,6 +53,8 @@ class CallOptions(InputOptions, total=False):
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     sinks: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
     scale: float | None
     backend: str | None
     deterministic: bool | None

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..call.schedule import Schedule
 from ..graph.scalar import Scalar
+from ..mods.dropout import Dropout
 from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
@@ -18,8 +19,11 @@ from ..mods.sink import Sink
 pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
 
 
-Mods = tuple[Score | None, Mask | None, Sink | None]
+Mods = tuple[Score | None, Mask | None, Sink | None, Dropout | None]
 """The mods of a call, in the order of `Program`; None, of none."""
+
+SharedMods = tuple[Score | None, Mask | None, Sink | None]
+"""The same of a call that ranks share, which has no dropout."""
 
 
 class Spoken(NamedTuple):

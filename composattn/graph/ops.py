@@ -19,6 +19,7 @@ import torch
 
 from ..errors import TypeMismatch
 from .expr import DType, Expr, const, make, promote
+from .philox import kept
 
 TypeRule = Callable[..., DType]
 Partials = tuple[Expr | None, ...]  # d out / d argument, None where it is zero or the argument is not a float
@@ -205,6 +206,9 @@ _BY_ARITY: dict[int, list[Op]] = {
     ],
     3: [
         Op("where", torch.where, _where, lambda o, c, x, y: (None, _where_one(c), f("where", c, 0.0, 1.0)), lambda c, x, y: S.Piecewise((x, c), (y, True))),
+    ],
+    6: [
+        Op("kept", kept, _bool, _zero),  # seed, b, h, q, kv, least; its CuTe form is `primitives/emit_dropout.py`
     ],
 }  # fmt: skip
 OPS: dict[str, Op] = {row.name: row for rows in _BY_ARITY.values() for row in rows}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import threading
 import weakref
 from typing import Any
 
@@ -76,6 +77,24 @@ class Scalar(Symbolic):
 
     def __repr__(self) -> str:
         return f"ca.scalar({self.value!r})"
+
+
+class LocalScalar(Scalar):
+    """A run-time number with a value per thread: that of its call."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, value: int) -> None:
+        self._local = threading.local()
+        super().__init__(value)
+
+    @property
+    def _number(self) -> int:  # type: ignore[override]
+        return getattr(self._local, "number", 0)
+
+    @_number.setter
+    def _number(self, number: int) -> None:
+        self._local.number = number
 
 
 _scalar_numbers = itertools.count()

@@ -41,13 +41,14 @@ def flash_attn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """out (B, Sq, Hq, Dv) of q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv).
 
+    dropout_p: as of `ca.attention`.
     window_size: (left, right) keys beside the query's own that it sees, -1 all of that side.
     softcap: c·tanh(score / c), 0 none. alibi_slopes: (H,) or (B, H) fp32, score - slope·|q + Skv - Sq - kv|.
     return_attn_probs: gives (out, lse, None), lse (B, Hq, Sq); weights are never formed.
     learnable_sink: (Hq,), a logit beside those of the keys (`sinks` of `ca.attention`), as in flash-attn 4.
     backend: as of `ca.attention`. Source: flash_attn.flash_attn_func, version 2.8.
 
-    Raises: `UnsupportedOption` for dropout, `WrongRank`, and what `ca.attention` raises.
+    Raises: `WrongRank`, and what `ca.attention` raises.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
@@ -84,7 +85,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `ca.Varlen`. With `return_attn_probs` lse (Hq,
     total_q). Other arguments as of `flash_attn_func`. Source: flash_attn.flash_attn_varlen_func, version 2.8.
 
-    Raises: `UnsupportedOption` for dropout and block_table, and what `ca.Varlen` and `ca.attention` raise.
+    Raises: `UnsupportedOption` for block_table, and what `ca.Varlen` and `ca.attention` raise.
     """
     if block_table is not None:
         raise UnsupportedOption("block_table is not taken here; keys in pages: ca.attention(..., paged=ca.Paged(...))")
@@ -106,8 +107,6 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """The same said to `ca.attention`."""
-    if dropout_p:
-        raise UnsupportedOption(f"composattn has no dropout, got dropout_p={dropout_p}; call with 0.0")
     left, right = (None if side < 0 else side for side in window_size)
     masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
     if left is not None or right is not None:
@@ -122,4 +121,5 @@ def _options(
         "mask_mod": mask_mod,
         "score_mod": score_mod,
         "deterministic": deterministic or None,
+        "dropout_p": dropout_p,
     }

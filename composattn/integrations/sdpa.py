@@ -44,15 +44,13 @@ def scaled_dot_product_attention(
         without `enable_gqa`, by reading one of them again.
     attn_mask: bool, True where visible, or added to the scores (differentiable), broadcast to (..., Hq, Sq, Skv).
     is_causal: query i sees keys up to i, whatever the lengths.
-    backend: as of `ca.attention`.
+    dropout_p, backend: as of `ca.attention`; torch's own generator decides otherwise which weights are dropped.
 
     A row that sees nothing gives 0. Source: torch.nn.functional.scaled_dot_product_attention.
 
-    Raises: `UnsupportedOption` for dropout and for a mask beside `is_causal`, `WrongRank`, `ShapeMismatch`,
+    Raises: `UnsupportedOption` for a mask beside `is_causal`, `WrongRank`, `ShapeMismatch`,
     `DTypeMismatch`, and what `ca.attention` raises.
     """
-    if dropout_p:
-        raise UnsupportedOption(f"composattn has no dropout, got dropout_p={dropout_p}; call with 0.0")
     if attn_mask is not None and is_causal:
         raise UnsupportedOption("attn_mask and is_causal exclude each other; hide later keys in attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -68,7 +66,9 @@ def scaled_dot_product_attention(
             score_mod = lambda score, b, h, q_idx, kv_idx: score + at(b, h, q_idx, kv_idx)  # noqa: E731
     elif is_causal:
         mask_mod = causal()
-    out: Any = attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, backend=backend)
+    out: Any = attention(
+        q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, dropout_p=dropout_p, backend=backend
+    )
     return out.reshape(*leading, *out.shape[2:])  # type: ignore[no-any-return]
 
 

@@ -172,18 +172,15 @@ def attend(
     attention_mask: what `mask` made; or a 4-d tensor, bool (True where visible) or added to the scores; or None, where
         the module's `is_causal` decides as in `sdpa`.
     softcap: c·tanh(score / c). position_bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores, differentiable.
+    dropout: of weights, as `dropout_p` of `ca.attention`.
     s_aux: (Hq,) sinks, a logit beside those of the keys with no value, differentiable.
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, where packed documents begin in a batch of one; max_length_q,
         max_length_k: their greatest lengths. No document sees another, whatever the mask says.
 
-    Raises: `UnsupportedOption` for dropout, output_attentions and packed documents in more than one row,
+    Raises: `UnsupportedOption` for output_attentions and packed documents in more than one row,
     `ShapeMismatch` for a causal layer without a mask where Sq is not Skv and for a mask of other lengths, and what
     `ca.attention` raises.
     """
-    if dropout:
-        raise UnsupportedOption(
-            f"composattn has no dropout, got {dropout}; set attention_dropout=0.0 in the config, or model.eval()"
-        )
     if output_attentions:
         raise UnsupportedOption('attention weights are never formed here; use attn_implementation="eager" to see them')
     mask_mod, bias = _told(module, query, key, attention_mask, is_causal)
@@ -191,7 +188,7 @@ def attend(
     documents = None
     if cu_seq_lens_q is not None:
         documents = Varlen(cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
-    out = _attention(query, key, value, score_mod, mask_mod, documents, scale=scaling, sinks=s_aux)
+    out = _attention(query, key, value, score_mod, mask_mod, documents, scale=scaling, sinks=s_aux, dropout_p=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

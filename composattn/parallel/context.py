@@ -18,7 +18,7 @@ from ..call.sequences import Varlen
 from ..dispatch import transforms
 from ..dispatch.held import Held
 from ..dispatch.planned import asked_of
-from ..dispatch.spoken import Mods
+from ..dispatch.spoken import SharedMods as Mods
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod

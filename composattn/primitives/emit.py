@@ -26,7 +26,9 @@ from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.linear import Affine, affine
 from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
+from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
+from .emit_dropout import copied, drop
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
@@ -451,7 +453,8 @@ class Mods:
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.score, self.mask, self.sink, self.arithmetic = *program.mods, arithmetic
+        self.score, self.mask, self.sink, self.keep = program.mods
+        self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
         read = program.captures if captured is None else captured
@@ -511,6 +514,27 @@ class BoundMods(Fixed):
             return None
         value, shift = Float32(convert(self.work.value(self.mods.sink, r), DType.FLOAT)), self.row_shift[r]
         return value if shift is None else value - shift
+
+    @property
+    def kept_factor(self) -> float:
+        """What an output is multiplied by at last, for weights that `drop` left out."""
+        return 1.0 if self.mods.keep is None else factor_of(self.mods.keep)
+
+    def drop(self, tile: ScoreTile) -> None:
+        """Weights that dropout does not keep to 0, in place."""
+        if self.mods.keep is not None:
+            drop(Evaluator(self.mods, self.leaves, tile, self.work), self.mods.keep, tile.values)
+
+    def weights(self, tile: ScoreTile, start: int, count: int) -> cute.Tensor:
+        """Of a tile with one row so many columns, from `start` on, without what dropout does not keep; others stay."""
+        part = cute.make_tensor(tile.values.iterator + start, cute.make_layout(count))
+        if self.mods.keep is None:
+            return part
+        columns = tile.shape.column_offsets[start : start + count]
+        values = cute.make_tensor(copied(part).iterator, cute.make_layout((1, count)))
+        shape = dataclasses.replace(tile.shape, column_offsets=columns)
+        self.drop(ScoreTile(shape, values, tile.b, tile.h, tile.first_q, tile.first_kv))
+        return cute.make_tensor(values.iterator, cute.make_layout(count))
 
     def read_ahead(self, tile: ScoreTile) -> dict[Expr, Any]:
         """Reads of the score mod that need not wait for the scores, for `apply_score` of this tile."""

@@ -29,9 +29,11 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
 from ..graph.gradient import derivative
+from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
+from .emit_dropout import copied, drop
 from .emit_ops import convert
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
@@ -137,6 +139,19 @@ class BoundBackwardMods(Fixed):
             at.tile.values[r, c] = p
             at.forget_element()
         self._hide(at, tested, at.tile.values, d_probabilities)
+
+    def drop(self, at: Evaluator, values: Any) -> None:
+        """P that was, or dP that is, to be multiplied by what dropout keeps: so it is, in place."""
+        if self.mods.keep is not None:
+            drop(at, self.mods.keep, values, factor_of(self.mods.keep))
+
+    def dropped(self, at: Evaluator, values: cute.Tensor, view: Callable[[cute.Tensor], Any]) -> cute.Tensor:
+        """Registers, which `view` shows as rows and columns, of what `drop` leaves; the given ones stay as they are."""
+        if self.mods.keep is None:
+            return values
+        copy = copied(values)
+        self.drop(at, view(copy))
+        return copy
 
     def sum_captured(self, at: Evaluator, ds: cute.Tensor, diagonals: AnyDiagonals | None) -> Callable[[], None]:
         """What the tile's dS give to captured tensors, if the plan sums any; all of it after a call of the result."""

@@ -49,6 +49,5 @@ class HeadRows(Fixed):
     def fragment(self, shape: FragmentShape) -> FragmentShape:
         """What a thread owns in queries and heads, `shape` being the same in rows."""
         places = [self.place(offset) for offset in shape.row_offsets]
-        return dataclasses.replace(
-            shape, row_offsets=tuple(q for q, _ in places), head_offsets=tuple(h for _, h in places)
-        )
+        queries, heads = tuple(q for q, _ in places), tuple(h for _, h in places)
+        return dataclasses.replace(shape, row_offsets=queries, head_offsets=heads, packed=self.heads > 1)

@@ -111,10 +111,11 @@ class OnlineSoftmax(Fixed):
         """Adds the probabilities of row `r` in these columns to its sum, which `lower` has seen."""
         self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in columns])
 
-    def finish(self, normalizer: cute.Tensor, lse: cute.Tensor, sinks: Sequence[Any]) -> None:
+    def finish(self, normalizer: cute.Tensor, lse: cute.Tensor, sinks: Sequence[Any], factor: float = 1.0) -> None:
         """`normalizer[r]` gets 1 / sum, `lse[r]` the natural logarithm of the sum of exponentials; see `finished`.
 
-        `sinks`: of each row, a logit in natural units whose exponential is in the sum too, or None.
+        `sinks`: of each row, a logit in natural units whose exponential is in the sum too, or None. `factor`: of the
+        normalizer.
         """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
@@ -122,6 +123,8 @@ class OnlineSoftmax(Fixed):
                 normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
             else:
                 normalizer[r], lse[r] = finished_with_sink(self.maximum[r], total, self.scale, sinks[r])
+            if factor != 1.0:
+                normalizer[r] = normalizer[r] * factor
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""

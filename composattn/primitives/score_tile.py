@@ -31,7 +31,8 @@ class FragmentShape:
     each lane has a row of its own (`ROW_PER_LANE`), sums along a row need no other lane.
 
     `head_offsets` are added to the thread's first head where rows are of several heads (see `gqa_packing`;
-    `row_offsets` are queries then, and `lanes` move rows of the tile still), elsewhere there are none. Positions whose
+    `row_offsets` are queries then, and `lanes` move rows of the tile still, which `packed` says), elsewhere there are
+    none. Positions whose
     offsets have the same quotient by `block` lie in one block of so many, counted from 0; 1 promises nothing.
     """
 
@@ -40,6 +41,7 @@ class FragmentShape:
     lanes: LaneMoves
     head_offsets: tuple[int, ...] = ()
     block: int = 1
+    packed: bool = False
 
     @property
     def rows(self) -> int:

@@ -55,6 +55,9 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
         case = dataclasses.replace(case, sinks=site.table(site.heads, size=2.0))
     parts = [x.name for x in (mask, score) if x is not None] or ["plain"]
     parts += [] if case.sinks is None else ["sinks"]
+    if choices.integer(0, 5) == 0:
+        case = dataclasses.replace(case, dropout=(choices.choice((0.1, 0.5, 0.9)), choices.integer(0, 2**63 - 1)))
+        parts.append(f"dropout {case.dropout}")
     name = f"{', '.join(parts)}, {describe(case)}"
     name += "" if flows in ("both", "none") else f", through {flows} only"
     return dataclasses.replace(case, name=name)

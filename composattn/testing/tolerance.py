@@ -32,6 +32,7 @@ from ..backends import reference
 from ..backends.rows import arrange
 from ..call.problem import Problem, softmax_scale
 from ..call.sequences import Paged, Sequences, Varlen
+from ..mods.dropout import Dropout
 from ..mods.mask import ALL, Mask
 from ..mods.score import IDENTITY, Score
 from ..mods.sink import Sink
@@ -63,6 +64,7 @@ class Case:
     varlen: Varlen | None = None
     paged: Paged | None = None
     sinks: torch.Tensor | None = None
+    dropout: tuple[float, int] = (0.0, 0)  # the probability, and a seed
 
     @property
     def sequences(self) -> Sequences:
@@ -72,7 +74,9 @@ class Case:
     def program(self) -> Program:
         score = IDENTITY if self.score_mod is None else Score.of(self.score_mod)
         mask = ALL if self.mask_mod is None else Mask.of(self.mask_mod)
-        return Program(score.expr, mask.expr, None if self.sinks is None else Sink.of(self.sinks).expr)
+        keep = Dropout.with_seed(*self.dropout)
+        sink = None if self.sinks is None else Sink.of(self.sinks)
+        return Program(score.expr, mask.expr, *(None if mod is None else mod.expr for mod in (sink, keep)))
 
     @property
     def learned(self) -> list[torch.Tensor]:
@@ -118,6 +122,7 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
         varlen=case.varlen,
         paged=case.paged,
         sinks=case.sinks,
+        dropout=case.dropout,
         score_mod=case.score_mod,
         mask_mod=case.mask_mod,
         scale=case.scale,
@@ -138,6 +143,8 @@ def run(attention: Attention, case: Case) -> Results:
         mods["paged"] = case.paged
     if case.sinks is not None:
         mods["sinks"] = case.sinks
+    if case.dropout[0]:
+        mods["dropout_p"], mods["dropout_seed"] = case.dropout
     with poisoned(case.q.device):
         if case.dout is None and case.dlse is None:
             with torch.no_grad():
@@ -163,6 +170,7 @@ def assert_attention_close(
     varlen: Varlen | None = None,
     paged: Paged | None = None,
     sinks: torch.Tensor | None = None,
+    dropout: tuple[float, int] = (0.0, 0),
 ) -> None:
     """Holds the results of an attention call to the tolerance of this page.
 
@@ -170,11 +178,11 @@ def assert_attention_close(
     "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
     read them first, sinks last.
     dout, dlse: the gradients of out and lse that the computed ones belong to; None is no gradient through it.
-    varlen, paged, sinks: as of the call; shapes are then those of a packed one.
+    varlen, paged, sinks, dropout (p, seed): as of the call; shapes are then those of a packed one.
 
     Raises: AssertionError, with a table of errors and what they may be.
     """
-    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged, sinks)
+    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged, sinks, dropout)
     exact = _reference(case, torch.float64)
     for key in actual:
         if key not in exact:
@@ -274,6 +282,7 @@ def _reference(case: Case, precision: torch.dtype, rounding: reference.Rounding 
             score=program.score,
             mask=program.mask,
             sink=program.sink,
+            keep=program.keep,
             scale=scale,
             precision=precision,
             tensors=tensors,

@@ -50,7 +50,7 @@ def terms(dtype: torch.dtype) -> Iterator[Term]:
             yield lambda s, q, k, op=op: op(q, t[k])
             yield lambda s, q, k, op=op: op(t[k], 2)
             yield lambda s, q, k, op=op: op(t[k], 0.5)
-        else:
+        elif arity == 3:
             yield lambda s, q, k, op=op: op(t[q] > t[k], t[k], t[q])
             yield lambda s, q, k, op=op: op(s > t[k], s, t[k])
 

@@ -239,7 +239,7 @@ def test_no_refusal_on_a_correct_call_after_a_refused_one() -> None:
     assert isinstance(out, torch.Tensor) and out.shape == (2, 4, 16, 32)
 
 
-@pytest.mark.parametrize("name", ["is_causal", "attn_mask", "dropout_p", "block_mask", "nonsense"])
+@pytest.mark.parametrize("name", ["is_causal", "attn_mask", "block_mask", "nonsense"])
 def test_keywords_of_other_attentions_are_refused_with_what_to_write(name: str) -> None:
     q = torch.zeros(1, 1, 4, 8)
     for call in (ca.attention, ca.Attention()):

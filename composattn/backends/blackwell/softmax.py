@@ -7,6 +7,7 @@ from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.exponential_units import HARDWARE
 from ...primitives.online_softmax import OnlineSoftmax, largest_scores
 from ...primitives.pipelines import Slot
+from ...primitives.score_tile import ScoreTile
 from ...primitives.values import narrow
 from ..fused.kernels.forward import Role
 from ..fused.kernels.query_rows import QueryRows
@@ -117,17 +118,17 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         summed = 32 if self.bends else 0
         if summed:
             self.softmax.add_to_lowered(tile, 0, every[:summed])
-        self.put(tile.values, 0, early, place)
+        self.put(tile, 0, early, place)
         block.early.fill(place, me.lane)
         self.softmax.exponentials(tile, 0, every[early:], units)
-        self.put(tile.values, early, len(every) - early, place)
+        self.put(tile, early, len(every) - early, place)
         block.late.fill(place, me.lane)
         self.softmax.add_to_lowered(tile, 0, every[summed:])
 
-    def put(self, values, start: int, count: int, place: Slot) -> None:
+    def put(self, tile: ScoreTile, start: int, count: int, place: Slot) -> None:
         """Probabilities of so many keys, from `start` on, two in a column."""
         rounded = cute.make_rmem_tensor(count, self.block.dtype)
-        narrow(rounded, cute.make_tensor(values.iterator + start, cute.make_layout(count)))
+        narrow(rounded, self.mods.weights(tile, start, count))
         store(self.me.scores(place) + start // 2, cute.recast_tensor(rounded, Int32))
         wait_stores()
         cute.arch.sync_warp()
@@ -136,7 +137,7 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         """The normalizer to the correction, what is asked for of LSE and the largest score to their tensors."""
         normalizer = cute.make_rmem_tensor(1, Float32)
         row_lse = cute.make_rmem_tensor(1, Float32)
-        self.softmax.finish(normalizer, row_lse, self.sinks())
+        self.softmax.finish(normalizer, row_lse, self.sinks(), self.mods.kept_factor)
         self.block.sums.wait_empty(of_sum)
         self.me.sum()[0] = normalizer[0]
         cute.arch.sync_warp()

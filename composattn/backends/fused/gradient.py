@@ -25,6 +25,7 @@ from ...graph.evaluate import Env
 from ...graph.expr import Capture, Dep
 from ...graph.expr import captures as captures_of
 from ...graph.gradient import partials
+from ...graph.philox import factor_of
 from ..gathered import total_for
 from ..sinks import add_sink_gradients
 from ..streaming import Mods, Streaming
@@ -183,12 +184,13 @@ class FusedGradient:
         """Units in 1 of each sum."""
         q, v, dout, dlse = known.q, known.v, known.dout, known.dlse
         reads = program.reads.values()
+        more = 1.0 if program.keep is None else 2.0 ** -math.ceil(math.log2(factor_of(program.keep)))
         if sequences.cu_q is None or sequences.cu_k is None:
-            return unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
+            return more * unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
         totals = q.shape[0], v.shape[0]
         rows = rows_in_use(sequences.cu_q, sequences.used_q, totals[0])
         keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
-        return unit_counts(reads, dout, v, dlse, *totals, rows, keys)
+        return more * unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
     def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)

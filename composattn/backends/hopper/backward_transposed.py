@@ -121,12 +121,15 @@ class Sharer(KeyWarpgroup):
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
-            self.write(tSrS, self.tSsP, stage)
+            self.write(self.mods.dropped(at, tSrS, row_column_view), self.tSsP, stage)
             warpgroup.wait_group(0)
+            self.mods.drop(at, gradients)
             self.mods.score_gradients(at, gradients, delta)
         else:
             warpgroup.wait_group(0)
+            self.mods.drop(at, gradients)
             self.mods.both(at, lse, gradients, delta, tested)
+            self.mods.drop(at, scores)
             self.write(tSrS, self.tSsP, stage)
         self.mods.sum_captured(at, gradients, None)()
         self.write(tSrdP, self.tSsdS, stage)

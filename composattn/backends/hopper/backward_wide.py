@@ -130,6 +130,7 @@ class ProbabilitySide(Side):
         for j, place in enumerate(self.weights()):
             cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
         block.of_weights.arrive()
+        self.mods.drop(at, scores)
         tTrP = self.left(tSrS)
         block.do_edge.wait(do_slot)
         issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
@@ -158,6 +159,7 @@ class GradientSide(Side):
         delta = self.statistics(block.sDelta, do_slot.index)
         warpgroup.wait_group(0)
         gradients = queries_first(tSrdP)
+        self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]

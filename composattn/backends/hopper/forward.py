@@ -254,6 +254,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         if test is not None:
             test(tile)
         self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
+        self.mods.drop(tile)
 
     def rescale_output(self):
         if self.tiling.rescale_threshold:
@@ -305,7 +306,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
-        self.softmax.finish(normalizer, row_lse, self.sinks())
+        self.softmax.finish(normalizer, row_lse, self.sinks(), self.mods.kept_factor)
         rescale_rows(self.output, normalizer)
         if self.me.plan.direct_store:
             self.store_rows(call)

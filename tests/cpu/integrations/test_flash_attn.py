@@ -100,7 +100,7 @@ def test_what_is_not_there_is_refused_by_name() -> None:
     q = torch.randn(1, 4, 2, 8)
     begins = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(errors.UnsupportedOption, match="dropout"):
-        flash_attn_func(q, q, q, dropout_p=0.1)
+        flash_attn_func(q, q, q, dropout_p=1.5)
     with pytest.raises(errors.WrongRank, match=r"\(B, S, H, D\)"):
         flash_attn_func(q[0], q, q)
     with pytest.raises(errors.UnsupportedOption, match="Paged"):

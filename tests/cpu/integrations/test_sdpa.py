@@ -137,7 +137,7 @@ def test_the_function_itself_compiles() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dropout_p": 0.1}, errors.UnsupportedOption, "dropout"),
+        ({"dropout_p": 1.5}, errors.UnsupportedOption, "dropout"),
         ({"is_causal": True, "attn_mask": torch.ones(4, 4, dtype=torch.bool)}, errors.UnsupportedOption, "exclude"),
         ({"attn_mask": torch.zeros(4, 4, dtype=torch.int32)}, errors.DTypeMismatch, "int32"),
         ({"attn_mask": torch.zeros(4)}, errors.WrongRank, "Sq, Skv"),

@@ -188,6 +188,26 @@ def test_a_compiled_model_has_one_graph(name: str, side: str) -> None:
     assert float((found - wanted)[seen].abs().max()) <= 2e-6
 
 
+def test_attention_dropout_in_training_follows_the_seed_and_checkpointing() -> None:
+    of = model("llama").train()
+    of.config.attention_dropout = 0.3
+    for layer_ in of.model.layers:
+        layer_.self_attn.attention_dropout = 0.3
+    of.set_attn_implementation("composattn")
+    tokens = torch.randint(1, WORDS, (2, TOKENS))
+    found = []
+    for checkpointed in (False, False, True):
+        if checkpointed:
+            of.gradient_checkpointing_enable({"use_reentrant": False})
+        of.zero_grad()
+        torch.manual_seed(5)
+        logits = of(tokens, use_cache=False).logits
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad.clone() for p in of.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert not torch.equal(of(tokens, use_cache=False).logits, found[0][0])
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +219,7 @@ def layer(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dropout": 0.1}, errors.UnsupportedOption, r"attention_dropout=0\.0"),
+        ({"dropout": 1.5}, errors.UnsupportedOption, "dropout_p"),
         ({"output_attentions": True}, errors.UnsupportedOption, "eager"),
         ({"is_causal": True, "keys": 6}, errors.ShapeMismatch, "masking_utils"),
         (

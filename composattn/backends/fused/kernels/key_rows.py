@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from ....primitives.bulk_stores import send, wait_read
+from ....primitives.emit_backward import BoundBackwardMods
 from ....primitives.lane_diagonals import LaneDiagonals
 from ....primitives.pipelines import Slot
 from ....primitives.register_chunks import THREADS, store_part
@@ -92,11 +93,12 @@ class KeyRows(KeyGroup):
         for part in parts:
             part.fetch()
             if const_expr(mods.backward.one_pass):
+                mods.drop(part.at, part.gradients)
                 mods.both(part.at, part.lse, part.gradients, part.delta, tested)
                 part.leave_gradients()
             else:
                 mods.probabilities(part.at, part.lse, tested)
-            part.leave_probabilities()
+            part.leave_probabilities(mods)
         memory.written()
         cute.arch.sync_warp()
         block.probabilities.fill(slot, self.lane)
@@ -104,6 +106,7 @@ class KeyRows(KeyGroup):
             block.gradients.wait(slot)
             memory.heard()
             for part in parts:
+                mods.drop(part.at, part.gradients)
                 mods.score_gradients(part.at, part.gradients, part.delta)
                 part.leave_gradients()
         cute.arch.fence_view_async_shared()
@@ -197,8 +200,8 @@ class Part(Fixed):
         self.memory.write(column, cute.recast_tensor(numbers, Int32))
         return numbers
 
-    def leave_probabilities(self) -> None:
-        self.rounded(self.values, self.left_scores)
+    def leave_probabilities(self, mods: BoundBackwardMods) -> None:
+        self.rounded(mods.dropped(self.at, self.values, lambda values: values), self.left_scores)
 
     def leave_gradients(self) -> None:
         """Also to shared memory, where the product with K wants them; the last ones have been read before dP came."""

@@ -1,0 +1,98 @@
+"""Dropout of attention weights: which pairs are kept, by a seed; see `graph.philox` for the bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..graph.philox import ONE
+from ..graph.scalar import LocalScalar, Scalar
+from .mod import Mod
+
+_SEEDS = 1 << 62  # from 0 on; a run-time number that begins with so many has 64 bits
+
+
+class _Drawn(LocalScalar):
+    """A seed that torch's generator gives for each call."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return "SEED"
+
+
+def seed_number() -> Scalar:
+    """A run-time number for seeds that users give, with a value per thread."""
+    return LocalScalar(_SEEDS)
+
+
+SEED = _Drawn(_SEEDS)
+"""That of the call which this thread makes now: a run-time number of each call's own would be a plan of its own."""
+
+
+class Dropout(Mod):
+    """The pairs that dropout keeps: (seed, b, h, q, kv) → bool. The seed is a run-time number or a 0-d tensor."""
+
+    __slots__ = ()
+    _kind = "dropout"
+
+    @staticmethod
+    def of(given: Any, name: str | None = None) -> Dropout:
+        """One of these, as it is."""
+        assert isinstance(given, Dropout)
+        return given
+
+    @staticmethod
+    def with_seed(p: float, seed: int | torch.Tensor | None, number: Scalar | None = None) -> Dropout | None:
+        """Weights are dropped with probability `p`, in steps of 2^-16; None where that is 0.
+
+        seed: an int or a 0-d int64 tensor; None, which torch's generator gives: see `draw`. `number` holds an int.
+
+        Raises: `UnsupportedOption`.
+        """
+        if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0 - 1.0 / ONE:
+            raise errors.UnsupportedOption(f"dropout_p is {p!r}; it must be a number from 0 to less than 1")
+        least = round(p * ONE)
+        if least == 0:
+            return None
+        if isinstance(seed, torch.Tensor):
+            if seed.ndim != 0 or seed.dtype is not torch.int64:
+                raise errors.UnsupportedOption(
+                    f"dropout_seed is {seed.dtype} of shape {tuple(seed.shape)}; pass an int, or a 0-d int64 tensor"
+                )
+            return Dropout.formed(_form("read", least), (seed,), f"dropout({p})")
+        if seed is None:
+            number = SEED
+        else:
+            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+                raise errors.UnsupportedOption(
+                    f"dropout_seed is {seed!r}; pass an int of [0, 2^63), or a 0-d int64 tensor"
+                )
+            number = Scalar(_SEEDS) if number is None else number
+            number.value = seed
+        return Dropout.formed(_form("scalar", least), (number,), f"dropout({p})")
+
+    def draw(self) -> None:
+        """Another seed of torch's generator for this thread's next call, where it gives that."""
+        if self.leaves[0] is SEED:
+            SEED.value = int(torch.randint(_SEEDS, ()))
+
+    def on_device(self, device: torch.device) -> Dropout:
+        """With a tensor for a seed, as compiled code and CUDA graphs want it; drawn there where torch gives it."""
+        seed = self.leaves[0]
+        if isinstance(seed, torch.Tensor):
+            return self
+        if seed is SEED:
+            there = torch.randint(_SEEDS, (), device=device, dtype=torch.int64)
+        else:
+            there = torch.full((), seed.value, device=device, dtype=torch.int64)
+        return Dropout.formed(self.form.replace("op:scalar", "op:read"), (there,), self.name)
+
+
+def _form(seed: str, least: int) -> str:
+    return (
+        f"('steps', 1, (('op:{seed}', 't0'), ('op:const', {least}, 'int32'), "
+        "('op:kept', None, 'x0', 'b', 'h', 'q', 'kv', 'x1')), 'x2')"
+    )
