@@ -53,13 +53,17 @@ class Prepare(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute; `prepare_elsewhere`, if there is one, plans for a GPU that it knows where none is."""
+    """One way to compute; `prepare_elsewhere`, if there is one, plans for a GPU that it knows where none is.
+
+    `ordered`: whether a row's keys can be summed in one order whatever the call is (`Schedule.batch_invariant`).
+    """
 
     name: str
     takes: str
     unavailable: Callable[[torch.device], str | None]
     prepare: Prepare
     prepare_elsewhere: Prepare | None = None
+    ordered: bool = True
 
 
 def _anywhere(device: torch.device) -> str | None:
@@ -111,8 +115,8 @@ ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE, blackwell.ARCHITECTUR
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("reference", "any device, dense, computes in fp64", _anywhere, reference.prepare),
-        Backend("streaming", "any device, O(S) memory", _anywhere, streaming.prepare),
+        Backend("reference", "any device, dense, computes in fp64", _anywhere, reference.prepare, ordered=False),
+        Backend("streaming", "any device, O(S) memory", _anywhere, streaming.prepare, ordered=False),
         *(backend for architecture in ARCHITECTURES.values() for backend in _generated(architecture)),
     )
 }
@@ -128,10 +132,15 @@ def choose(name: str | None, problem: Problem) -> Backend:
     """The backend of that name; for None the generated kernels on Hopper and Blackwell, streaming elsewhere.
 
     Warns: `NeverRanOnDevice`, where None picks kernels that nobody saw run.
-    Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call).
+    Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call), `InvalidSchedule`.
     """
     check_name(name)
     backend = BACKENDS[name if name is not None else default_for(problem.device)]
+    if problem.schedule.batch_invariant and not backend.ordered:
+        raise errors.InvalidSchedule(
+            f"batch_invariant=True, but backend {backend.name!r} multiplies by torch.matmul, whose bits depend on the "
+            "shapes of a call; the generated kernels can, hopper and blackwell, emulated ones too"
+        )
     if name is None:
         _say_if_never_run(backend.name)
     why = backend.unavailable(problem.device)

@@ -14,6 +14,8 @@ from .. import errors
 Order = Literal["auto", "longest_first", "shortest_first", "in_order"]
 ORDERS = ("auto", "longest_first", "shortest_first", "in_order")
 MOST_SPLITS = 128
+INVARIANT_KEYS = 64
+"""Keys of a tile where results are batch-invariant: what the kernels for few queries, and pages, have in any case."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Schedule:
         exactly.
     pack_gqa: the query heads that share a key/value head as rows of one tile.
 
+    batch_invariant: the same bits for a row whatever else is in the call: other sequences, other queries of its own
+        (decode or prefill), packed or paged keys. Its keys are then always summed in the same order, in tiles of
+        `INVARIANT_KEYS`, and never in parts. Of the generated kernels' forward, for masks whose rows see one run of
+        keys.
+
     Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
     """
 
@@ -37,6 +44,7 @@ class Schedule:
     heads_together: int | None = None
     split_kv: int | Literal["auto"] = "auto"
     pack_gqa: bool | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.order, str) or self.order not in ORDERS:
@@ -48,6 +56,13 @@ class Schedule:
         if self.heads_together is not None and not _is_count(self.heads_together):
             raise errors.InvalidSchedule(
                 f"heads_together is {self.heads_together!r}; it must be an int of at least 1 or None (the plan chooses)"
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise errors.InvalidSchedule(f"batch_invariant is {self.batch_invariant!r}; it must be True or False")
+        if self.batch_invariant and self.split_kv not in ("auto", 1):
+            raise errors.InvalidSchedule(
+                f"batch_invariant=True sums all keys of a row in one order, split_kv={self.split_kv} in parts that "
+                "depend on the call; leave split_kv out"
             )
         if self.split_kv != "auto" and not (_is_count(self.split_kv) and self.split_kv <= MOST_SPLITS):
             raise errors.InvalidSchedule(

@@ -47,7 +47,8 @@ def spoken(mods: Mods, options: tuple[Any, ...]) -> Spoken:
         scale = float(scale)  # numpy's floats, too, are written as Python's
     if schedule is not None:
         schedule = (
-            schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa
+            schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa,
+            schedule.batch_invariant,
         )  # fmt: skip
     kinds = "".join([_kind(leaf) for leaf in leaves])
     lines = [

@@ -153,6 +153,7 @@ _BY_ARITY: dict[int, list[Op]] = {
         Op("not", torch.bitwise_not, _bits("~"), _zero, lambda x: S.Not(x)),
         Op("isnan", torch.isnan, _bool, _zero),
         Op("isinf", torch.isinf, _bool, _zero),
+        Op("whole", lambda x: x, _float, lambda o, x: (const(1.0),), lambda x: x),  # as it stands: nothing taken apart
         # functions of floats
         Op("exp", torch.exp, _float, lambda o, x: (o,), S.exp),
         Op("exp2", torch.exp2, _float, lambda o, x: (f("mul", o, _LN2),), lambda x: S.Integer(2) ** x),

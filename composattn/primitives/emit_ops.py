@@ -161,6 +161,7 @@ CUTE: dict[str, Callable[..., Any]] = {
     "fmod": _fmod,
     "pow": _power,
     "neg": lambda x: -x,
+    "whole": lambda x: x,
     "abs": _abs,
     "sign": _sign,
     "maximum": _maximum,

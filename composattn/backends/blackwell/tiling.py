@@ -6,6 +6,7 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...call.schedule import INVARIANT_KEYS
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, slots
@@ -88,9 +89,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     heads = packed_heads(problem, program, ROWS)
     tiles = 1 if queries(problem) * slots(heads) <= ROWS or dv > 128 else 2
-    tile_n, k_stages, v_stages = _stages(
-        _most_keys(program), target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv
-    )
+    most = _most_keys(problem, program)
+    tile_n, k_stages, v_stages = _stages(most, target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv)
     if problem.layout.kv == "paged" and tile_n == 96:
         tile_n = 64  # whole pages, or a part of one
     return BlackwellTiling(
@@ -112,8 +112,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     )
 
 
-def _most_keys(program: Program) -> int:
+def _most_keys(problem: Problem, program: Program) -> int:
     """Scores of a row that leave registers for what the score mod reads."""
+    if problem.schedule.batch_invariant:
+        return INVARIANT_KEYS
     return 64 if reads_pairs(program.score) else 128
 
 

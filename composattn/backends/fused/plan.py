@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, NoReturn, TypedDict, TypeVar
 
 import torch
 
@@ -14,7 +14,9 @@ from ...analysis.bands import TileInterval
 from ...analysis.program import Program
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
+from ...errors import InvalidSchedule
 from ...graph.expr import Capture, DType, index
+from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
@@ -185,8 +187,12 @@ def plan_forward(
     """
     architecture = architecture_of(target)
     architecture.check(problem, program)
+    if problem.schedule.batch_invariant:
+        program = invariant(program)
     tiling = tiling or architecture.forward_tiling(problem, program, target)
     lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
+    if lists is not None and problem.schedule.batch_invariant:
+        _refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
@@ -209,6 +215,24 @@ def plan_forward(
         return_max_scores=return_max_scores,
         is_split=parts > 1,
         splits=parts,
+    )
+
+
+def invariant(program: Program) -> Program:
+    """`program`, computed for each pair from its positions alone: no part of a score is left to a row's LSE.
+
+    Raises: `InvalidSchedule` for masks whose tiles come in an order that depends on the other rows of a query tile.
+    """
+    if len(program.intervals) > 1:
+        _refuse_order(f"rows of this mask see {len(program.intervals)} runs of keys")
+    score = None if program.score is None else apply("whole", program.score)
+    return Program(score, program.mask, program.sink, program.keep)
+
+
+def _refuse_order(why: str) -> NoReturn:
+    raise InvalidSchedule(
+        f"batch_invariant=True, but {why}, in an order that depends on the rows beside a row; masks whose rows see one "
+        "run of keys can be (causal, windows, prefixes, documents that lie together)"
     )
 
 

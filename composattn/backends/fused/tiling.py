@@ -50,7 +50,7 @@ class ForwardTiling(Tiling):
     multiprocessor holds at once.
     """
 
-    kernel: str = "forward"
+    kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1

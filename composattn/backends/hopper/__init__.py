@@ -18,11 +18,12 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward import HopperBackward
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward
+    from .forward import HopperForward, HopperForwardInOrder
     from .rounding import HopperGather, HopperPostprocess
 
     return {
         "forward": HopperForward,
+        "forward_in_order": HopperForwardInOrder,
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,

@@ -6,6 +6,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
+from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic
 from ...primitives.barriers import Barriers
 from ...primitives.bulk_stores import send
 from ...primitives.kv_source import partition
@@ -43,6 +44,7 @@ class HopperForward(Forward[HopperTiling]):
     """
 
     rows = ROWS
+    arithmetic: Arithmetic = ONE_BY_ONE
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
@@ -69,10 +71,16 @@ class HopperForward(Forward[HopperTiling]):
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         scale_log2 = self.mods.softmax_scale_log2(call.scale)
-        me = Consumer(self.plan, self.heads, self.fragment, block, thread, scale_log2)
+        me = Consumer(self, block, thread, scale_log2)
         me.turns.start(me.number)
         Consume(self, call, me).run()
         me.drain_stores()
+
+
+class HopperForwardInOrder(HopperForward):
+    """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
+
+    arithmetic = IN_ORDER
 
 
 class Load(Role):
@@ -204,9 +212,11 @@ class Products(Fixed):
 class Consumer(Warpgroup):
     """One warpgroup, which stays for all work tiles of its block."""
 
-    def __init__(self, plan, heads, fragment, block, thread, scale_log2):
+    def __init__(self, kernel, block, thread, scale_log2):
         super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
-        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, heads, fragment
+        plan = kernel.plan
+        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, kernel.heads, kernel.fragment
+        self.arithmetic = kernel.arithmetic
         self.turns = PingPong(plan.tiling.warpgroups if plan.tiling.pingpong else 1, block.turns)
         self.products = Products(plan.tiling, block, self.number)
         self.scale_log2 = scale_log2
@@ -241,7 +251,8 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
         self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
         self.output = row_column_view(self.tOrO)
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, me.plan.return_max_scores, me.tiling.exponential)
+        highest, units = me.plan.return_max_scores, me.tiling.exponential
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         self.softmax.reset()
         self.rescale.fill(1.0)

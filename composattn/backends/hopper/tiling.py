@@ -6,6 +6,7 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...call.schedule import INVARIANT_KEYS
 from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
@@ -65,7 +66,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if queries(problem) * slots(heads) <= ROWS:
         return _few_rows(problem, target, heads)
     widest = max(d, dv)
-    if _is_short(problem, program, widest):
+    if not problem.schedule.batch_invariant and _is_short(problem, program, widest):
         return _small(problem, program, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
     gathers = reads_pairs(program.score)
@@ -78,6 +79,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)
+    if problem.schedule.batch_invariant:
+        tile_n = INVARIANT_KEYS
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     return HopperTiling(
@@ -96,7 +99,12 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
+        kernel=_kernel(problem),
     )
+
+
+def _kernel(problem: Problem) -> str:
+    return "forward_in_order" if problem.schedule.batch_invariant else "forward"
 
 
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
@@ -144,7 +152,7 @@ def _few_rows(problem: Problem, target: Target, heads: int) -> HopperTiling:
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     persistent = problem.schedule.persistent or False
     blocks = 2 if max(d, dv) <= 128 and not persistent else 1
-    tile_n = 64
+    tile_n = INVARIANT_KEYS
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return HopperTiling(
         tile_m=ROWS,
@@ -160,6 +168,7 @@ def _few_rows(problem: Problem, target: Target, heads: int) -> HopperTiling:
         heads_together=problem.schedule.heads_together,
         persistent=persistent,
         blocks=blocks,
+        kernel=_kernel(problem),
     )
 
 
