@@ -12,6 +12,7 @@ from .graph.scalar import Scalar
 from .mods.mask import Mask
 from .mods.score import Score
 from .parallel import ContextParallel
+from .weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "Score",
     "Varlen",
     "attention",
+    "attention_weights",
     "backends",
     "debug_checks",
     "errors",

@@ -33,7 +33,7 @@ ROOMS = {
     "backends, by name": "backends",
     "dispatch": "dispatch",
     "parallel": "parallel",
-    "front door": "__init__ __main__ api nn flex explain shaped doctor",
+    "front door": "__init__ __main__ api nn flex explain weights shaped doctor",
     "testing": "testing",
     "integrations": "integrations",
 }

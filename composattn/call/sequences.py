@@ -123,6 +123,42 @@ class Paged:
         """The number of sequences."""
         return self.page_table.shape[0]
 
+    def append(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+    ) -> Paged:
+        """Writes new keys and values behind those of each sequence, and gives the pages with as many more in use.
+
+        k_cache (num_pages, Hkv, page_size, D), v_cache (num_pages, Hkv, page_size, Dv), as a call takes them;
+        k (B, Hkv, n, D), v (B, Hkv, n, Dv), or packed (total, Hkv, D), (total, Hkv, Dv) where `varlen` says whose.
+        `page_table` must have pages for them: an index beyond it is torch's error. Nothing waits for the device.
+
+        Raises: `ShapeMismatch`, `UnsupportedOption` for `seqused_q` of `varlen`.
+        """
+        if varlen is None:
+            count, heads_first = torch.full_like(self.seqused, k.shape[2]), True
+            b = torch.arange(self.batch, device=k.device)[:, None]
+            position = self.seqused[:, None] + torch.arange(k.shape[2], device=k.device)
+        else:
+            begins = varlen.cu_seqlens_q
+            if varlen.seqused_q is not None:
+                raise errors.UnsupportedOption("append takes all packed rows; leave seqused_q out of varlen")
+            count, heads_first = begins.diff(), False
+            row = torch.arange(k.shape[0], device=k.device)
+            b = torch.searchsorted(begins[1:], row, right=True)
+            position = self.seqused[b] + row - begins[b]
+        for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+            _check_appended(name, cache, new, self, heads_first)
+        page = self.page_table[b, position // self.page_size].long()
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            rows = new.transpose(1, 2) if heads_first else new
+            cache.transpose(1, 2)[page, position % self.page_size] = rows.to(cache.dtype)
+        return dataclasses.replace(self, seqused=(self.seqused + count).to(torch.int32))
+
     @cached_property
     def form(self) -> tuple[Any, ...]:
         """All of it that planning may look at."""
@@ -242,6 +278,22 @@ def _check_offsets(name: str, tensor: Any) -> int:
             f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and at least 2"
         )
     return tensor.shape[0] - 1  # type: ignore[no-any-return]
+
+
+def _check_appended(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Paged, heads_first: bool) -> None:
+    rank = 4 if heads_first else 3
+    if new.ndim != rank or cache.ndim != 4 or cache.shape[2] != paged.page_size:
+        raise errors.ShapeMismatch(
+            f"{name} has shape {tuple(new.shape)} for pages {tuple(cache.shape)} of {paged.page_size} rows; it must be "
+            "(B, Hkv, n, D), or with varlen (total, Hkv, D), the cache (num_pages, Hkv, page_size, D)"
+        )
+    lead = (paged.batch, cache.shape[1]) if heads_first else (cache.shape[1],)
+    found = tuple(new.shape[:2]) if heads_first else (new.shape[1],)
+    if found != lead or new.shape[-1] != cache.shape[3]:
+        raise errors.ShapeMismatch(
+            f"{name} has shape {tuple(new.shape)}; pages {tuple(cache.shape)} of {paged.batch} sequences hold "
+            f"{cache.shape[1]} heads of {cache.shape[3]} numbers"
+        )
 
 
 def _check_counts(name: str, tensor: Any, batch: int) -> None:

@@ -21,6 +21,7 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
 from ..graph.form import form_of, graph_of, joined
+from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.recorded import Recorded, record
 
@@ -67,6 +68,21 @@ class Mod:
     def named(self, name: str) -> Self:
         """The same by another name."""
         return self.formed(self.form, self.leaves, name)
+
+    def shifted(self, *, b: Any = 0, h: Any = 0, q: Any = 0, kv: Any = 0) -> Self:
+        """The same, asked at (b + `b`, h + `h`, q_idx + `q`, kv_idx + `kv`): of a part of a larger call.
+
+        So a rank that has heads from 8 on and queries from 1024 on passes `mod.shifted(h=8, q=1024)`. Each is an int, a
+        `ca.scalar` (a new value compiles nothing) or an integer 0-d tensor. Lengths stay those of the part: what is
+        aligned at the end wants its alignment said by `q` instead. Raises: `InvalidModArgument`.
+        """
+        at = {}
+        for name, by in {"b": b, "h": h, "q": q, "kv": kv}.items():
+            number = as_expr(by)
+            if not number.dtype.is_integer:
+                raise errors.InvalidModArgument(f"a mod is shifted by integers, got {name}={by!r}")
+            at[index(name)] = apply("add", index(name), number)
+        return type(self)(substitute(self.expr, at), self.name)
 
     @property
     def expr(self) -> Expr:
