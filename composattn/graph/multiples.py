@@ -24,8 +24,11 @@ def constant_factor(node: Expr) -> tuple[Expr | None, float]:
 
 
 def steepest_tanh(root: Expr | None) -> float | None:
-    """The largest |c| where each tanh of a score mod is of c times the score; None: it has none, or another."""
-    if root is None or root.depth > DEEP:
+    """The largest |c| where each tanh of a score mod is of c times the score; None: it has none, or another.
+
+    Also none of a "whole" score mod, whose bits must not depend on other scores.
+    """
+    if root is None or root.depth > DEEP or root.op == "whole":
         return None
     arguments = [node.args[0] for node in walk(root) if node.op == "tanh" and node.rate is Rate.ELEMENT]
     found = []
