@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds of timing for one model")
     parser.add_argument("--impl", nargs="+", default=[OURS, "sdpa", FLASH, "flex_attention"])
+    parser.add_argument("--only", default="", help="regular expression on the model's name")
     parser.add_argument("--smoke", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -130,7 +132,7 @@ def main() -> None:
     integration.register(OURS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {**provenance(device), "rows": []}
-    for model in MODELS:
+    for model in (m for m in MODELS if re.search(options.only, m.name)):
         if options.smoke:
             small = {name: SMALL.get(name, value) for name, value in model.options.items()}
             model = Model(model.name, model.kind, 1, 64, small, model.leaves_out)
