@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from itertools import pairwise
@@ -77,6 +78,15 @@ def offsets(lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", sampled(CASES))
 def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
+    check_packed(case, folder, generator)
+
+
+@pytest.mark.parametrize("case", ["plain-d128", "from-the-end", "window-used-gqa2"])
+def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, generator: torch.Generator) -> None:
+    check_packed(case, folder, generator, tile_m=80, dq_split="transposed", persistent=False, dq_in_bulk=True)
+
+
+def check_packed(case: str, folder: Path, generator: torch.Generator, **changes: Any) -> None:
     mods, dtype, heads, kv_heads, q_lens, kv_lens, d, dv, through_lse, in_order, with_used = CASES[case]
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
@@ -127,6 +137,9 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
     varlen = ca.Varlen(cu_q, cu_k, seqused_q=counts(used_q), seqused_k=counts(used_k))
     problem = Problem.of(q, k, v, varlen=varlen)
     plans = plan_backward(problem, program, HOPPER, has_dlse=through_lse, deterministic=in_order)
+    if changes:
+        tiling = dataclasses.replace(plans.main.tiling, **changes)
+        plans = plan_backward(problem, program, HOPPER, has_dlse=through_lse, deterministic=in_order, tiling=tiling)
     torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
     try:
         found = BackwardLauncher(plans, kernel_of)(
