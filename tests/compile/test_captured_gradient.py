@@ -142,7 +142,9 @@ def test_sums_in_the_kernel_spill_nothing(mods: str, mask: str, d: int, folder: 
         assert made.mnemonics["WARPGROUP"] <= 14  # the products stay asynchronous
         # a lane adds up at most three of the 79 diagonals of 64 queries and a warp's 16 keys
         dq = t.tile_m * t.d // (4 * 128 * (1 if t.shared_keys else t.warpgroups))
-        assert made.mnemonics["REDG"] == dq + 3 * len(summing.totals)
+        # where dQ is computed a tile later: in two places, sums in two branches, but where the compiler joins them
+        places, sums = 1 + t.dq_later, 3 * len(summing.totals)
+        assert sums <= made.mnemonics["REDG"] - places * dq <= places * sums
 
 
 @pytest.mark.parametrize("mods", MODS)
