@@ -63,8 +63,9 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
         self.me, self.block, self.kernel = me, role.block, kernel
-        self.bends = kernel.mods.steepest is not None
         self.reads = reads_any(kernel.plan.program.score)
+        # what is read ahead for a tile that another step then has would be read twice
+        self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
         self.softmax.reset()
