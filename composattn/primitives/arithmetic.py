@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -22,7 +22,7 @@ class Arithmetic(Protocol):
     The order of sums is its own.
     """
 
-    together: ClassVar[int]
+    together: int
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         """Each times `factor`, less `shift`."""
@@ -56,7 +56,7 @@ class Arithmetic(Protocol):
 
 
 class OneByOne(Fixed):
-    together = 1
+    together: int = 1
 
     def multiples(self, step: Any, count: int) -> Sequence[Any]:
         return [step * float(i) for i in range(count)]
@@ -96,7 +96,7 @@ class OneByOne(Fixed):
 class InPairs(Fixed):
     """Neighbours are a pair; they are even in number."""
 
-    together = 8  # of 16 ALiBi spilled 4
+    together: int = 8
 
     def multiples(self, step: Any, count: int) -> Sequence[Any]:
         # a pair takes no immediates: those that there are, moved by as many, are the next ones
