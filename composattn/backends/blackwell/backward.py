@@ -45,7 +45,7 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
     def group(self, block, lane, thread) -> KeyRows:
         """One of those that compute."""
         # P and dS that are computed together fill registers: half of them at once
-        rows = self.tiling.queries // (2 if self.mods.one_pass else 1)
+        rows = self.tiling.queries // (2 if self.mods.one_pass or self.tiling.in_halves else 1)
         return KeyRows(self, block, lane, thread, fragment_shape(rows).transposed)
 
     @cute.jit

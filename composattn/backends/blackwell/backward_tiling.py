@@ -61,10 +61,14 @@ WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlackwellBackwardTiling(RowBackwardTiling):
-    """Q with its rows' statistics lies in a ring of `q_stages`, dO in one of `do_stages`."""
+    """Q with its rows' statistics lies in a ring of `q_stages`, dO in one of `do_stages`.
+
+    `in_halves`: a thread computes half of its queries at a time.
+    """
 
     q_stages: int
     do_stages: int
+    in_halves: bool = False
     roles: BackwardRoles
 
     def __post_init__(self) -> None:
@@ -128,6 +132,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         do_stages=2,
         dq_at_once=min(d, 64) if roles.dq_registers >= 96 else 32,
         roles=roles,
+        in_halves=program.score is not None and roles is ROLES,  # ALiBi by a function spilled 4
         l2=64 << 20,
         section_tiles=3 * target.sms // 2,  # as on Hopper, where heads alone left multiprocessors idle
         heads_together=problem.schedule.heads_together,
