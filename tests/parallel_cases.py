@@ -132,6 +132,7 @@ def usage(rank: int, ranks: int) -> dict[str, Any]:
     order = [t.tolist() for t in _of_all(shard.positions)]
     found["each token once"] = sorted(n for each in order for n in each) == list(range(length))
     found["text"] = "imbalance" in str(shard.explain()) and len(shard.explain().rows) == ranks
+    found |= _partial(rank, ranks)
     found |= _packed(rank, ranks) | _written(rank, ranks) | _checkpointed(rank, ranks) | _counted(rank, ranks)
     return found
 
@@ -140,6 +141,24 @@ def _of_all(t: T) -> list[T]:
     found = [torch.empty_like(t) for _ in range(dist.get_world_size())]
     dist.all_gather(found, t)
     return found
+
+
+def _partial(rank: int, ranks: int) -> dict[str, Any]:
+    """On a dimension of a mesh: gradients of captured tensors are whole, or add up to that."""
+    length = 24 * ranks
+    mesh = torch.distributed.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "cp"))
+    bias = torch.zeros(length, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for gradients in ("whole", "partial"):
+        shard = ca.ContextParallel(mesh, dim="cp", captured_gradients=gradients).plan(causal(), length)
+        mine = [shard.scatter(t, 2) for t in tensors(length)]
+        out = ca.attention(
+            *mine, mask_mod=causal(), score_mod=lambda s, b, h, i, j: s + bias[j], context_parallel=shard
+        )
+        grads += torch.autograd.grad(out.square().sum(), bias)
+    whole, part = grads
+    total = sum(_of_all(part))
+    return {"partial": torch.allclose(total, whole) and not torch.allclose(part, whole)}
 
 
 def _packed(rank: int, ranks: int) -> dict[str, Any]:

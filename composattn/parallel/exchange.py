@@ -68,7 +68,7 @@ class Ranks:
 
     def total(self, numbers: torch.Tensor, kind: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or another reduction, of the tensors of all ranks, in place."""
-        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)))
+        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)), numbers)
         return numbers
 
     def said_by_all(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,9 @@ class Ranks:
         self.named(lambda: work.wait() if self.timeout is None else work.wait(self.timeout))
         return torch.stack(found).cpu()
 
-    def wait(self, work: Any) -> None:
-        """Until `work` is done; NCCL's, whose streams wait by themselves, has the time-out of its group."""
-        in_time = self.timeout is not None and self.device_type != "cuda"
+    def wait(self, work: Any, moved: torch.Tensor) -> None:
+        """Until `work` is done; on GPUs streams wait by themselves, and the time-out is that of the group."""
+        in_time = self.timeout is not None and moved.device.type != "cuda"
         self.named(lambda: work.wait(self.timeout) if in_time else work.wait())
 
     def named(self, step: Callable[[], T]) -> T:
@@ -108,7 +108,7 @@ class Pending:
     def arrived(self) -> torch.Tensor:
         """The rows, when they are there."""
         if self._work is not None:
-            self._ranks.wait(self._work)
+            self._ranks.wait(self._work, self._rows)
             self._work = None
             self._held = self._rows
         return self._rows

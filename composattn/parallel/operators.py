@@ -27,8 +27,9 @@ from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
-from .attend import Given, Known, gradients
-from .context import Planned, given_of, shard_of
+from .attend import gradients
+from .shard import Planned, given_of, shard_of
+from .way import Given, Known
 
 
 def call(number: int, inputs: Inputs, said: Spoken, asked: Asked) -> Any:

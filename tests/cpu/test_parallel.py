@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 import composattn as ca
 from composattn.mods import causal, document, sliding_window
+from composattn.parallel.describe import describe
 from composattn.parallel.division import divide
+from composattn.parallel.exchange import Ranks
 from composattn.parallel.movement import Movement
+from composattn.parallel.traffic import Shape, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
 from tests import parallel_cases
 from tests.ranks import on_ranks
@@ -28,7 +32,7 @@ def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_mask_on_several_ranks_is_what_one_device_computes(ranks: int) -> None:
-    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + 20))))
+    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + 12))))
 
 
 @pytest.mark.slow
@@ -85,6 +89,14 @@ def test_a_rank_that_fails_ends_the_others_by_a_named_error_in_time() -> None:
     assert all(seconds < 30 for _, seconds in others)  # the time-out is 2, the group's own 60
 
 
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda")])
+def test_tensors_on_a_device_that_the_group_does_not_move_are_refused(backend: str, device: str) -> None:
+    ranks = Ranks.__new__(Ranks)
+    ranks.backend = backend
+    with pytest.raises(ca.errors.WrongDeviceForGroup, match="init_device_mesh"):
+        ranks.check_device(torch.device(device))
+
+
 def test_without_a_process_group_there_is_no_context_parallel() -> None:
     with pytest.raises(ca.errors.NoProcessGroup, match="torchrun"):
         ca.ContextParallel(None)
@@ -109,6 +121,26 @@ def test_sixty_four_tiles_a_rank_are_balanced_and_windows_move_halos_only(mask: 
     if mask == "window":
         assert division.runs == ranks
         assert max(division.fetched) == 512
+
+
+def test_who_computes_what_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    visits = visits_of(causal().expr, 1024, 64, 16)
+    division = divide(visits, 4)
+    found = describe(division, visits.seen, chosen("auto", None, division, visits.seen, Shape(heads=4)))
+    found.picture(tmp_path / "who.png")
+    assert (tmp_path / "who.png").stat().st_size > 1000
+    assert [row.rows for row in found.rows] == [256] * 4
+    assert "0.00%" in str(found)
+
+
+def test_heads_are_shared_where_that_moves_less() -> None:
+    visits = visits_of(causal().expr, 8192, 128, 64)
+    division = divide(visits, 8)
+    few, many = Shape(heads=32, kv_heads=8), Shape(heads=32, kv_heads=2)
+    assert chosen("auto", None, division, visits.seen, few).method == "heads"
+    assert chosen("auto", None, division, visits.seen, many).method != "heads"  # two heads are not eight ranks'
+    assert chosen("exchange", 2, division, visits.seen, few).received[0] == division.fetched[0] * few.kv_row
 
 
 def test_each_row_that_a_mask_needs_is_fetched_and_hardly_any_other() -> None:

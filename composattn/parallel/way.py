@@ -1,0 +1,62 @@
+"""What ways of sharing an attention have in common: what a forward is given and gives, and what a backward knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .exchange import Ranks
+
+T = torch.Tensor
+
+
+class Known(NamedTuple):
+    """What a backward is given: what the forward had and gave, and the gradients of what it gave."""
+
+    q: T
+    k: T
+    v: T
+    out: T
+    lse: T
+    dout: T
+    dlse: T | None
+    given: Sequence[T]
+    wanted: Sequence[bool]
+
+
+class Given(NamedTuple):
+    """What a call has besides q, k and v: the tensors that its mods read, and whether largest scores are asked for.
+
+    sink: which of the tensors has the sinks, (Hq,); None: there are none.
+    """
+
+    tensors: Sequence[T]
+    max_scores: bool = False
+    sink: int | None = None
+
+    @property
+    def sinks(self) -> T | None:
+        return None if self.sink is None else self.tensors[self.sink]
+
+
+class Way(Protocol):
+    """How the ranks share the work of one attention: by moving keys (`ByKeys`), or heads (`ByHeads`)."""
+
+    ranks: Ranks
+
+    def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
+        """(out, lse, max_scores, what was begun, tensors that the backward needs besides)."""
+
+    def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
+        """Gradients of q, k, v and of each given tensor, those of this rank's rows."""
+
+
+def sunk(out: T, lse: T, sinks: T | None) -> tuple[T, T]:
+    """out and lse with one more exponential in the sum of each row, that of its head's sink."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - total).nan_to_num(0.0).unsqueeze(-1)
+    return (out * share).to(out.dtype), total
