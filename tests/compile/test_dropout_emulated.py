@@ -54,8 +54,13 @@ def test_forward_is_as_close_as_plain_pytorch(name: str, backend: str) -> None:
 
 BACKWARD: dict[str, tuple[Case, tuple[str, ...]]] = {
     "keys as rows": (dense(q_len=70, kv_len=150, mask_mod=seen), ("hopper-emulated", "blackwell-emulated")),
-    "queries as rows": (dense(q_len=70, kv_len=90, dim=128, mask_mod=causal()), ("hopper-emulated",)),
-    "P and dP apart": (dense(q_len=70, kv_len=90, dim=192, mask_mod=causal()), ("hopper-emulated",)),
+    "D 128": (dense(q_len=70, kv_len=90, dim=128, mask_mod=causal()), ("hopper-emulated",)),
+    "queries as rows": (dense(q_len=70, kv_len=90, dim=192, mask_mod=causal()), ("hopper-emulated",)),
+    "P and dP apart": (dense(q_len=70, kv_len=90, heads=2, dim=256, mask_mod=causal()), ("hopper-emulated",)),
+    "P and dP apart, a derivative": (
+        dense(q_len=70, kv_len=90, heads=2, dim=256, mask_mod=causal(), score_mod=softcap(5.0)),
+        ("hopper-emulated",),
+    ),
     "a derivative that sees the score": (
         dense(q_len=70, kv_len=90, mask_mod=causal(), score_mod=softcap(5.0)),
         ("hopper-emulated", "blackwell-emulated"),

@@ -222,3 +222,11 @@ def test_what_is_no_probability_is_refused_by_name(p: Any, generator: torch.Gene
 def test_what_is_no_seed_is_refused_by_name(seed: Any, generator: torch.Generator) -> None:
     with pytest.raises(errors.UnsupportedOption, match="dropout_seed"):
         ca.attention(*inputs(generator), dropout_p=P, dropout_seed=seed)
+
+
+def test_ranks_that_share_a_sequence_refuse_it(generator: torch.Generator) -> None:
+    shared: Any = object()
+    with pytest.raises(errors.UnsupportedOption, match="ranks"):
+        ca.attention(*inputs(generator), dropout_p=P, context_parallel=shared)
+    with pytest.raises(errors.UnsupportedOption, match="ranks"):
+        ca.Attention(dropout_p=P)(*inputs(generator), context_parallel=shared)

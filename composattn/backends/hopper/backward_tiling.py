@@ -123,7 +123,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_opaque_test(program)
     # nor for whose turn it is beside what a mask reads (documents: 8 spills with D 64, with D 128 one product after the
     # other)
-    reads = reads or (deterministic and reads_any(program.mask))
+    # nor for the words of dropout (98 and 76 spills)
+    reads = reads or (deterministic and reads_any(program.mask)) or program.keep is not None
     tall = d <= 64 and dv <= 64 and not reads
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)

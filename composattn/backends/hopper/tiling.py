@@ -68,9 +68,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     widest = max(d, dv)
     if not problem.schedule.batch_invariant and _is_short(problem, program, widest):
         return _small(problem, program, heads)
-    # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160
+    # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160; so do the
+    # words of dropout (63 spilled with D 64)
     gathers = reads_pairs(program.score)
-    warpgroups = 3 if widest <= 96 and not gathers else 2
+    warpgroups = 3 if widest <= 96 and not gathers and program.keep is None else 2
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent
     if persistent is None:

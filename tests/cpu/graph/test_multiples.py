@@ -7,6 +7,7 @@ import torch
 
 import composattn as ca
 from composattn.graph.multiples import steepest_tanh
+from composattn.graph.ops import apply
 from composattn.mods import softcap
 
 BIAS = torch.zeros(8)
@@ -31,3 +32,8 @@ def test_the_number_is_known_where_all_are_of_the_score_alone(name: str) -> None
 
 def test_a_call_with_no_score_mod_has_none() -> None:
     assert steepest_tanh(None) is None
+
+
+def test_a_score_mod_that_is_taken_whole_has_none() -> None:
+    # which tanh a tile takes depends on all of its scores: no bits of a row may (batch_invariant)
+    assert steepest_tanh(apply("whole", softcap(20.0).expr)) is None
