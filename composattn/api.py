@@ -137,7 +137,7 @@ class Attention(Held):
         asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
         keep = self._state[0][3]
-        shard = active() if context_parallel is None else context_parallel
+        shard = active(q) if context_parallel is None else context_parallel
         if shard is not None:
             _refuse_dropout(keep)
             if torch.compiler.is_compiling():
@@ -239,7 +239,7 @@ def attention(
     asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
-    shard = active() if context_parallel is None else context_parallel
+    shard = active(q) if context_parallel is None else context_parallel
     if shard is not None:
         _refuse_dropout(keep)
         if torch.compiler.is_compiling():

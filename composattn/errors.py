@@ -268,6 +268,10 @@ class NotPlanned(ParallelError, RuntimeError):
     """An attention inside of a `ca.ContextParallel` that has divided no sequence yet."""
 
 
+class OutsideContextParallel(ParallelError, RuntimeError):
+    """An attention that a backward computes again outside of the `with cp:` that its forward ran in."""
+
+
 class WrongShare(ParallelError, ValueError):
     """A tensor with another number of rows than the sequence, or than the share of a rank, has."""
 

@@ -206,8 +206,14 @@ def _checkpointed(rank: int, ranks: int) -> dict[str, Any]:
         made = shard._last
         out = checkpoint(attn, q, k, v, use_reentrant=False)
         again = torch.autograd.grad(out.sum(), (q, k, v))
+        out = checkpoint(attn, q, k, v, use_reentrant=False)
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    return {"checkpoint": same and shard._last is made}
+    try:
+        out.sum().backward()
+        refused = False
+    except ca.errors.OutsideContextParallel:
+        refused = True
+    return {"checkpoint": same and shard._last is made, "a checkpoint computed again outside": refused}
 
 
 def _counted(rank: int, ranks: int) -> dict[str, Any]:

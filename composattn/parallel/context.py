@@ -23,9 +23,28 @@ Method = Literal["auto", "exchange", "gather", "heads"]
 _entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
 
 
-def active() -> Shard | None:
-    """The shard that calls now belong to, None outside of any `with cp:`. Raises: `NotPlanned`."""
-    return _entered[-1].shard if _entered else None
+_left: list[int] = []  # rows of shards whose `with cp:` is over
+
+
+def active(q: torch.Tensor) -> Shard | None:
+    """The shard that a call with `q` belongs to, None outside of any `with cp:`.
+
+    Raises: `NotPlanned`; `OutsideContextParallel` where a backward computes again what ranks may have shared.
+    """
+    if _entered:
+        return _entered[-1].shard
+    if not torch.compiler.is_compiling() and _left:
+        _refuse_recomputed(q.shape[-2] if q.ndim == 4 else q.shape[0])
+    return None
+
+
+def _refuse_recomputed(rows: int) -> None:
+    if rows in _left and torch._C._current_graph_task_id() != -1:
+        raise errors.OutsideContextParallel(
+            f"a backward computes an attention of {rows} rows again (activation checkpointing), after the "
+            "`with cp:` of as many rows was left; this rank would attend to its own rows only. Keep loss.backward() "
+            "inside of `with cp:`, or pass context_parallel=shard to the call"
+        )
 
 
 class ContextParallel:
@@ -138,6 +157,8 @@ class ContextParallel:
 
     def __exit__(self, *error: Any) -> None:
         _entered.remove(self)
+        if self.shard.rows not in _left:
+            _left.append(self.shard.rows)
 
     def __repr__(self) -> str:
         ranks = self.ranks

@@ -42,8 +42,13 @@ FORWARD: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FORWARD)
+QUICK = {*((name, "hopper-emulated") for name in FORWARD), ("packed", "blackwell-emulated")}
+CALLS = [(name, backend) for name in FORWARD for backend in BACKENDS]
+
+
+@pytest.mark.parametrize(
+    "name, backend", [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in CALLS]
+)
 def test_forward_is_as_close_as_plain_pytorch(name: str, backend: str) -> None:
     case, options = FORWARD[name]
     attend = functools.partial(ca.attention, backend=backend, **options)

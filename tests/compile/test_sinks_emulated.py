@@ -63,8 +63,16 @@ def with_sinks(case: Case, sinks: torch.Tensor = SINKS) -> Case:
     return dataclasses.replace(case, sinks=sinks)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FORWARD)
+QUICK = {
+    *((name, "hopper-emulated") for name in FORWARD),
+    *((name, "blackwell-emulated") for name in ("kv in parts", "rows that see nothing")),
+}
+CALLS = [(name, backend) for name in FORWARD for backend in BACKENDS]
+
+
+@pytest.mark.parametrize(
+    "name, backend", [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in CALLS]
+)
 def test_forward_is_as_close_as_plain_pytorch(name: str, backend: str) -> None:
     case, options = FORWARD[name]
     attend = functools.partial(ca.attention, backend=backend, **options)
@@ -73,8 +81,13 @@ def test_forward_is_as_close_as_plain_pytorch(name: str, backend: str) -> None:
             check(attend, with_sinks(case).without_gradients())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", BACKWARD)
+QUICK_GRADIENTS = {("dense", "hopper-emulated"), ("packed", "blackwell-emulated")}
+GRADIENTS = [(name, backend) for name in BACKWARD for backend in BACKENDS]
+
+
+@pytest.mark.parametrize(
+    "name, backend", [pytest.param(*c, marks=[] if c in QUICK_GRADIENTS else pytest.mark.slow) for c in GRADIENTS]
+)
 def test_gradients_are_as_close_as_plain_pytorchs(name: str, backend: str) -> None:
     case = with_sinks(BACKWARD[name], SINKS.nan_to_num(neginf=-1.0).requires_grad_())
     check(functools.partial(ca.attention, backend=backend), case)
