@@ -232,7 +232,8 @@ def _modded(pattern: PatternFactory, direction: Direction, sets: tuple[str, ...]
     return Case(name, sets, pattern, direction=direction, **defaults)  # type: ignore[arg-type]
 
 
-def _all() -> Iterable[Case]:
+def _of_training() -> Iterable[Case]:
+    """Forward and backward of long sequences."""
     for direction in ("forward", "backward"):
         for dim in (128, 64, 96, 192, 256):
             for length in LENGTHS if dim in (64, 128) else (2048, 8192):
@@ -253,6 +254,10 @@ def _all() -> Iterable[Case]:
         for batch, length, heads, kv_heads in GROUPS:
             yield _grouped(direction, batch, length, heads, kv_heads, causal)
         yield _grouped(direction, 2, 8192, 24, 3, full)
+
+
+def _of_serving() -> Iterable[Case]:
+    """Short sequences and single queries."""
     for dim, length in itertools.product((64, 128), (128, 256, 512, 1024)):
         name = f"forward D{dim} B16 S{length} causal, in a graph"
         yield Case(name, ("graph",), causal, batch=16, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)
@@ -277,6 +282,10 @@ def _all() -> Iterable[Case]:
                 page_size=page_size,
                 measure="tbps",
             )
+
+
+def _of_the_host() -> Iterable[Case]:
+    """What else a call costs: the host's time, and memory."""
     yield Case(
         "host time a call, B1 S128 H1 D64",
         ("host", "core"),
@@ -298,6 +307,9 @@ def _all() -> Iterable[Case]:
             dim=128,
             measure="memory",
         )
+
+
+def _of_cpus() -> Iterable[Case]:
     for pattern in (full, causal, window, documents, alibi):
         narrow = functools.partial(window, width=256) if pattern is window else pattern
         for dtype in (torch.float32, torch.bfloat16) if pattern is causal else (torch.float32,):
@@ -318,7 +330,7 @@ def _all() -> Iterable[Case]:
             )
 
 
-CASES: tuple[Case, ...] = tuple(_all())
+CASES: tuple[Case, ...] = tuple(itertools.chain(_of_training(), _of_serving(), _of_the_host(), _of_cpus()))
 SETS: tuple[str, ...] = (
     "core",
     "forward",
