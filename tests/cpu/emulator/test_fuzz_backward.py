@@ -17,7 +17,7 @@ import composattn as ca
 from composattn.testing import Case, assert_attention_close, run
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
-from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, report, seeds
+from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, held_in_every_mode, report, seeds
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -65,27 +65,21 @@ class GradientCall:
                     assert apart <= torch.finfo(value.dtype).eps * size, f"{name} is another in {mode} mode: {apart}"
 
 
-def held_in_every_mode(seed: int, backend: str) -> GradientCall:
-    call = GradientCall.of(seed)
-    try:
-        call.check(backend)
-    except Exception as error:
-        raise AssertionError(f"GradientCall.of({seed}): {call}") from error
-    return call
+held = functools.partial(held_in_every_mode, kind=GradientCall)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
 def test_random_gradients(number: int, backend: str) -> None:
-    held_in_every_mode(seeds(4)[number], backend)
+    held(seeds(4)[number], backend)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(160))
 def test_many_random_gradients(number: int, backend: str) -> None:
-    held_in_every_mode(seeds(160)[number], backend)
+    held(seeds(160)[number], backend)
 
 
 if __name__ == "__main__":
-    report(held_in_every_mode, *sys.argv[1:])
+    report(held, *sys.argv[1:])

@@ -99,12 +99,13 @@ class Call:
             torch.testing.assert_close(top, exact, rtol=1e-4, atol=1e-4, msg=lambda m: f"max_scores: {m}")
 
 
-def held_in_every_mode(seed: int, backend: str) -> Call:
-    call = Call.of(seed)
+def held_in_every_mode(seed: int, backend: str, kind: type[Any] = Call) -> object:
+    """The call of a kind (`of`, `check`) that this seed draws, checked."""
+    call = kind.of(seed)
     try:
         call.check(backend)
     except Exception as error:
-        raise AssertionError(f"Call.of({seed}): {call}") from error
+        raise AssertionError(f"{kind.__name__}.of({seed}): {call}") from error
     return call
 
 
