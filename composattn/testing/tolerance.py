@@ -114,23 +114,7 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
     `attention` is called as `composattn.attention` is; `functools.partial(composattn.attention, backend="hopper")`
     checks a backend. Raises AssertionError with every error and what it may be.
     """
-    assert_attention_close(
-        run(attention, case),
-        case.q,
-        case.k,
-        case.v,
-        varlen=case.varlen,
-        paged=case.paged,
-        sinks=case.sinks,
-        dropout=case.dropout,
-        score_mod=case.score_mod,
-        mask_mod=case.mask_mod,
-        scale=case.scale,
-        dout=case.dout,
-        dlse=case.dlse,
-        factor=factor,
-        name=repr(case),
-    )
+    assert_case_close(run(attention, case), case, factor)
 
 
 def run(attention: Attention, case: Case) -> Results:
@@ -183,6 +167,11 @@ def assert_attention_close(
     Raises: AssertionError, with a table of errors and what they may be.
     """
     case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged, sinks, dropout)
+    assert_case_close(actual, case, factor)
+
+
+def assert_case_close(actual: Mapping[str, torch.Tensor], case: Case, factor: float = FACTOR) -> None:
+    """`assert_attention_close` of what was computed of a case."""
     exact = _reference(case, torch.float64)
     for key in actual:
         if key not in exact:
@@ -191,11 +180,11 @@ def assert_attention_close(
     errors = {key: _errors(actual[key], exact[key]) for key in actual} if not problems else {}
     allowed: dict[str, tuple[float, ...]] = {}
     roundings = 1.0
-    if q.dtype == torch.float64:
+    if case.q.dtype == torch.float64:
         # the oracle itself then errs as much, sums in its own order and rounds; of 26,500 random calls one reached 5.3
         factor, roundings = 4 * factor, 2.0
     for run in range(9):
-        plain = _reference(case, q.dtype, _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else None)
+        plain = _reference(case, case.q.dtype, _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else None)
         for key in errors:
             unit = roundings * torch.finfo(actual[key].dtype).eps / 2
             rounding = tuple(unit * size for size in _sizes(_finite(exact[key])))
@@ -211,7 +200,7 @@ def assert_attention_close(
             f"  {key:14} max {e[0]:.2e} of {allowed[key][0]:.2e} allowed, rms {e[1]:.2e} of {allowed[key][1]:.2e}"
             for key, e in errors.items()
         ]
-        raise AssertionError("\n".join([f"{name or describe(case)}: {'; '.join(problems)}", *rows]))
+        raise AssertionError("\n".join([f"{case.name or describe(case)}: {'; '.join(problems)}", *rows]))
 
 
 def _wrong_forms(actual: Mapping[str, torch.Tensor], exact: Results) -> list[str]:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.testing import Case, assert_attention_close, run
+from composattn.testing import Case, run
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
+from composattn.testing.tolerance import assert_case_close
 from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, held_in_every_mode, report, seeds
 
 pytestmark = pytest.mark.skipif(
@@ -54,8 +55,7 @@ class GradientCall:
     def check(self, backend: str) -> None:
         """Raises: AssertionError where a result is off or differs between modes; unordered dQ may by its last bits."""
         (first, *others), case = self.results(backend), self.case
-        given = {name: getattr(case, name) for name in ("score_mod", "mask_mod", "scale", "varlen", "dout", "dlse")}
-        assert_attention_close(first, case.q, case.k, case.v, **given, name=repr(case))
+        assert_case_close(first, case)
         for mode, found in zip(MODES[1:], others, strict=True):
             for name, value in found.items():
                 if name != "dq" or self.in_order:

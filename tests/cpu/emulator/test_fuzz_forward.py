@@ -21,9 +21,10 @@ import torch
 import composattn as ca
 from composattn.call.schedule import ORDERS
 from composattn.emulator.cluster import EAGER, LATE, random_mode
-from composattn.testing import Case, Space, assert_attention_close
+from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
+from composattn.testing.tolerance import assert_case_close
 from tests.support import cut_as_long_ones, on_few_multiprocessors
 
 pytestmark = pytest.mark.skipif(
@@ -80,8 +81,9 @@ class Call:
     def attention(self, backend: str) -> Callable[..., Any]:
         case = self.case
         held = ca.Attention(
-            score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale, backend=backend, schedule=self.schedule
-        )
+            score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale, backend=backend, schedule=self.schedule,
+            sinks=case.sinks, dropout_p=case.dropout[0], dropout_seed=case.dropout[1],
+        )  # fmt: skip
         asked = {"return_lse": True, "return_max_scores": self.max_scores}
         return functools.partial(held, varlen=case.varlen, paged=case.paged, **asked)
 
@@ -91,9 +93,8 @@ class Call:
         for mode, found in zip(MODES, results, strict=True):
             for name, value in found.items():
                 assert torch.equal(value, results[0][name]), f"{name} differs in {mode} mode"
-        given = {name: getattr(case, name) for name in ("score_mod", "mask_mod", "scale", "varlen", "paged")}
         top = results[0].pop("max_scores", None)
-        assert_attention_close(results[0], case.q, case.k, case.v, **given, name=repr(case))
+        assert_case_close(results[0], case)
         if top is not None:
             _, _, exact = self.attention("reference")(case.q, case.k, case.v)
             torch.testing.assert_close(top, exact, rtol=1e-4, atol=1e-4, msg=lambda m: f"max_scores: {m}")
