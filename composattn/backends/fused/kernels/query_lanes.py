@@ -47,15 +47,17 @@ class QueryLanes(KeyRows):
             block.gradients.wait(slot)
             memory.heard()
             self.fetch(gradients, columns.gradients)
+            mods.drop(at, gradients)
             mods.both(at, lse, gradients, delta, tested)
         else:
             mods.probabilities(at, lse, tested)
         block.room.wait_empty(slot)
-        self.hand_over(values, block.probabilities, slot)
+        self.hand_over(mods.dropped(at, values, lambda values: values), block.probabilities, slot)
         if const_expr(not mods.backward.one_pass):
             block.gradients.wait(slot)
             memory.heard()
             self.fetch(gradients, columns.gradients)
+            mods.drop(at, gradients)
             mods.score_gradients(at, gradients, delta)
         block.room.wait(slot)
         self.hand_over(gradients, block.scores_done, slot)
