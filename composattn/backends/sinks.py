@@ -6,14 +6,27 @@ A sink is a key without a value: of the row's P, exp(sink - LSE) is its own, its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 
 from ..graph.evaluate import Env, evaluate_all
-from ..graph.expr import Expr
+from ..graph.expr import Capture, Expr
 from ..graph.gradient import partials
 from .gathered import accumulate
+
+
+def by_head(sink: Expr) -> Capture | None:
+    """The captured tensor of which `sink` is a number per head, the form of `sinks=`; None where it is another."""
+    is_read = sink.op == "read" and [(at.op, at.attr) for at in sink.args] == [("index", "h")]
+    return sink.attr if is_read else None
+
+
+def gradient_by_head(sinks: torch.Tensor, log2_lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The gradient of sinks (Hq,), of log2(e)·LSE and D of rows (B or 1, Hq, rows): in fp64, added in a fixed order."""
+    of_row = torch.exp2((sinks.to(delta.dtype) * math.log2(math.e))[:, None] - log2_lse).mul_(delta)
+    return of_row.sum((0, 2), dtype=torch.float64).neg_()
 
 
 def add_sink_gradients(

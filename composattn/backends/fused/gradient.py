@@ -27,7 +27,7 @@ from ...graph.expr import captures as captures_of
 from ...graph.gradient import partials
 from ...graph.philox import factor_of
 from ..gathered import total_for
-from ..sinks import add_sink_gradients
+from ..sinks import add_sink_gradients, by_head, gradient_by_head
 from ..streaming import Mods, Streaming
 from .compile import compile_plan
 from .launch_backward import BackwardLauncher, RowStatistics
@@ -166,19 +166,23 @@ class FusedGradient:
         known: BackwardInputs,
     ) -> None:
         """Adds the gradients of what the sink reads to those of `found`."""
-        assert self.program.sink is not None
+        sink = self.program.sink
+        assert sink is not None
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        learned = by_head(sink)
+        if learned is not None:  # 6 operations instead of 40, whose launches took 0.7 ms of an H200's host
+            _add(found, learned, gradient_by_head(given[learned], rows.log2_lse, rows.delta), given)
+            return
         device, (batch, heads, _) = rows.delta.device, rows.delta.shape
         index = {
             "b": torch.arange(batch, device=device).view(-1, 1, 1),
             "h": torch.arange(heads, device=device)[:, None],
         }
-        given = dict(zip(self.program.captures, known.captured, strict=True))
         env = Env(index, float_dtype=torch.float32, device=device, tensors={id(c.tensor): t for c, t in given.items()})
         totals = {id(c.tensor): total_for(given[c], torch.float32, device) for c in asked}
-        add_sink_gradients(self.program.sink, env, rows.log2_lse * math.log(2.0), rows.delta, totals)
+        add_sink_gradients(sink, env, rows.log2_lse * math.log(2.0), rows.delta, totals)
         for c in asked:
-            total, before = totals[id(c.tensor)], found.get(c)
-            found[c] = (total if before is None else total + before).to(given[c].dtype)
+            _add(found, c, totals[id(c.tensor)], given)
 
     def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:
         """Units in 1 of each sum."""
@@ -199,6 +203,13 @@ class FusedGradient:
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
         out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
         return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
+
+
+def _add(
+    found: dict[Capture, torch.Tensor | None], capture: Capture, total: torch.Tensor, given: Mapping[Capture, Any]
+) -> None:
+    before = found.get(capture)
+    found[capture] = (total if before is None else total + before).to(given[capture].dtype)
 
 
 def _read_by_sink(program: Program, fusable: frozenset[Capture], packed: bool) -> tuple[Capture, ...]:

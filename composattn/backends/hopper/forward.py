@@ -254,6 +254,8 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
         self.rescale = cute.make_rmem_tensor(2, Float32)
+        # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
+        self.sink_of_row = self.sinks()
         self.softmax.reset()
         self.rescale.fill(1.0)
         self.tOrO.fill(0.0)
@@ -317,7 +319,7 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         normalizer = cute.make_rmem_tensor(2, Float32)
         row_lse = cute.make_rmem_tensor(2, Float32)
-        self.softmax.finish(normalizer, row_lse, self.sinks(), self.mods.kept_factor)
+        self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
         rescale_rows(self.output, normalizer)
         if self.me.plan.direct_store:
             self.store_rows(call)
