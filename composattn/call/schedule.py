@@ -14,8 +14,6 @@ from .. import errors
 Order = Literal["auto", "longest_first", "shortest_first", "in_order"]
 ORDERS = ("auto", "longest_first", "shortest_first", "in_order")
 MOST_SPLITS = 128
-INVARIANT_KEYS = 64
-"""Keys of a tile where results are batch-invariant: what the kernels for few queries, and pages, have in any case."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +30,9 @@ class Schedule:
     pack_gqa: the query heads that share a key/value head as rows of one tile.
 
     batch_invariant: the same bits for a row whatever else is in the call: other sequences, other queries of its own
-        (decode or prefill), packed or paged keys. Its keys are then always summed in the same order, in tiles of
-        `INVARIANT_KEYS`, and never in parts. Of the generated kernels' forward, for masks whose rows see one run of
-        keys.
+        (decode or prefill), packed or paged keys. Its keys are then always summed in the same order, in tiles whose
+        size D and the mods decide, and never in parts. Of the generated kernels' forward, for masks whose rows see one
+        run of keys.
 
     Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
     """

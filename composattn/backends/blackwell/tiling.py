@@ -6,10 +6,9 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...call.schedule import INVARIANT_KEYS
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
-from ..fused.tiling import ForwardTiling, slots
+from ..fused.tiling import ForwardTiling, invariant_keys, slots
 from ..fused.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
@@ -115,7 +114,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
 def _most_keys(problem: Problem, program: Program) -> int:
     """Scores of a row that leave registers for what the score mod reads."""
     if problem.schedule.batch_invariant:
-        return INVARIANT_KEYS
+        return invariant_keys(max(padded(problem.head_dim), padded(problem.head_dim_v)), program)
     return 64 if reads_pairs(program.score) else 128
 
 

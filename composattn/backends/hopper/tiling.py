@@ -6,11 +6,10 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...call.schedule import INVARIANT_KEYS
 from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
-from ..fused.tiling import ForwardTiling, slots
+from ..fused.tiling import ForwardTiling, invariant_keys, slots
 from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
 from ..fused.work import captured_decide
 
@@ -64,14 +63,16 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     heads = packed_heads(problem, program, ROWS)
     if queries(problem) * slots(heads) <= ROWS:
-        return _few_rows(problem, target, heads)
+        return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
-    if not problem.schedule.batch_invariant and _is_short(problem, program, widest):
+    invariant = problem.schedule.batch_invariant
+    # 128 keys of D 128 leave a multiprocessor room for one such block
+    if _is_short(problem, program, widest) and not (invariant and widest > 96):
         return _small(problem, program, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160; so do the
-    # words of dropout (63 spilled with D 64)
+    # words of dropout (63 spilled with D 64), and 128 columns of any mask
     gathers = reads_pairs(program.score)
-    warpgroups = 3 if widest <= 96 and not gathers and program.keep is None else 2
+    warpgroups = 3 if widest <= 96 and not (gathers or invariant) and program.keep is None else 2
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent
     if persistent is None:
@@ -80,8 +81,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = min(by_registers, by_memory, 96 if gathers else 128)
-    if problem.schedule.batch_invariant:
-        tile_n = INVARIANT_KEYS
+    if invariant:
+        tile_n = invariant_keys(widest, program)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     return HopperTiling(
@@ -121,15 +122,20 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
 def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
     """One warpgroup for each block, and two or three blocks on a multiprocessor."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    narrow = max(d, dv) <= 96
+    invariant = problem.schedule.batch_invariant
+    narrow = max(d, dv) <= 96 and not invariant
     registers = 136 if narrow else 216
     # values of a score mod beside those of a mask: 6 spills with D 96 and 64 columns
     both = 10 if program.score is not None and reads_any(program.mask) else 0
     tile_n = min(_by_registers(registers - both, dv, program), 96 if max(d, dv) <= 64 else 64)
+    # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
+    if reads_pairs(program.score) or keys(problem) <= 128:
+        tile_n = min(tile_n, 64)
+    if invariant:
+        tile_n = invariant_keys(max(d, dv), program)
     return HopperTiling(
         tile_m=ROWS,
-        # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
-        tile_n=min(tile_n, 64) if reads_pairs(program.score) or keys(problem) <= 128 else tile_n,
+        tile_n=tile_n,
         d=d,
         dv=dv,
         stages=2,
@@ -142,18 +148,19 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         persistent=problem.schedule.persistent or False,
+        kernel=_kernel(problem),
     )
 
 
-def _few_rows(problem: Problem, target: Target, heads: int) -> HopperTiling:
+def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit.
 
     Two blocks on a multiprocessor where their memory is enough: they fill each other's beginnings and ends.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     persistent = problem.schedule.persistent or False
-    blocks = 2 if max(d, dv) <= 128 and not persistent else 1
-    tile_n = INVARIANT_KEYS
+    tile_n = invariant_keys(max(d, dv), program) if problem.schedule.batch_invariant else 64
+    blocks = 2 if max(d, dv) <= (128 if tile_n == 64 else 96) and not persistent else 1
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return HopperTiling(
         tile_m=ROWS,
