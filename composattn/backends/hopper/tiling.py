@@ -70,9 +70,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if _is_short(problem, program, widest) and not (invariant and widest > 96):
         return _small(problem, program, heads)
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160; so do the
-    # words of dropout (63 spilled with D 64), and 128 columns of any mask
+    # words of dropout (63 spilled with D 64)
     gathers = reads_pairs(program.score)
-    warpgroups = 3 if widest <= 96 and not (gathers or invariant) and program.keep is None else 2
+    asked = invariant_keys(widest, program) if invariant else 0
+    narrow = widest <= 96 and not gathers and program.keep is None
+    warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent
     if persistent is None:
@@ -80,9 +82,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
-    tile_n = min(by_registers, by_memory, 96 if gathers else 128)
-    if invariant:
-        tile_n = invariant_keys(widest, program)
+    tile_n = asked or min(by_registers, by_memory, 96 if gathers else 128)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     return HopperTiling(
