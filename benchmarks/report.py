@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.implementations import BARE, DETERMINISTIC, GEMM, OURS, PACKED
+from benchmarks.implementations import BARE, GEMM, OURS, PACKED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,7 +61,7 @@ def score(row: Row) -> float | None:
 
 
 def best_peer(rows: dict[str, Row]) -> tuple[str, float] | None:
-    scores = {name: score(row) for name, row in rows.items() if name not in (OURS, PACKED, DETERMINISTIC, GEMM, BARE)}
+    scores = {name: score(row) for name, row in rows.items() if not name.startswith(OURS) and name not in (GEMM, BARE)}
     known = {name: value for name, value in scores.items() if value is not None}
     return max(known.items(), key=lambda pair: pair[1]) if known else None
 
