@@ -7,6 +7,7 @@ captured tensors of the kernel like those that the mods read (`captured` of its 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..analysis.tile_lists import KeyLists, QueryLists
@@ -16,7 +17,7 @@ from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
 from .kv_tiles import WHOLE, TileSequence, around, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
-from .values import Fixed, smaller
+from .values import Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
@@ -73,6 +74,20 @@ class Shared(Fixed):
     def needs(self, t: int, tile: Any) -> Any:
         """Whether query tile `t` needs a tile of `all`; known when compiling where each needs all."""
         return True if self.own is None else self.own[t].has(tile)
+
+    def together(self) -> tuple[Any, Any]:
+        """[start, stop) of `all`, counted from 0, in which each query tile needs every tile and has begun before.
+
+        Of masks with one interval; of others none, which is the end of all.
+        """
+        count = self.all.count
+        if self.own is None or len(self.all.spans) > 1:
+            return count, count
+        spans = [own.spans[0] for own in self.own]
+        low = functools.reduce(larger, (start for start, _ in spans))
+        high = functools.reduce(smaller, (stop - 1 for _, stop in spans))
+        there = high > low
+        return choose(there, self.all.first + 1 - high, count), choose(there, self.all.first + 1 - low, count)
 
 
 def kv_tiles_of(

@@ -23,7 +23,9 @@ COEFFICIENTS = {
     4: (0.6930448446807697, 0.2412802065120319, 0.05224247045874944, 0.013426686615862549),
     5: (0.6931513118135184, 0.24016445004609707, 0.05579991350206087, 0.009017029764740128, 0.00186713033337442),
 }
-TOGETHER = 6  # columns whose polynomials go step by step; with 2, 4, 8, 10 or all, 2 to 15 spills beside 128 scores
+# Columns whose polynomials of a degree go step by step. Beside 128 scores, of degree 3 with 2, 4, 8, 10 or all one
+# kernel or another spilled 2 to 15, of degree 4 with 6 or 8 packed ALiBi spilled 3.
+TOGETHER = {3: 6, 4: 4, 5: 4}
 _LOWEST = -127.0  # below it the result is 0
 # what is added to it is rounded to whole numbers, and its last bits are they, with the bias of an exponent
 _WHOLE = 1.5 * 2**23 + 127
@@ -56,5 +58,5 @@ def exp2_of_columns(
         given = (x for _, x in run)
         if not polynomial:
             yield from map(exp2, given)
-        while polynomial and (some := list(itertools.islice(given, TOGETHER))):
+        while polynomial and (some := list(itertools.islice(given, TOGETHER[units.degree]))):
             yield from polynomial_exp2(some, units.degree, arithmetic)

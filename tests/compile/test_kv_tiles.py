@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
+from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
 from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, listed, visit
 from composattn.primitives.q_tiles import ListedQueryRun
@@ -89,6 +90,24 @@ def test_query_tiles_that_go_over_tiles_together_find_their_own_in_their_order()
             assert [tile for tile in order if sequence.has(tile)] == [tile for tile, _ in visited(sequence)]
         others += sum(not any(sequence.has(tile) for sequence in own) for tile in order)
     assert others  # between query tiles' own there may be tiles that none needs
+
+
+def test_query_tiles_go_together_where_each_needs_every_tile_and_has_begun() -> None:
+    rng = random.Random(4)
+    together = 0
+    for _ in range(5_000):
+        tile_n, kv_len = rng.choice((4, 8)), rng.randint(0, 60)
+        drawn = [draw(rng, kv_len)[0][:1] or [(0, 0, 0, 0)] for _ in range(2)]
+        own = [visit(intervals, (IntervalShape(),), kv_len, tile_n) for intervals in drawn]
+        shared = Shared(visit(around(drawn), (IntervalShape(),), kv_len, tile_n), own)
+        start, stop = shared.together()
+        order = [shared.all.tile(i) for i in range(shared.all.count)]
+        needed = [all(sequence.has(tile) and tile != sequence.first for sequence in own) for tile in order]
+        assert needed == [start <= i < stop for i in range(len(order))]
+        together += stop - start
+    assert together > 1000
+    several = visit([(0, 8, 0, 0), (16, 24, 0, 0)], (IntervalShape(),) * 2, 24, 8)
+    assert Shared(several, [several, several]).together() == (2, 2)
 
 
 def test_an_empty_interval_visits_no_tile() -> None:

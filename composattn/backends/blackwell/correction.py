@@ -38,20 +38,34 @@ class Correction(Role):
         shared = self.kernel.tiles_of_all(self.call, work)
         if const_expr(self.plan.layout.kv == "paged"):
             v_slot = self.clear_values(work, shared.all, v_slot)
-        first = Int32(0)
-        if const_expr(not self.kernel.apart):
+        if const_expr(self.kernel.apart):
+            at = self.walk_apart(rows, shared, at)
+        else:
             first = smaller(shared.all.count, 1)
             if first > 0:
                 at = tuple(row.begin(at[t]) for t, row in enumerate(rows))
-        for i in cutlass.range(first, shared.all.count, unroll=1):
-            at = self.rescale(rows, shared, i, at)
+            for _ in cutlass.range(first, shared.all.count, unroll=1):
+                at = self.rescale_all(rows, at)
         at = self.finish(rows, shared, q_slot, at)
         return (*at, q_slot.next(), v_slot)
 
-    def rescale(self, rows, shared, i, at):
-        if not self.kernel.apart:
-            return tuple(row.rescale(Boolean(True), at[t]) for t, row in enumerate(rows))
-        tile = shared.all.tile(i)
+    @cute.jit
+    def walk_apart(self, rows, shared, at):
+        """Tiles that some query tile does not need, or begins with; those in which all go on; the others."""
+        i, count = Int32(0), shared.all.count
+        start, stop = shared.together()
+        while i < count:
+            for n in cutlass.range(i, start, unroll=1):
+                at = self.rescale_some(rows, shared, shared.all.tile(n), at)
+            for _ in cutlass.range(start, stop, unroll=1):
+                at = self.rescale_all(rows, at)
+            i, start, stop = stop, count, count
+        return at
+
+    def rescale_all(self, rows, at):
+        return tuple(row.rescale(Boolean(True), at[t]) for t, row in enumerate(rows))
+
+    def rescale_some(self, rows, shared, tile, at):
         return tuple(
             row.rescale_if(shared.needs(t, tile), tile != shared.of(t).first, at[t]) for t, row in enumerate(rows)
         )
