@@ -23,8 +23,9 @@ def share_of(*names: str) -> float:
     return float(found.group(1)) / 100
 
 
-def test_four_fifths_of_the_lines_that_a_call_executes_are_shared() -> None:
-    assert share_of("packed_documents") >= 0.8
+@pytest.mark.parametrize("call", ["plain", "packed_documents"])
+def test_four_fifths_of_the_lines_that_a_call_executes_are_shared(call: str) -> None:
+    assert share_of(call) >= 0.8
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...primitives.pipelines import Slot
+from ...primitives.swizzled_tiles import swizzled
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Bundle, Fixed
 from .key_tile import Block
-from .tcgen05 import Operand, after_wait, instruction, multiply, swizzled
+from .tcgen05 import Operand, after_wait, instruction, multiply
 from .tiling import STEP
 
 

@@ -5,10 +5,11 @@ from cutlass import Float32, Int32, Int128
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import Fixed
 from .roles import WARPGROUP
 from .take_over import BYTES, TakeOver
-from .tcgen05 import Commits, Operand, tile_layout
+from .tcgen05 import Commits, Operand
 from .tiling import ROWS, BlackwellTiling
 
 
@@ -69,7 +70,8 @@ class Block(Fixed):
         self.sV = self._tile(v, tile_layout(tiling.tile_n, tiling.dv, tiling.v_stages))
         self.q_operands = [Operand(start, ROWS, tiling.d) for start in self.o_start]
         self.k_operand = Operand(k.toint(), tiling.tile_n, tiling.d)
-        self.v_operand = Operand(v.toint(), tiling.tile_n, tiling.dv, by_rows=True)
+        self.v_start = v.toint()
+        self.v_operand = Operand(self.v_start, tiling.tile_n, tiling.dv, by_rows=True)
 
     def _tile(self, start, layout) -> cute.Tensor:
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
@@ -84,40 +86,3 @@ class Block(Fixed):
     def place(self, tile) -> Slot:
         """The first place of a query tile, of `scores`, `early`, `late` and `factors`."""
         return Slot(self.tiling.score_places, Int32(tile), Int32(0))
-
-
-def of_tile(tile) -> Slot:
-    """The one stage that a query tile has of an edge."""
-    return Slot(1, Int32(tile), Int32(0))
-
-
-def put_words(address: Int32, words) -> None:
-    """Four words to 16 bytes of shared memory."""
-    place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
-
-
-class Tile(Fixed):
-    """A thread of a warpgroup that has the rows of query tile `number`: its row, its lane of tensor memory."""
-
-    def __init__(self, block: Block, memory: Int32, number, thread):
-        self.block, self.tiling, self.number = block, block.tiling, number
-        self.lane, self.row = cute.arch.lane_idx(), thread
-        # of its warp, whose lanes these are, and where the block's columns begin
-        self.memory = memory + (cute.arch.make_warp_uniform(thread // 32) << 21)
-
-    def scores(self, place: Slot) -> Int32:
-        """Where the scores of a place begin, and its probabilities."""
-        return self.memory + place.index * self.tiling.tile_n
-
-    def output(self) -> Int32:
-        first = self.tiling.tensor_memory.outputs[0].first
-        return self.memory + first + self.number * self.tiling.dv
-
-    def factor(self, place: Slot) -> cute.Tensor:
-        """(1,)"""
-        return cute.make_tensor(self.block.row_factors + (place.index * ROWS + self.row), cute.make_layout(1))
-
-    def sum(self) -> cute.Tensor:
-        """(1,)"""
-        return cute.make_tensor(self.block.row_sums + (self.number * ROWS + self.row), cute.make_layout(1))

@@ -10,17 +10,18 @@ from ...primitives.emit import Leaves
 from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose
+from ..fused.kernels.correction import Correction
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call, Work
+from ..fused.kernels.softmax_rows import Softmax
+from ..fused.kernels.tile_copies import Load, Store
 from ..fused.plan import ForwardPlan
 from .block import Block
-from .copies import Load, Store
-from .correction import Correction
 from .products import Multiply
-from .softmax import Softmax
 from .take_over import ask_until_none_is_left
-from .tcgen05 import allocate, fragment_shape, free, tile_layout
+from .tcgen05 import Lane, allocate, fragment_shape, free
 from .tiling import ROWS, BlackwellTiling
 
 
@@ -49,6 +50,10 @@ class BlackwellForward(Forward[BlackwellTiling]):
     def tile_layout(self, rows, columns):
         return tile_layout(rows, columns)
 
+    def memory(self, block, thread) -> Lane:
+        """Of a thread of a warpgroup: who asks has it in a register, so each role does."""
+        return Lane(block.tensor_memory(), cute.arch.make_warp_uniform(thread // 32))
+
     @cute.jit
     def roles(self, call):
         roles, columns = self.tiling.roles, self.tiling.tensor_memory.allocated
@@ -63,7 +68,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
             Softmax(self, call, block).run()
         elif warp < roles.matrix:
             cute.arch.setmaxregister_decrease(roles.correction_registers)
-            Correction(self, call, block).run()
+            Correction(self, call, block, roles.correction * 32).run()
         else:
             cute.arch.setmaxregister_decrease(roles.other_registers)
             if warp == roles.matrix:

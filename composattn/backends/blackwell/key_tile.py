@@ -8,10 +8,11 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import Fixed
 from .backward_tiling import BlackwellBackwardTiling
 from .roles import WARPGROUP
-from .tcgen05 import Commits, Operand, tile_layout
+from .tcgen05 import Commits, Operand
 
 
 class Layouts(NamedTuple):

@@ -5,10 +5,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ...primitives.pipelines import Slot
+from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Bundle, Fixed
 from ..fused.kernels.forward import Role
-from .block import Block, of_tile
-from .tcgen05 import after_wait, instruction, multiply, swizzled
+from ..fused.kernels.query_tile import of_tile
+from .block import Block
+from .tcgen05 import after_wait, instruction, multiply
 from .tiling import STEP
 
 # Steps of Q Kᵀ whose descriptors the walk over keys may hold, of two query tiles. Of 12 steps, in 48 registers, 10

@@ -1,10 +1,10 @@
 """Sums that the Blackwell backward has left in fp32 memory, rounded into dQ, dK and dV."""
 
+from ...primitives.swizzled_tiles import tile_layout
 from ..fused.kernels.backward_gather import RowGather
 from ..fused.kernels.postprocess import RowPostprocess
 from ..fused.kernels.rounding import LineSums, Sums
 from .backward_tiling import BlackwellBackwardTiling, WideBackwardTiling
-from .tcgen05 import tile_layout
 
 
 class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):

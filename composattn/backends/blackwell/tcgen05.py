@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm, nvvm
 
 from ...primitives.score_tile import ROW_PER_LANE, FragmentShape
+from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Fixed
 from .tiling import ROWS, STEP
 
@@ -26,28 +27,6 @@ def fragment_shape(columns: int) -> FragmentShape:
 
 
 # --- operands in shared memory ----------------------------------------------------------------------------------
-
-
-def swizzled(columns: int) -> int:
-    """How many 16-bit columns lie together in shared memory: 64 (128 bytes) where they fit, else 32."""
-    return 64 if columns % 64 == 0 else 32
-
-
-def tile_layout(rows: int, columns: int, stages: int | None = None):
-    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other."""
-    wide = swizzled(columns)
-    pattern = cute.make_swizzle(3 if wide == 64 else 2, 4, 3)
-    atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
-    shape = (rows, columns) if stages is None else (rows, columns, stages)
-    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-
-
-def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:
-    """At which byte of such a tile `column` of `row` lies, a multiple of 8."""
-    wide = swizzled(columns)
-    line = row * (2 * wide)
-    block, column = column // wide, column % wide
-    return line + block * (rows * wide * 2) + (((line >> 7 & wide // 8 - 1) << 4) ^ column * 2)
 
 
 @dataclasses.dataclass
@@ -205,13 +184,16 @@ def before_arrival() -> None:
 
 
 class Lane(Fixed):
-    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.key_rows`."""
+    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.matrix_memory`."""
 
     def __init__(self, memory: Int32, warp: Int32) -> None:
-        self.address = memory + (warp % 4 << 21)
+        self.address = memory + ((warp & 3) << 21)
 
     def read(self, column: Any, count: int) -> tuple:
         return load(self.address + column, count)
+
+    def read_with_maxima(self, column: Any, count: int) -> tuple:
+        return load_with_maxima(self.address + column, count)
 
     def write(self, column: Any, words: Any) -> None:
         store(self.address + column, words)

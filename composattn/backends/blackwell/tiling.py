@@ -8,7 +8,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
-from ..fused.tiling import ForwardTiling, invariant_keys, slots
+from ..fused.tiling import RowForwardTiling, invariant_keys, slots
 from ..fused.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
@@ -20,26 +20,16 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlackwellTiling(ForwardTiling):
+class BlackwellTiling(RowForwardTiling):
     """`query_tiles` of 128 rows, each with `score_places` in tensor memory where its scores are computed.
 
     K and V lie in rings of `k_stages` and `v_stages`. Two query tiles take turns: one's softmax runs under the other's
-    products. One has two places for scores, and its next scores are computed under its softmax. The first
-    `early_keys` probabilities of a row are stored, and multiplied, before the others are there. `maximum_by_load`:
-    where scores are neither changed nor tested, their load says which is the largest. `takes_over`: a persistent
-    block that is done takes over the tile of a block that was not started (cluster launch control), in place of the one
-    a grid further. `rescale_threshold`: by how much, in log2 units, a row's maximum may rise before the output is
-    rescaled.
+    products. One has two places for scores, and its next scores are computed under its softmax. `takes_over`: a
+    persistent block that is done takes over the tile of a block that was not started (cluster launch control), in
+    place of the one a grid further.
     """
 
-    query_tiles: int
-    score_places: int
-    k_stages: int
-    v_stages: int
-    early_keys: int
-    maximum_by_load: bool
     takes_over: bool = False
-    rescale_threshold: float = 8.0
 
     def __post_init__(self) -> None:
         _ = self.tensor_memory  # refuses a map that does not fit
@@ -55,13 +45,12 @@ class BlackwellTiling(ForwardTiling):
         return TensorMemory.of(self.query_tiles, self.score_places, self.tile_n, self.dv)
 
     @property
-    def blocks_are_tiles(self) -> bool:
-        return self.takes_over or super().blocks_are_tiles
+    def first_output(self) -> int:
+        return self.tensor_memory.outputs[0].first
 
     @property
-    def tile_queries(self) -> int:
-        """Queries of one of the query tiles."""
-        return self.queries // self.query_tiles
+    def blocks_are_tiles(self) -> bool:
+        return self.takes_over or super().blocks_are_tiles
 
     @property
     def region(self) -> int:

@@ -82,6 +82,34 @@ class ForwardTiling(Tiling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RowForwardTiling(ForwardTiling):
+    """Products lie in memory of the matrix unit, a row a thread, in `query_tiles`; each has `score_places` there.
+
+    The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
+    `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
+    `rescale_threshold`: by how much, in log2 units, a row's maximum may rise before the output is rescaled.
+    """
+
+    query_tiles: int
+    score_places: int
+    k_stages: int
+    v_stages: int
+    early_keys: int
+    maximum_by_load: bool
+    rescale_threshold: float = 8.0
+
+    @property
+    @abc.abstractmethod
+    def first_output(self) -> int:
+        """The column of the unit's memory where the outputs of all query tiles begin, one after the other."""
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of one of the query tiles."""
+        return self.queries // self.query_tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiling(Tiling):
     """A block owns `tile_n` keys and walks over queries.
 

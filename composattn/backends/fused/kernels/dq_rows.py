@@ -11,7 +11,7 @@ from ....primitives.pipelines import BoundEdge, Slot
 from ....primitives.register_chunks import THREADS
 from ....primitives.tile_queue import TileQueue
 from ....primitives.values import Fixed
-from .key_rows import MatrixMemory
+from .matrix_memory import MatrixMemory
 
 
 class DqRows(Fixed):

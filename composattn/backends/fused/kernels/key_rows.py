@@ -1,7 +1,7 @@
 """A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a key."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -15,29 +15,11 @@ from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, narrow, narrowed
 from ..tiling import RowBackwardTiling
 from .key_tile import KeyGroup, KeyTile, RowStatistic
+from .matrix_memory import MatrixMemory
 from .rounding import put_row
 
 AT_ONCE = 16  # numbers of dP that are fetched together
 COLUMNS = 32  # of dK and dV in registers at once
-
-
-class MatrixMemory(Protocol):
-    """A thread's row of the matrix unit's memory, in columns of 32 bits."""
-
-    def read(self, column: Any, count: int) -> Any:
-        """So many fp32 numbers."""
-
-    def write(self, column: Any, words: cute.Tensor) -> None:
-        """32-bit registers, there after `written`."""
-
-    def written(self) -> None:
-        """What was written is there for whom the warp tells next."""
-
-    def have_read(self) -> None:
-        """What was read may be written over by whom the warp tells next."""
-
-    def heard(self) -> None:
-        """Behind a wait for others: what they have done is there."""
 
 
 class KeyRows(KeyGroup):

@@ -8,8 +8,9 @@ from cutlass import Boolean, Float32, const_expr
 from ....primitives.pipelines import Slot
 from ....primitives.score_tile import FragmentShape
 from ....primitives.values import narrowed
-from .key_rows import COLUMNS, KeyRows, MatrixMemory
+from .key_rows import COLUMNS, KeyRows
 from .key_tile import RowStatistic
+from .matrix_memory import MatrixMemory
 from .rounding import put_row
 
 

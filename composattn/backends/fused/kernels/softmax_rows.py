@@ -1,30 +1,28 @@
-"""The softmax warpgroups of the forward: a row a thread, scores from tensor memory, probabilities back to it."""
+"""The softmax of a forward whose scores lie in memory of the matrix unit, a row a thread; probabilities go there."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from ...primitives.arithmetic import IN_PAIRS
-from ...primitives.exponential_units import HARDWARE
-from ...primitives.online_softmax import OnlineSoftmax, largest_scores
-from ...primitives.pipelines import Slot
-from ...primitives.score_tile import ScoreTile
-from ...primitives.values import narrow
-from ..fused.kernels.forward import Role
-from ..fused.kernels.query_rows import QueryRows
-from ..fused.traits import reads_any
-from .block import Tile, of_tile
-from .tcgen05 import after_wait, load, load_with_maxima, store, wait_stores
-from .tiling import ROWS, BlackwellTiling
+from ....primitives.exponential_units import HARDWARE
+from ....primitives.online_softmax import OnlineSoftmax, largest_scores
+from ....primitives.pipelines import Slot
+from ....primitives.score_tile import ScoreTile
+from ....primitives.values import narrow
+from ..tiling import RowForwardTiling
+from ..traits import reads_any
+from .forward import Role
+from .query_rows import QueryRows
+from .query_tile import QueryTile, of_tile
 
 
 class Softmax(Role):
-    """A warpgroup for each query tile, all with the same code."""
+    """A group for each query tile, of a thread a row, all with the same code: the first threads of the block."""
 
     def __init__(self, kernel, call, block):
         super().__init__(kernel, call, block)
         thread = cute.arch.thread_idx()[0]
-        tile = cute.arch.make_warp_uniform(thread // ROWS)
-        self.me = Tile(block, block.tensor_memory(), tile, thread % ROWS)
+        tile, thread = cute.arch.make_warp_uniform(thread // kernel.rows), thread % kernel.rows
+        self.me = QueryTile(block, kernel.memory(block, thread), tile, thread, kernel.rows)
         self.scale_log2 = kernel.mods.softmax_scale_log2(call.scale)
 
     def first_slots(self):
@@ -52,7 +50,7 @@ class Softmax(Role):
         return place, of_sum.next()
 
 
-class SoftmaxRow(QueryRows[BlackwellTiling]):
+class SoftmaxRow(QueryRows[RowForwardTiling]):
     """A thread's row of a work tile.
 
     Of each kv tile: scores | factor to the correction | first probabilities to tensor memory | the others | their sum
@@ -60,14 +58,14 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
 
     def __init__(self, role: Softmax, work, leaves):
         kernel, me = role.kernel, role.me
-        row = work.m * role.tiling.tile_m + me.number * ROWS + me.row
+        row = work.m * role.tiling.tile_m + me.number * me.rows + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
-        self.me, self.block, self.kernel = me, role.block, kernel
+        self.me, self.memory, self.block, self.kernel = me, me.memory, role.block, kernel
         self.reads = reads_any(kernel.plan.program.score)
         # what is read ahead for a tile that another step then has would be read twice
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
-        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, IN_PAIRS)
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, kernel.mods.arithmetic)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:
@@ -95,10 +93,11 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
     def load(self, n, test, place: Slot):
         """Raw scores of a tile as a thread's row, and as loaded, with their maxima where the load has them."""
         self.block.scores.wait(place)
-        after_wait()
+        self.memory.heard()
         values = cute.make_rmem_tensor((1, self.tiling.tile_n), Float32)
         by_load = self.tiling.maximum_by_load and not test.tested and not self.kernel.mods.changes_scores
-        loaded = (load_with_maxima if by_load else load)(self.me.scores(place), self.tiling.tile_n)
+        read = self.memory.read_with_maxima if by_load else self.memory.read
+        loaded = read(self.me.scores(place), self.tiling.tile_n)
         for c in range(self.tiling.tile_n):
             values[0, c] = loaded[c]
         return self.tile(values, n), loaded
@@ -137,8 +136,8 @@ class SoftmaxRow(QueryRows[BlackwellTiling]):
         """Probabilities of so many keys, from `start` on, two in a column."""
         rounded = cute.make_rmem_tensor(count, self.block.dtype)
         narrow(rounded, self.mods.weights(tile, start, count))
-        store(self.me.scores(place) + start // 2, cute.recast_tensor(rounded, Int32))
-        wait_stores()
+        self.memory.write(self.me.scores(place) + start // 2, cute.recast_tensor(rounded, Int32))
+        self.memory.written()
         cute.arch.sync_warp()
 
     def finish(self, call, of_sum: Slot) -> None:

@@ -1,14 +1,13 @@
-"""The forward's warps that copy: Q, K and V in, O out."""
+"""A forward's warps that copy where others multiply: Q, K and V in, O out."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from ...primitives.kv_source import partition
-from ...primitives.pipelines import Slot
-from ..fused.kernels.forward import KeyCopies, Role
-from .block import of_tile
-from .tiling import ROWS
+from ....primitives.kv_source import partition
+from ....primitives.pipelines import Slot
+from .forward import KeyCopies, Role
+from .query_tile import of_tile
 
 
 class Load(Role):
@@ -23,7 +22,7 @@ class Load(Role):
         tiling, block, tmas, tensors = self.tiling, self.block, self.call.tmas, self.call.tensors
         q_slots, k_slot, v_slot = slots[:-2], slots[-2], slots[-1]
         tiles = self.kernel.tiles_of_all(self.call, work).all
-        gQ = work.queries.tiles(tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
+        gQ = work.queries.tiles(tensors.q, work.h, (self.kernel.heads.box(self.kernel.rows), tiling.d))
         copies = KeyCopies(self, work, block.k, block.v)
         if const_expr(tiling.persistent):
             for slot in q_slots:
@@ -63,7 +62,9 @@ class Store(Role):
         for t in cutlass.range_constexpr(tiling.query_tiles):
             block.staged.wait(slots[t])
             if const_expr(out is not None):
-                gO = work.queries.tiles(self.call.tensors.out, work.h, (self.kernel.heads.box(ROWS), tiling.dv))
+                gO = work.queries.tiles(
+                    self.call.tensors.out, work.h, (self.kernel.heads.box(self.kernel.rows), tiling.dv)
+                )
                 source, target = partition(out, block.o_rows[t], gO)
                 cute.copy(out, source, target[None, work.m * tiling.query_tiles + t])
                 cute.arch.cp_async_bulk_commit_group()

@@ -1,31 +1,28 @@
-"""The correction warpgroup of the forward: rescales outputs in tensor memory, and takes them out at the end."""
+"""The correction of a forward whose outputs lie in memory of the matrix unit: rescales them there, takes them out."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from ...primitives.arithmetic import IN_PAIRS
-from ...primitives.pipelines import Slot
-from ...primitives.values import Bundle, Fixed, narrow, smaller
-from ..fused.kernels.forward import Role
-from ..fused.kernels.query_rows import Places, of_part
-from .block import Tile, of_tile, put_words
-from .roles import WARPGROUP
-from .tcgen05 import after_wait, at_column, before_arrival, load, store, wait_stores
-from .tiling import ROWS
+from ....primitives.pipelines import Slot
+from ....primitives.swizzled_tiles import at_column, put_words
+from ....primitives.values import Bundle, Fixed, narrow, smaller
+from .forward import Role
+from .query_rows import Places, of_part
+from .query_tile import QueryTile, of_tile
 
 RESCALED = 32  # columns of O in registers at once
 TAKEN = 16  # where they leave: with 32, more than the 64 registers that a thread has were wanted
 
 
 class Correction(Role):
-    """A warpgroup that has a row of every query tile in each thread."""
+    """A group that has a row of every query tile in each thread; its first thread is `first` of the block."""
 
-    def __init__(self, kernel, call, block):
+    def __init__(self, kernel, call, block, first: int):
         super().__init__(kernel, call, block)
-        memory = block.tensor_memory()
-        thread = cute.arch.thread_idx()[0] - self.tiling.roles.correction * 32
-        self.tiles = [Tile(block, memory, t, thread) for t in range(self.tiling.query_tiles)]
+        thread = cute.arch.thread_idx()[0] - first
+        memory = kernel.memory(block, thread)
+        self.tiles = [QueryTile(block, memory, t, thread, kernel.rows) for t in range(self.tiling.query_tiles)]
 
     def first_slots(self):
         places = (OutputSlots(self.block.place(t), of_tile(t), of_tile(t)) for t in range(self.tiling.query_tiles))
@@ -84,10 +81,12 @@ class Correction(Role):
         if tiles.count > 0:
             self.block.v.wait(v_slot)
             thread = self.tiles[0].row
-            start = self.block.v_operand.start + v_slot.index * (2 * dv * rows)
+            start = self.block.v_start + v_slot.index * (2 * dv * rows)
             zeros = cute.make_rmem_tensor(4, Int32)
             zeros.fill(0)
-            for row in cutlass.range(work.keys.length - tiles.first * rows + thread // 32, rows, WARPGROUP, unroll=1):
+            for row in cutlass.range(
+                work.keys.length - tiles.first * rows + thread // 32, rows, self.kernel.rows // 32, unroll=1
+            ):
                 if thread % 32 < dv // 8:
                     put_words(start + at_column(row, thread % 32 * 8, rows, dv), zeros)
             cute.arch.fence_view_async_shared()
@@ -109,9 +108,10 @@ class OutputSlots(Bundle):
 class OutputRow(Fixed):
     """A thread's row of the query tile `me`."""
 
-    def __init__(self, role: Correction, me: Tile, work):
+    def __init__(self, role: Correction, me: QueryTile, work):
         self.kernel, self.call, self.tiling = role.kernel, role.call, role.tiling
-        self.me, self.block, self.work = me, role.block, work
+        self.me, self.memory, self.block, self.work = me, me.memory, role.block, work
+        self.arithmetic = role.kernel.mods.arithmetic
 
     @cute.jit
     def rescale_if(self, needed: Boolean, again: Boolean, at: OutputSlots):
@@ -136,10 +136,10 @@ class OutputRow(Fixed):
         if const_expr(self.tiling.score_places > 1):
             added = self.wait_output(again, added)
         if again & cute.arch.vote_any_sync(number != 1.0):
-            after_wait()
+            self.memory.heard()
             for first in cutlass.range_constexpr(0, self.tiling.dv, RESCALED):
                 self.scale_columns(first, number)
-            wait_stores()
+            self.memory.written()
         cute.arch.sync_warp()
         self.block.early.fill(at.place, self.me.lane)
         return OutputSlots(at.place.next(), added, at.of_sum)
@@ -156,11 +156,11 @@ class OutputRow(Fixed):
         return added
 
     def scale_columns(self, first: int, number) -> None:
-        address = self.me.output() + first
+        column = self.me.output() + first
         scaled = cute.make_rmem_tensor(RESCALED, Float32)
-        for i, value in enumerate(IN_PAIRS.times(load(address, RESCALED), number)):
+        for i, value in enumerate(self.arithmetic.times(self.memory.read(column, RESCALED), number)):
             scaled[i] = value
-        store(address, cute.recast_tensor(scaled, Int32))
+        self.memory.write(column, cute.recast_tensor(scaled, Int32))
 
     @cute.jit
     def finish(self, any_keys: Boolean, loaded: Boolean, q_slot: Slot, at: OutputSlots):
@@ -171,7 +171,7 @@ class OutputRow(Fixed):
         self.block.sums.release(at.of_sum, self.me.lane)
         if any_keys:
             self.block.outputs.wait(added)
-            after_wait()
+            self.memory.heard()
             added = added.next()
         else:
             # O lies where Q does, which may be on its way
@@ -179,10 +179,11 @@ class OutputRow(Fixed):
             self.clear()
         for first in cutlass.range_constexpr(0, self.tiling.dv, TAKEN):
             numbers = cute.make_rmem_tensor(TAKEN, Float32)
-            for i, value in enumerate(IN_PAIRS.times(load(self.me.output() + first, TAKEN), normalizer)):
+            taken = self.memory.read(self.me.output() + first, TAKEN)
+            for i, value in enumerate(self.arithmetic.times(taken, normalizer)):
                 numbers[i] = value
             self.put(first, numbers)
-        before_arrival()
+        self.memory.have_read()
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self.block.staged.fill(of_tile(self.me.number), self.me.lane)
@@ -200,8 +201,8 @@ class OutputRow(Fixed):
         zeros = cute.make_rmem_tensor(TAKEN, Int32)
         zeros.fill(0)
         for first in range(0, self.tiling.dv, TAKEN):
-            store(self.me.output() + first, zeros)
-        wait_stores()
+            self.memory.write(self.me.output() + first, zeros)
+        self.memory.written()
 
     def put(self, first: int, numbers) -> None:
         """Columns of O from `first` on."""
@@ -213,11 +214,11 @@ class OutputRow(Fixed):
         start, words = self.block.o_start[self.me.number], cute.recast_tensor(rounded, Int32)
         for i in range(TAKEN // 8):
             four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
-            put_words(start + at_column(self.me.row, first + 8 * i, ROWS, self.tiling.dv), four)
+            put_words(start + at_column(self.me.row, first + 8 * i, self.me.rows, self.tiling.dv), four)
 
     def store(self, first: int, numbers) -> None:
         """Straight to the row: few rows, or few parts."""
-        row = self.work.m * self.tiling.tile_m + self.me.number * ROWS + self.me.row
+        row = self.work.m * self.tiling.tile_m + self.me.number * self.me.rows + self.me.row
         places = Places(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
         q, h, inside = places.row_place(0)
         target = self.work.queries.head(of_part(self.call.tensors.out, self.work.part), h)

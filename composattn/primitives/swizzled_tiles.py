@@ -1,0 +1,34 @@
+"""Row-major tiles of 16-bit numbers in shared memory, swizzled so that neither rows nor columns meet in a bank."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+def swizzled(columns: int) -> int:
+    """How many 16-bit columns lie together in shared memory: 64 (128 bytes) where they fit, else 32."""
+    return 64 if columns % 64 == 0 else 32
+
+
+def tile_layout(rows: int, columns: int, stages: int | None = None):
+    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other."""
+    wide = swizzled(columns)
+    pattern = cute.make_swizzle(3 if wide == 64 else 2, 4, 3)
+    atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
+    shape = (rows, columns) if stages is None else (rows, columns, stages)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:
+    """At which byte of such a tile `column` of `row` lies, a multiple of 8."""
+    wide = swizzled(columns)
+    line = row * (2 * wide)
+    block, column = column // wide, column % wide
+    return line + block * (rows * wide * 2) + (((line >> 7 & wide // 8 - 1) << 4) ^ column * 2)
+
+
+def put_words(address: Int32, words) -> None:
+    """Four words to 16 bytes of shared memory."""
+    place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
