@@ -73,7 +73,7 @@ class Ranks:
 
     def total(self, numbers: torch.Tensor, kind: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or another reduction, of the tensors of all ranks, in place."""
-        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)), numbers.is_cuda)
+        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)))
         return numbers
 
     def said_by_all(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,12 @@ class Ranks:
         mine = numbers.to(where)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         work = self.named(lambda: dist.all_gather(found, mine, group=self.group, async_op=True))
-        self.named(lambda: work.wait() if self.timeout is None else work.wait(self.timeout))
+        self.wait(work)
         return torch.stack(found).cpu()
 
-    def wait(self, work: Any, on_gpu: bool) -> None:
-        """Until `work` is done; on GPUs streams wait by themselves, and the time-out is that of the group."""
-        in_time = self.timeout is not None and not on_gpu
-        self.named(lambda: work.wait(self.timeout) if in_time else work.wait())
+    def wait(self, work: Any) -> None:
+        """Until `work` is done, for at most the time-out; without one, on GPUs streams wait, and the host goes on."""
+        self.named(lambda: work.wait() if self.timeout is None else work.wait(self.timeout))
 
     def named(self, step: Callable[[], T]) -> T:
         """What `step` gives. Raises: `RankUnreachable` for what torch.distributed raises."""
@@ -113,5 +112,5 @@ class Pending:
     def arrived(self) -> None:
         """Waits until they are there."""
         for work in self._works:
-            self._ranks.wait(work, any(t.is_cuda for t in self._held))
+            self._ranks.wait(work)
         self._works, self._held = (), ()

@@ -101,11 +101,14 @@ class ByKeys:
         own = by_rows(x)
         rows = own.new_empty((len(part.part.positions) if part.part.fetches else 0, *own.shape[1:]))
         arrived = (self._gathered if self.movement.gather else self._exchanged)(part, own, rows)
-        if not part.part.fetches:
-            return lambda: (arrived(), part.own_keys(x))[1]
-        if len(part.part.own):
+        if part.part.fetches and len(part.part.own):
             put(rows, part.own, own)
-        return lambda: (arrived(), by_heads(rows))[1]
+
+        def all_there() -> T:
+            arrived()
+            return by_heads(rows) if part.part.fetches else part.own_keys(x)
+
+        return all_there
 
     def _exchanged(self, part: OnDevice, own: T, rows: T) -> Callable[[], None]:
         """Starts to fetch rows of a part into `rows`; what waits for them."""
