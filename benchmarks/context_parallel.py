@@ -259,9 +259,9 @@ def step_of(case: Case, cp: ca.ContextParallel | None) -> None:
     (one_gpu(case) if cp is None else several_gpus(case, cp)).step()
 
 
-def compile_apart(run: Run, jobs: list[tuple[str, Callable[[], Any]]]) -> None:
+def compile_apart(run: Run, jobs: dict[str, Callable[[], Any]]) -> None:
     """Each rank compiles some of the kernels, by steps on drawn numbers; the others find them on disk."""
-    for n, (name, job) in enumerate(jobs):
+    for n, (name, job) in enumerate(jobs.items()):
         if n % run.size == run.rank:
             run.at(f"compiles {name}")
             try:
@@ -277,19 +277,18 @@ def everything(run: Run, seq_len: int, rounds: int, only: set[str] | None) -> No
     """In order of worth, until the time is up."""
     wanted = {"check", "ours", *PEERS} if only is None else only
     cases = {mask: Case(mask, seq_len) for mask in MASKS}
-    if "ours" in wanted or wanted & set(PEERS):
-        jobs: list[tuple[str, Callable[[], Any]]] = []
-        for mask, case in cases.items():
-            jobs.append((f"{mask}, one GPU", functools.partial(step_of, case, None)))
-            jobs.append((f"{mask}, shared", functools.partial(step_of, case, apart(1, run.size))))
-        compile_apart(run, jobs)
+    held = checks.CHECKS if "check" in wanted else ()
+    jobs: dict[str, Callable[[], Any]] = {
+        str(check): functools.partial(checks.compiled, run.size, check) for check in held
+    }
+    for mask, case in cases.items() if "ours" in wanted else ():
+        jobs[f"{mask}, one GPU"] = functools.partial(step_of, case, None)
+        jobs[f"{mask}, shared"] = functools.partial(step_of, case, apart(1, run.size))
+    compile_apart(run, jobs)
+    for check in held:
+        run.write(checks.held(run, check))
     shared = {mask: ours(run, case, rounds) for mask, case in cases.items() if "ours" in wanted}
     settle(forget=True)
-    if "check" in wanted:
-        drawn = [functools.partial(checks.compiled, run.size, check) for check in checks.CHECKS]
-        compile_apart(run, [(str(n), job) for n, job in enumerate(drawn)])
-        for check in checks.CHECKS:
-            run.write(checks.held(run, check))
     for name, mask in PEERS_IN_ORDER:
         beside = shared.get(mask)
         if name not in wanted or beside is None:
@@ -299,7 +298,7 @@ def everything(run: Run, seq_len: int, rounds: int, only: set[str] | None) -> No
             continue
         peer(run, name, cases[mask], beside, min(rounds, 5))
         settle(forget=True)
-    if "check" in wanted:
+    if held:
         checks.one_fails(run)
 
 
