@@ -83,6 +83,7 @@ class ByKeys:
                 )
                 merged.add(piece.rows, out, lse, top)
                 begun[-1].append(call)
+                del out, lse, top  # or the next call's would lie beside them
             kept += [k_part, v_part] if self.keep and part.part.fetches else []
         out, lse, top = merged.result()
         return *sunk(out, lse, asked.sinks), top, begun, kept
