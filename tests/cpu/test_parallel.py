@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from composattn.parallel.exchange import Ranks
 from composattn.parallel.movement import Movement
 from composattn.parallel.traffic import Shape, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
-from tests import parallel_cases
+from tests import parallel_cases, parallel_models
 from tests.ranks import on_ranks
 
 SEED = int(os.environ.get("COMPOSATTN_TEST_SEED", "0")) * 1000
@@ -163,3 +165,15 @@ def test_compiled_code_sees_one_operator() -> None:
     for apart, graphs in on_ranks(2, parallel_cases.compiled):
         assert apart < TOLERANCE
         assert graphs == 2  # a forward and a backward
+
+
+@pytest.mark.parametrize("model", [parallel_models.fully_sharded, parallel_models.tensor_parallel])
+def test_other_dimensions_of_the_mesh_shard_parameters_or_heads(model: Callable[..., Any]) -> None:
+    for found in on_ranks(4, model):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def test_activations_computed_again_divide_and_plan_nothing_again() -> None:
+    for found in on_ranks(2, parallel_models.checkpointed):
+        assert found.pop("divisions") == 1
+        assert all(found.values()), found
