@@ -70,7 +70,9 @@ def gradients(model: Model) -> dict[str, T]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         grad = parameter.grad
-        found[name.replace("_checkpoint_wrapped_module.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[name.replace("_checkpoint_wrapped_module.", "")] = (
+            grad.full_tensor() if isinstance(grad, DTensor) else grad
+        )
     return found
 
 
@@ -91,7 +93,9 @@ def one_process(length: int) -> tuple[float, dict[str, T]]:
     return loss.item(), gradients(model)
 
 
-def trained(length: int, cp: ca.ContextParallel, model: Model, mine: Callable[[T], T]) -> tuple[float, dict[str, T], Any]:
+def trained(
+    length: int, cp: ca.ContextParallel, model: Model, mine: Callable[[T], T]
+) -> tuple[float, dict[str, T], Any]:
     """The loss of this rank's tokens, gradients, and the shard; `mine`: of a batch the entries that this rank has."""
     shard = cp.plan(model.blocks[0].attn, length, batch=BATCH)
     x, labels = (shard.scatter(mine(t)) for t in batch(length))
