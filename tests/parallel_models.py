@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn.mods import causal, document
+from composattn.parallel.division import divide
+from composattn.parallel.movement import Movement
 from tests.parallel_cases import documents_of
 
 T = torch.Tensor
@@ -52,10 +55,10 @@ class Model(torch.nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def made(attn: ca.Attention, **options: Any) -> Model:
+def made(attn: ca.Attention, checkpointed: bool = False) -> Model:
     """The same parameters in every process."""
     torch.manual_seed(0)
-    return Model(attn, **options).double()
+    return Model(attn, checkpointed).double()
 
 
 def batch(length: int, count: int = BATCH) -> tuple[T, T]:
@@ -143,33 +146,22 @@ def tensor_parallel(rank: int, ranks: int) -> dict[str, float]:
 
 
 def checkpointed(rank: int, ranks: int) -> dict[str, int | bool]:
-    """How often a step divides, plans and moves, with activations kept and computed again."""
-    from composattn.parallel import context, shard
-
-    length, counts = 48 * ranks, dict.fromkeys(("divide", "Movement.of"), 0)
-    divide, of = context.divide, shard.Movement.of
-
-    def counted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return work(*given, **options)
-
-        return run
-
-    context.divide = counted("divide", divide)
-    shard.Movement.of = counted("Movement.of", of)  # type: ignore[method-assign]
-    found: list[tuple[float, dict[str, T], dict[str, int], int]] = []
+    """What a step divides, plans and moves, with activations kept and computed again."""
+    length = 48 * ranks
+    found = []
     for again in (False, True):
-        counts |= dict.fromkeys(counts, 0)
-        cp = ca.ContextParallel(torch.distributed.group.WORLD)
-        before = cp.ranks.moved_bytes
-        loss, grads, _ = trained(length, cp, made(documents_and_attention(length), checkpointed=again), lambda t: t)
-        found.append((loss, grads, dict(counts), cp.ranks.moved_bytes - before))
-    (loss, grads, planned, moved), (loss_again, grads_again, planned_again, moved_again) = found
+        cp, model = ca.ContextParallel(torch.distributed.group.WORLD), made(documents_and_attention(length), again)
+        with (
+            patch("composattn.parallel.context.divide", wraps=divide) as divided,
+            patch("composattn.parallel.shard.Movement.of", wraps=Movement.of) as planned,
+        ):
+            loss, grads, _ = trained(length, cp, model, lambda t: t)
+        found.append((loss, grads, divided.call_count, planned.call_count, cp.ranks.moved_bytes))
+    (loss, grads, _, plans, moved), (loss_again, grads_again, divisions, plans_again, moved_again) = found
     return {
         "the same loss": loss == loss_again,
         "the same gradients": all(torch.equal(grads[name], grads_again[name]) for name in grads),
-        "divisions": planned_again["divide"],
-        "as many plans of movement": planned == planned_again,
-        "keys came twice": moved < moved_again < 2 * moved,
+        "divisions": divisions,
+        "as many plans of movement": plans == plans_again,
+        "keys came again": moved < moved_again < 2 * moved,
     }
