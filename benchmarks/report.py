@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import context_parallel_report
 from benchmarks.implementations import BARE, GEMM, OURS, PACKED
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +19,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 GALLERY = ROOT / "docs" / "gallery.md"
 MORE = ROOT / "docs" / "more.md"
+PARALLEL = ROOT / "docs" / "parallel.md"
 PLOTS = ROOT / "docs" / "plots"
 NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
 
@@ -327,6 +329,7 @@ def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]
         README: between(README.read_text(), headline(results) or NOTHING, "results"),
         GALLERY: with_speeds(GALLERY.read_text(), results),
         MORE: between(MORE.read_text(), newest("planning", results), "planning"),
+        PARALLEL: between(PARALLEL.read_text(), context_parallel_report.newest(), "results"),
     }
 
 

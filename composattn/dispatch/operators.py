@@ -2,7 +2,7 @@
 
 Outside of them nothing goes through here: an operator costs more host time than `composattn.call.autograd` does.
 
-    attend(q, k, v, captured, lengths, hints, form, plan, with_lse, with_max) → (out, lse, max_scores, kept)
+    attend(q, k, v, captured, lengths, hints, form, plan, with_max) → (out, lse, max_scores, kept)
     attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
         → those of [dq, dk, dv, *d captured] that are wanted
 
@@ -43,6 +43,7 @@ from ..errors import UnsupportedOption
 from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
+from .gradient_operator import differentiable, gradient_of, in_form
 from .kept import planned_of
 from .planned import Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard
@@ -78,7 +79,9 @@ def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
         refuse_gradient(q, k, v, *said.tensors)
     lengths, hints = inputs.flatten()
     numbers = [*hints, *[s.number if isinstance(s, Scalar) else s for s in said.scalars]]
-    *found, _ = torch.ops.composattn.attend(q, k, v, list(said.tensors), lengths, numbers, said.form, plan, *asked)
+    *found, _ = torch.ops.composattn.attend(
+        q, k, v, list(said.tensors), lengths, numbers, said.form, plan, asked.max_scores
+    )
     return asked_of(found, asked)
 
 
@@ -158,7 +161,6 @@ def attend(
     hints: Sequence[int],
     form: str,
     plan: int,
-    with_lse: bool,
     with_max: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
@@ -227,37 +229,7 @@ def attend_backward(
     return [gradient_of(t, g) for t, want, g in zip(leaves, wanted, grads, strict=True) if want]
 
 
-@attend_backward.register_fake
-def _(*arguments: Any) -> list[torch.Tensor]:
-    _, _, q, k, v, captured, *_, wanted = arguments
-    return [empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, captured, lengths, ctx.hints, ctx.form, ctx.plan, ctx.with_lse, _ = inputs
-    out, lse, max_scores, kept = output
-    ctx.mark_non_differentiable(max_scores, kept)
-    ctx.save_for_backward(q, k, v, *lengths, *captured, out, lse, kept)
-    ctx.count = len(lengths)
-
-
-def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
-    q, k, v, *captured, out, lse, kept = ctx.saved_tensors
-    lengths, captured = captured[: ctx.count], captured[ctx.count :]
-    need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
-    wanted = [need_q, need_k, need_v, *(need_captured or [])]
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grad_lse = grad_lse if ctx.with_lse else None
-    made = torch.ops.composattn.attend_backward(
-        grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, ctx.hints, ctx.form, ctx.plan, wanted
-    )
-    grads = iter(made)
-    found = [next(grads) if want else None for want in wanted]
-    return (*found[:3], found[3:], None, None, None, None, None, None)
-
-
-attend.register_autograd(_backward, setup_context=_setup)
+differentiable(attend, attend_backward, said=4)
 
 
 # --- what they do ----------------------------------------------------------------------------------------------
@@ -296,17 +268,3 @@ def _from_bits(kind: type, bits: int) -> float | int:
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def empty_gradient(t: torch.Tensor) -> torch.Tensor:
-    return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
-
-
-def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-    empty = empty_gradient(t)
-    return empty.zero_() if found is None else in_form(found.to(t.dtype), empty)
-
-
-def in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
-    """`t` in the strides of `form`: what compiled code has been promised."""
-    return t if t.stride() == form.stride() else form.copy_(t)

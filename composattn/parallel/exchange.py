@@ -44,31 +44,36 @@ class Ranks:
                 "group is NCCL"
             )
 
-    def exchange(
-        self, send: torch.Tensor, sends: Sequence[int], receives: Sequence[int], into: torch.Tensor | None = None
-    ) -> Pending:
-        """`send` cut by rows among the ranks, against as many from each of them; `into`: memory for what comes."""
-        found = send.new_empty((sum(receives), *send.shape[1:])) if into is None else into
-        self.moved_bytes += (sum(receives) - receives[self.rank]) * _row_bytes(send)
+    def exchange(self, sends: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]]) -> Pending:
+        """An uneven all-to-all: of each rank the tensors that go to it, and memory for those that come from it.
 
-        def start() -> Any:
-            return dist.all_to_all_single(
-                found, send.contiguous(), list(receives), list(sends), group=self.group, async_op=True
-            )
+        All of them are one group of sends and receives, each from where it lies to where it belongs, with no copy
+        between unless a tensor sent is not contiguous.
+        """
+        group, steps = self.group, []
+        sent = [[t.contiguous() for t in each] for each in sends]
+        for mine, kept in zip(into[self.rank], sent[self.rank], strict=True):
+            mine.copy_(kept)
+        for rank in (r for r in range(self.size) if r != self.rank):
+            other = dist.get_global_rank(group, rank)
+            steps += [dist.P2POp(dist.isend, t, other, group) for t in sent[rank] if t.numel()]
+            steps += [dist.P2POp(dist.irecv, t, other, group) for t in into[rank] if t.numel()]
+            self.moved_bytes += sum(t.numel() * t.element_size() for t in into[rank])
+        works = self.named(lambda: dist.batch_isend_irecv(steps)) if steps else []
+        return Pending(self, works, [t for each in sent for t in each])
 
-        return Pending(self, self.named(start), found, send)
-
-    def gather(self, rows: torch.Tensor) -> Pending:
-        """`rows` of every rank, one after the other."""
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Memory for `rows` of every rank, one after the other."""
         found = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        self.moved_bytes += (self.size - 1) * rows.shape[0] * _row_bytes(rows)
+        self.moved_bytes += (self.size - 1) * rows.numel() * rows.element_size()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-        work = self.named(lambda: gather(found, rows.contiguous(), group=self.group, async_op=True))
-        return Pending(self, work, found, rows)
+        sent = rows.contiguous()
+        work = self.named(lambda: gather(found, sent, group=self.group, async_op=True))
+        return found, Pending(self, [work], [sent])
 
     def total(self, numbers: torch.Tensor, kind: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or another reduction, of the tensors of all ranks, in place."""
-        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)), numbers)
+        self.wait(self.named(lambda: dist.all_reduce(numbers, kind, group=self.group, async_op=True)))
         return numbers
 
     def said_by_all(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -77,13 +82,12 @@ class Ranks:
         mine = numbers.to(where)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         work = self.named(lambda: dist.all_gather(found, mine, group=self.group, async_op=True))
-        self.named(lambda: work.wait() if self.timeout is None else work.wait(self.timeout))
+        self.wait(work)
         return torch.stack(found).cpu()
 
-    def wait(self, work: Any, moved: torch.Tensor) -> None:
-        """Until `work` is done; on GPUs streams wait by themselves, and the time-out is that of the group."""
-        in_time = self.timeout is not None and moved.device.type != "cuda"
-        self.named(lambda: work.wait(self.timeout) if in_time else work.wait())
+    def wait(self, work: Any) -> None:
+        """Until `work` is done, for at most the time-out; without one, on GPUs streams wait, and the host goes on."""
+        self.named(lambda: work.wait() if self.timeout is None else work.wait(self.timeout))
 
     def named(self, step: Callable[[], T]) -> T:
         """What `step` gives. Raises: `RankUnreachable` for what torch.distributed raises."""
@@ -100,19 +104,13 @@ class Ranks:
 
 
 class Pending:
-    """Rows on their way."""
+    """Rows on their way, of which what is sent is held until they are there."""
 
-    def __init__(self, ranks: Ranks, work: Any, rows: torch.Tensor, held: torch.Tensor) -> None:
-        self._ranks, self._work, self._rows, self._held = ranks, work, rows, held
+    def __init__(self, ranks: Ranks, works: Sequence[Any], held: Sequence[torch.Tensor]) -> None:
+        self._ranks, self._works, self._held = ranks, works, held
 
-    def arrived(self) -> torch.Tensor:
-        """The rows, when they are there."""
-        if self._work is not None:
-            self._ranks.wait(self._work, self._rows)
-            self._work = None
-            self._held = self._rows
-        return self._rows
-
-
-def _row_bytes(t: torch.Tensor) -> int:
-    return t.element_size() * (t.numel() // t.shape[0] if t.shape[0] else int(torch.Size(t.shape[1:]).numel()))
+    def arrived(self) -> None:
+        """Waits until they are there."""
+        for work in self._works:
+            self._ranks.wait(work)
+        self._works, self._held = (), ()

@@ -10,7 +10,7 @@ import torch
 
 from ..call.autograd import BackwardInputs
 from . import pieces
-from .exchange import Ranks
+from .exchange import Pending, Ranks
 from .pieces import Place
 from .placed import Placed
 from .rows import by_heads, by_rows
@@ -65,17 +65,23 @@ class ByHeads:
 
     def _all_rows(self, *tensors: T) -> tuple[T, ...]:
         """(B, H, rows, D) of this rank as (B, H / ranks, S, D), in order."""
-        size, pending = self.ranks.size, []
+        coming = []
         for x in tensors:
-            rows = by_rows(x).unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-            each = [rows.shape[1]] * size
-            pending.append(self.ranks.exchange(rows.flatten(0, 1), each, each))
-        return tuple(by_heads(p.arrived().index_select(0, self.back)) for p in pending)
+            rows = by_rows(x).unflatten(2, (self.ranks.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+            coming.append((torch.empty_like(rows), rows))
+        pending = [_shared(self.ranks, rows, into) for into, rows in coming]
+        for one in pending:
+            one.arrived()
+        return tuple(by_heads(into.flatten(0, 1).index_select(0, self.back)) for into, _ in coming)
 
     def _own_rows(self, x: T) -> T:
         """(B, H / ranks, S, D) as (B, H, rows, D) of this rank."""
-        size = self.ranks.size
-        rows = by_rows(x).index_select(0, self.order)
-        each = [rows.shape[0] // size] * size
-        found = self.ranks.exchange(rows, each, each).arrived()
-        return found.unflatten(0, (size, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        rows = by_rows(x).index_select(0, self.order).unflatten(0, (self.ranks.size, -1))
+        found = torch.empty_like(rows)
+        _shared(self.ranks, rows, found).arrived()
+        return found.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def _shared(ranks: Ranks, rows: T, into: T) -> Pending:
+    """Row n of (ranks, ...) to rank n."""
+    return ranks.exchange([[x] for x in rows], [[x] for x in into])

@@ -20,29 +20,35 @@ from .merged import Merged
 from .movement import Movement, Part, Piece
 from .pieces import Begun, Place
 from .placed import Placed
-from .rows import added, by_heads, by_rows, put, taken, where
+from .rows import Where, added, by_heads, by_rows, lengths, put, taken, views, where
 from .way import Given, Known, sunk
 
 T = torch.Tensor
 
 
 class OnDevice:
-    """A part with its row numbers on the device, and what the mods of its pieces read.
+    """A part with its rows on the device, and what the mods of its pieces read.
 
-    mods: of rows that are runs, and of those that tables name.
+    own: where the rank's own keys lie among the part's; sends, receives: of each rank, the rows that go to it among the
+    own, and where those that come from it lie among the part's. mods: of rows that are runs, and of those that tables
+    name.
     """
 
     def __init__(self, part: Part, own: T, seq_len: int, mods: tuple[Placed, Placed], device: torch.device) -> None:
         self.part = part
-        self.send = where(part.send, device)
-        self.mine, self.fetched = where(part.mine, device), where(part.fetched, device)
-        self.returned = [where(rows, device) for rows in part.send.split(part.sends)]
+        self.own = where(part.own, part.positions, device)
+        self.sends = [where(rows, own, device) for rows in part.sends]
+        self.receives = [where(rows, part.positions, device) for rows in part.receives]
         self.pieces: list[tuple[Piece, Placed, Place]] = []
         for piece in part.pieces:
             q, kv = own[piece.rows].to(device), part.positions[piece.keys].to(device)
             placed = mods[piece.first is None]
             first = (0, 0) if piece.first is None else piece.first
             self.pieces.append((piece, placed, Place(*first, seq_len, placed.tables(q, kv))))
+
+    def own_keys(self, x: T) -> T:
+        """Keys or values of a part that fetches none: the rank's own as they lie, or none of them."""
+        return x if len(self.part.own) else x[:, :, :0]
 
 
 @dataclass
@@ -68,7 +74,7 @@ class ByKeys:
         merged = Merged(q, v.shape[-1], asked.max_scores)
         begun: list[list[Begun]] = []
         kept: list[T] = []
-        for part, k_part, v_part, fetched in self._arriving(k, v):
+        for part, k_part, v_part in self._arriving(k, v):
             begun.append([])
             for piece, placed, place in part.pieces:
                 tensors = (q[:, :, piece.rows], k_part[:, :, piece.keys], v_part[:, :, piece.keys])
@@ -77,60 +83,69 @@ class ByKeys:
                 )
                 merged.add(piece.rows, out, lse, top)
                 begun[-1].append(call)
-            kept += [fetched] if self.keep and fetched is not None else []
+                del out, lse, top  # or the next call's would lie beside them
+            kept += [k_part, v_part] if self.keep and part.part.fetches else []
         out, lse, top = merged.result()
         return *sunk(out, lse, asked.sinks), top, begun, kept
 
-    def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T, T | None]]:
-        """(part, k, v, memory) of each part as its keys are there; all of them are on their way from the start."""
-        coming = [self._started(part, k, v) for part in self.parts]
-        for part, came in zip(self.parts, coming, strict=True):
-            if came is None:
-                yield part, k, v, None
-            else:
-                memory = came()
-                yield part, *_keys_of(memory, k.shape[-1]), memory
+    def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T]]:
+        """(part, k, v) as the keys of each part are there; all of them are on their way from the start."""
+        coming = [[self._started(part, x) for x in (k, v)] for part in self.parts]
+        for part in self.parts:
+            k_part, v_part = (came() for came in coming.pop(0))
+            yield part, k_part, v_part
 
-    def _started(self, part: OnDevice, k: T, v: T) -> Callable[[], T] | None:
-        """Sends and fetches the rows of a part: what gives them all, in order; None where only the rank's own are."""
+    def _started(self, part: OnDevice, x: T) -> Callable[[], T]:
+        """Sends and fetches the keys, or values, of a part: what gives all of them, in order of positions."""
         if not part.part.moves:
-            return None
-        own_k, own_v = by_rows(k), by_rows(v)
-        width = k.shape[-1]
-        memory = k.new_empty((len(part.part.positions), *own_k.shape[1:3], width + v.shape[-1]))
-        in_place = False
-        if self.movement.gather:
-            pending = self.ranks.gather(torch.cat([own_k, own_v], -1))
-        else:
-            send = torch.cat([taken(own_k, part.send), taken(own_v, part.send)], -1)
-            in_place = isinstance(part.fetched, slice)
-            into = memory[part.fetched] if in_place else None
-            pending = self.ranks.exchange(send, part.part.sends, part.part.receives, into)
-        if len(part.part.mine):
-            put(memory[..., :width], part.mine, own_k)
-            put(memory[..., width:], part.mine, own_v)
+            return lambda: part.own_keys(x)
+        own = by_rows(x)
+        rows = own.new_empty((len(part.part.positions) if part.part.fetches else 0, *own.shape[1:]))
+        arrived = (self._gathered if self.movement.gather else self._exchanged)(part, own, rows)
+        if part.part.fetches and len(part.part.own):
+            put(rows, part.own, own)
 
-        def arrived() -> T:
-            rows = pending.arrived()
-            if self.movement.gather:
-                mine = self.ranks.rank * k.shape[2]
-                rows = torch.cat([rows[:mine], rows[mine + k.shape[2] :]])
-            if not in_place:
-                put(memory, part.fetched, rows)
-            return memory
+        def all_there() -> T:
+            arrived()
+            return by_heads(rows) if part.part.fetches else part.own_keys(x)
+
+        return all_there
+
+    def _exchanged(self, part: OnDevice, own: T, rows: T) -> Callable[[], None]:
+        """Starts to fetch rows of a part into `rows`; what waits for them."""
+        into = [_memory(rows, at) for at in part.receives]
+        pending = self.ranks.exchange([views(own, at) for at in part.sends], into)
+
+        def arrived() -> None:
+            pending.arrived()
+            for at, came in zip(part.receives, into, strict=True):
+                if not isinstance(at, tuple):
+                    put(rows, at, came[0])
+
+        return arrived
+
+    def _gathered(self, part: OnDevice, own: T, rows: T) -> Callable[[], None]:
+        """The same, of all rows of all ranks."""
+        found, pending = self.ranks.gather(own)
+
+        def arrived() -> None:
+            pending.arrived()
+            for at, came in zip(part.receives, found.split(len(own)), strict=True):
+                if len(at):
+                    put(rows, at, came)
 
         return arrived
 
     def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
-        q, k, v, *_ = known
         needs_keys = known.wanted[1] or known.wanted[2]
-        dq = _RowSums(q, [piece.rows for part in self.parts for piece in part.part.pieces])
+        dq = _RowSums(known.q, [piece.rows for part in self.parts for piece in part.part.pieces])
         of_given: list[T | None] = [None] * len(known.given)
-        coming: list[tuple[OnDevice, Pending | None, T | None]] = []
-        fetched = self._known_again(k, v, list(kept))
-        for (part, k_part, v_part), calls in reversed(list(zip(fetched, begun, strict=True))):
+        coming: list[_Coming] = []
+        fetched = self._known_again(known.k, known.v, list(kept))
+        while fetched:
+            part, k_part, v_part = fetched.pop()
             dk, dv = None, None
-            for piece, call in zip(part.part.pieces, calls, strict=True):
+            for piece, call in zip(part.part.pieces, begun[len(fetched)], strict=True):
                 grads = self._of_piece(known, piece, call, k_part, v_part)
                 dq.add(piece.rows, grads[0])
                 dk, dv = _summed(dk, grads[1], k_part, piece.keys), _summed(dv, grads[2], v_part, piece.keys)
@@ -139,20 +154,26 @@ class ByKeys:
                         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
                         had = of_given[n]
                         of_given[n] = wide if had is None else had + wide
+                del grads
             if needs_keys:
-                coming.append(self._returned(part, k_part, v_part, dk, dv))
+                dk, dv = (torch.zeros_like(x) if d is None else d for x, d in ((k_part, dk), (v_part, dv)))
+                del k_part, v_part
+                coming.append(self._returned(part, dk, dv))
         found: list[T | None] = [dq.total, None, None]
         if needs_keys:
-            found[1:] = _keys_of(self._added(coming, k, v), k.shape[-1])
+            found[1:] = self._added(coming)
         return [*found, *of_given]
 
     def _known_again(self, k: T, v: T, kept: list[T]) -> list[tuple[OnDevice, T, T]]:
         """The keys of each part, as the forward kept them or fetched again."""
         if not self.keep:
-            return [found[:3] for found in self._arriving(k, v)]
+            return list(self._arriving(k, v))
         found = []
         for part in self.parts:
-            found.append((part, *_keys_of(kept.pop(0), k.shape[-1])) if part.part.moves else (part, k, v))
+            if part.part.fetches:
+                found.append((part, kept.pop(0), kept.pop(0)))
+            else:
+                found.append((part, part.own_keys(k), part.own_keys(v)))
         return found
 
     def _of_piece(self, known: Known, piece: Piece, call: Begun, k_part: T, v_part: T) -> Sequence[T | None]:
@@ -171,38 +192,47 @@ class ByKeys:
         )
         return call.backward(inputs, len(known.given))
 
-    def _returned(
-        self, part: OnDevice, k_part: T, v_part: T, dk: T | None, dv: T | None
-    ) -> tuple[OnDevice, Pending | None, T | None]:
-        """Gradients of a part: on their way to the ranks they belong to, and those of the rank's own keys."""
-        dk = torch.zeros_like(k_part) if dk is None else dk
-        dv = torch.zeros_like(v_part) if dv is None else dv
-        rows = torch.cat([by_rows(dk), by_rows(dv)], -1)
-        if not part.part.moves:
-            return part, None, rows
-        own = taken(rows, part.mine) if len(part.part.mine) else None
-        back = self.ranks.exchange(taken(rows, part.fetched), part.part.receives, part.part.sends)
-        return part, back, own
+    def _returned(self, part: OnDevice, *grads: T) -> _Coming:
+        """Gradients of a part's keys and values, on their way to the ranks that they belong to."""
+        came, pending = [], []
+        for rows in map(by_rows, grads):
+            if part.part.moves:
+                returned = [[rows.new_empty((n, *rows.shape[1:])) for n in lengths(at)] for at in part.sends]
+                pending.append(self.ranks.exchange([views(rows, at) for at in part.receives], returned))
+                came.append(returned)
+        own = [by_rows(x) for x in grads] if len(part.part.own) else []
+        return _Coming(part, pending, own, came)
 
-    def _added(self, coming: Sequence[tuple[OnDevice, Pending | None, T | None]], k: T, v: T) -> T:
-        """The gradients of the rank's own keys and values, (rows, B, H, D + Dv).
+    def _added(self, coming: Sequence[_Coming]) -> list[T]:
+        """The gradients of the rank's own keys, and values: its own share first, then part by part and rank by rank."""
+        for one in coming:
+            for pending in one.pending:
+                pending.arrived()
+        found = []
+        for n in range(2):
+            (mine,) = (taken(one.own.pop(0), one.part.own) for one in coming if one.own)
+            total = mine.to(torch.promote_types(mine.dtype, torch.float32))
+            total = total.clone() if total is mine else total
+            for one in coming:
+                for at, came in zip(one.part.sends, one.came[n] if one.came else (), strict=False):
+                    added(total, at, came)
+            found.append(by_heads(total.to(mine.dtype)))
+        return found
 
-        Its own share first, then what comes back, part by part and rank by rank.
-        """
-        wide = torch.promote_types(k.dtype, torch.float32)
-        (mine,) = (own for *_, own in coming if own is not None)
-        total = mine.to(wide) if mine.dtype is not wide else mine.clone()
-        for part, back, _ in coming:
-            returned = [] if back is None else back.arrived().split(part.part.sends)
-            for rank, rows in enumerate(returned):
-                if len(rows):
-                    added(total, part.returned[rank], rows)
-        return total
+
+@dataclass
+class _Coming:
+    """Gradients of a part: those of the rank's own keys and values, and of each rank what comes back for them."""
+
+    part: OnDevice
+    pending: list[Pending]
+    own: list[T]
+    came: list[list[list[T]]]
 
 
-def _keys_of(rows: T, width: int) -> tuple[T, T]:
-    """(B, H, S, D) keys and values of rows (S, B, H, D + Dv) in which they lie side by side; views."""
-    return by_heads(rows[..., :width]), by_heads(rows[..., width:])
+def _memory(rows: T, at: Where) -> list[T]:
+    """Where what comes is received: where it belongs, or, of numbers, memory of its own."""
+    return views(rows, at) if isinstance(at, tuple) else [rows.new_empty((len(at), *rows.shape[1:]))]
 
 
 class _RowSums:

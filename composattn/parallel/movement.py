@@ -33,21 +33,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """Keys that a rank computes with together.
+    """Keys that a rank computes with together; all positions ascend.
 
-    send: local rows, in the order of the ranks they go to; sends, receives: how many to and from each rank. positions:
-    of the part's keys, ascending. mine, fetched: where the rank's own keys, and the received ones, lie among them.
-    moves: whether any rank fetches anything in this part; else the keys are the rank's own as they are.
+    sends, receives: positions of what goes to each rank, and of what comes from it. positions: of the part's keys. own:
+    of those among them that are the rank's own: all it has, or none. moves: whether any rank fetches anything in this
+    part, so that all take part.
     """
 
-    send: torch.Tensor
-    sends: list[int]
-    receives: list[int]
+    sends: tuple[torch.Tensor, ...]
+    receives: tuple[torch.Tensor, ...]
     positions: torch.Tensor
-    mine: torch.Tensor
-    fetched: torch.Tensor
+    own: torch.Tensor
     pieces: tuple[Piece, ...]
     moves: bool
+
+    @property
+    def fetches(self) -> bool:
+        """Whether this rank fetches anything; else the keys are its own as they lie, or none."""
+        return len(self.positions) > len(self.own)
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,10 @@ class Movement:
                 sent[other] = rows_of((self._wanted[other] & self._owned[me]).nonzero().flatten(), grain)
             if self.group_of(me, other) == number:
                 received[other] = rows_of((self._wanted[me] & self._owned[other]).nonzero().flatten(), grain)
-        with_own = number == 0
-        own = self.positions if with_own else nothing
-        arrived = torch.cat(received)
-        positions, order = torch.cat([own, arrived]).sort()
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        return Part(
-            send=torch.searchsorted(self.positions, torch.cat(sent)),
-            sends=[len(t) for t in sent],
-            receives=[len(t) for t in received],
-            positions=positions,
-            mine=place[: len(own)],
-            fetched=place[len(own) :],
-            pieces=self._pieces(positions),
-            moves=self._moves(number),
-        )
+        own = self.positions if number == 0 else nothing
+        positions = torch.cat([own, *received]).sort().values
+        pieces, moves = self._pieces(positions), self._moves(number)
+        return Part(tuple(sent), tuple(received), positions, own, pieces, moves)
 
     def _moves(self, number: int) -> bool:
         """Whether any rank fetches anything in a part: then all of them take part in the exchange."""

@@ -18,7 +18,8 @@ import torch
 
 from ..call.inputs import Asked, Inputs
 from ..call.strides import ordered
-from ..dispatch.operators import empty_gradient, gradient_of, in_form, leaves_of, lse_dtype
+from ..dispatch.gradient_operator import differentiable, gradient_of, in_form
+from ..dispatch.operators import leaves_of, lse_dtype
 from ..dispatch.planned import asked_of
 from ..dispatch.spoken import Spoken, heard
 from ..errors import UnsupportedInParallel
@@ -145,29 +146,4 @@ def attend_shared_backward(
     return [gradient_of(t, g) for t, g, want in zip(leaves, grads, wanted, strict=True) if want]
 
 
-@attend_shared_backward.register_fake
-def _(*arguments: Any) -> list[torch.Tensor]:
-    _, _, q, k, v, captured, *_, wanted = arguments
-    return [empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, captured, *ctx.said, _ = inputs
-    out, lse, max_scores, mark = output
-    ctx.mark_non_differentiable(max_scores, mark)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *captured, out, lse, mark)
-
-
-def _backward(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
-    q, k, v, *captured, out, lse, mark = ctx.saved_tensors
-    need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
-    wanted = [need_q, need_k, need_v, *(need_captured or [])]
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    op = torch.ops.composattn.attend_shared_backward
-    grads = iter(op(grad_out, grad_lse, q, k, v, captured, out, lse, mark, *ctx.said, wanted))
-    found = [next(grads) if want else None for want in wanted]
-    return (*found[:3], found[3:], None, None, None)
-
-
-attend_shared.register_autograd(_backward, setup_context=_setup)
+differentiable(attend_shared, attend_shared_backward, said=2)

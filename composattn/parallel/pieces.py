@@ -38,6 +38,11 @@ class Place:
         """Of the run-time numbers that place mods."""
         return {FIRST_Q: self.first_q, FIRST_KV: self.first_kv, SEQ_LEN: self.seq_len, FIRST_HEAD: self.first_head}
 
+    def enter(self) -> None:
+        """Makes them those of now, which plans look at; under `_numbers`."""
+        for scalar, number in self.numbers().items():
+            scalar.value = number
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -47,6 +52,7 @@ class Begun:
     """
 
     call: Differentiable
+    place: Place
     read: tuple[torch.Tensor, ...]
     of: tuple[int, ...]
 
@@ -56,7 +62,8 @@ class Begun:
         asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
         known = known._replace(captured=self.read, wanted=asked)
         lending = self.call.lending
-        with nullcontext() if lending is None else lending.again():
+        with nullcontext() if lending is None else lending.again(), _numbers:
+            self.place.enter()  # kernels of the backward are planned when they are first needed
             dq, dk, dv, *found = without_autocast(known.q, self.call.backward, known)
         of_given: list[torch.Tensor | None] = [None] * count
         for n, grad, ask in zip(self.of, found, asked[3:], strict=True):
@@ -81,8 +88,7 @@ def forward(
     with nullcontext() if lending is None else lending:
         program = planned.program
         with _numbers:
-            for scalar, number in numbers.items():
-                scalar.value = number
+            place.enter()
             of_call = Inputs(*inputs)
             prepared = planned.prepared(of_call)
             check_call(program, [], of_call)
@@ -93,4 +99,4 @@ def forward(
         read = tuple(c.tensor for c in program.captures)
         found = without_autocast(inputs[0], call.forward, *inputs, read)
         numbered = {id(t): n for n, t in enumerate(given)}
-        return found, Begun(call, read, tuple(numbered.get(id(t), -1) for t in read))
+        return found, Begun(call, place, read, tuple(numbered.get(id(t), -1) for t in read))

@@ -240,7 +240,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Shard, x: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.shard, ctx.dim = shard, dim
-        rows = shard.cp.ranks.gather(x.movedim(dim, 0).contiguous()).arrived()
+        rows, pending = shard.cp.ranks.gather(x.movedim(dim, 0).contiguous())
+        pending.arrived()
         found = torch.empty_like(rows)
         found[shard._order.to(x.device)] = rows
         return found.movedim(0, dim)
@@ -249,8 +250,10 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         shard, ranks = ctx.shard, ctx.shard.cp.ranks
         rows = grad.movedim(ctx.dim, 0)[shard._order.to(grad.device)].contiguous()
-        each = [shard.rows] * ranks.size
-        found = ranks.exchange(rows, each, each).arrived().unflatten(0, (ranks.size, -1))
+        found = torch.empty_like(rows)
+        each = [[[x] for x in t.split(shard.rows)] for t in (rows, found)]
+        ranks.exchange(*each).arrived()
+        found = found.unflatten(0, (ranks.size, -1))
         total = found[0].clone()
         for n in range(1, ranks.size):  # in the order of ranks
             total += found[n]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cold, planning, report, run, timing
+from benchmarks import cold, context_parallel_report, planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import GEMM, Inputs, TorchSdpa, interval_ends
@@ -210,3 +210,24 @@ def test_interval_ends_say_what_the_mask_says(pattern) -> None:
     zero = torch.zeros((), dtype=torch.int64)
     wanted = torch.ones(300, 300, dtype=torch.bool) if made.mask_mod is None else made.mask_mod(zero, zero, q, kv)
     assert torch.equal(seen, wanted.expand(300, 300))
+
+
+def test_ranks_that_share_a_sequence_have_tables_of_their_own() -> None:
+    one = {"name": "one GPU", "mask": "causal", "ms": 800.0, "ranks": 4}
+    held = {"step_bytes": [3 << 20, 5 << 20], "forward_bytes": [1 << 20, 2 << 20], "step_memory_ratio": 1.25,
+            "forward_memory_ratio": 1.5, "with_sums_memory_ratio": 1.125}  # fmt: skip
+    ours = {"name": "ours", "mask": "causal", "ms": 250.0, "scaling": 0.8, **held}
+    peers = [
+        {"name": "fa4 gathered", "mask": "causal", "ms": 300.0, "times_ours": 1.2},
+        {"name": "torch ring", "mask": "causal", "error": "rank 0: RuntimeError: no"},
+        {"name": "torch flex", "mask": "causal", "left_out": "the time was up"},
+    ]
+    check = {"check": "causal", "errors": [0.001], "deterministic": True, "same_bits": False, "ok_on_all": False}
+    facts = {"machine": "one chip, 132 SMs", "commit": "0123456789", "date": "today", "versions": {"torch": "2"}}
+    lines = [json.dumps(row) for row in ({"provenance": facts}, one, ours, *peers, check, {"done": True})]
+    kept = context_parallel_report.kept_of(lines)
+    assert kept["machine"] == "4 of one host, each chip, 132 SMs" and len(kept["rows"]) == 6
+    said = context_parallel_report.generated(kept)
+    assert "| causal | 800.0 | **250.0** | 0.80 | – | no time left | failed | 300.0 (1.20×) |" in said
+    assert "| causal | 2 | 1.50 | 5 | 1.25 | 1.12 |" in said
+    assert "0 of 1 calls agree" in said and "0 of 1 gave the same bits" in said

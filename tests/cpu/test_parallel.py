@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from composattn.parallel.exchange import Ranks
 from composattn.parallel.movement import Movement
 from composattn.parallel.traffic import Shape, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
-from tests import parallel_cases
+from tests import parallel_cases, parallel_models, parallel_plans
 from tests.ranks import on_ranks
 
 SEED = int(os.environ.get("COMPOSATTN_TEST_SEED", "0")) * 1000
@@ -163,3 +165,32 @@ def test_compiled_code_sees_one_operator() -> None:
     for apart, graphs in on_ranks(2, parallel_cases.compiled):
         assert apart < TOLERANCE
         assert graphs == 2  # a forward and a backward
+
+
+@pytest.mark.parametrize("model", [parallel_models.fully_sharded, parallel_models.tensor_parallel])
+def test_other_dimensions_of_the_mesh_shard_parameters_or_heads(model: Callable[..., Any]) -> None:
+    for found in on_ranks(4, model):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def test_activations_computed_again_divide_and_plan_nothing_again() -> None:
+    for found in on_ranks(2, parallel_models.checkpointed):
+        assert found.pop("divisions") == 1
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("window", [1024, 4096, None])
+def test_a_rank_computes_in_the_tiles_of_one_gpu_and_no_more_of_them_than_its_share(window: int | None) -> None:
+    length, ranks = 131072, 4
+    mask = causal() if window is None else causal() & sliding_window(window)
+    one = parallel_plans.planned(mask, length, length)
+    tile = tile_for(length, ranks)
+    visits = visits_of(mask.expr, length, tile, grain_for(length, tile))
+    division = divide(visits, ranks)
+    for rank in range(ranks):
+        movement = Movement.of(division, visits.seen, rank, gather=False, parts=1)
+        mine = [parallel_plans.of_piece(mask, length, piece) for part in movement.parts for piece in part.pieces]
+        assert all(found.tilings == one.tilings for found in mine)
+        for executed in ("forward_tiles", "backward_tiles"):
+            share = sum(getattr(found, executed) for found in mine) * ranks / getattr(one, executed)
+            assert share < 1.02

@@ -261,11 +261,11 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     operator = torch.ops.composattn.attend.default
     for plan in (attention.number, -1):
         for with_max in (False, True):
-            named = (said.form, plan, True, with_max)
+            named = (said.form, plan, with_max)
             torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), *named))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    named = (said.form, attention.number, True, True)
+    named = (said.form, attention.number, True)
     torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
 
 

@@ -11,7 +11,7 @@ from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
 from ...graph.expr import index
 from .target import Target
-from .work import WorkTables, ascends, descends, entries, fixed_visits, work_tables
+from .work import WorkTables, ascends, descends, entries, visits_now, work_tables
 
 Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
 Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: lists say which
@@ -90,19 +90,19 @@ def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
 
 
 def queries_of_a_key(problem: Problem, program: Program) -> float:
-    """How many queries visit a tile of 128 keys, on average; as many as there are where tensors decide.
+    """How many queries visit a tile of 128 keys, on average, with run-time numbers as they are now.
 
-    Of packed sequences, if all were as long as their mean.
+    As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
     """
     mean = _of_mean_length(problem)
-    visits = fixed_visits(mirror(mean), exchanged(program.of_keys[0]), 128, 1)
+    visits = visits_now(mirror(mean), exchanged(program.of_keys[0]), 128, 1)
     return float(mean.q_len if visits is None else visits.float().mean())
 
 
 def keys_of_a_query(problem: Problem, program: Program) -> float:
-    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`; all where tensors decide."""
+    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`."""
     mean = _of_mean_length(problem)
-    visits = fixed_visits(mean, program.intervals, 128, 1)
+    visits = visits_now(mean, program.intervals, 128, 1)
     return float(mean.kv_len if visits is None else visits.float().mean())
 
 

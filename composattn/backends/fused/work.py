@@ -256,7 +256,12 @@ def fixed_visits(
     problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int
 ) -> torch.Tensor | None:
     """How many tiles of keys each query tile visits: (B|1, tiles), on the host; None where tensors decide."""
-    if tensors_decide(intervals):
+    return None if tensors_decide(intervals) else visits_now(problem, intervals, tile_m, tile_n)
+
+
+def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> torch.Tensor | None:
+    """The same with run-time numbers as they are now; None where captured tensors decide."""
+    if captured_decide(intervals):
         return None
     ends = _ends(intervals)
     # of keys in pages each sequence may have less, and all its tiles with it

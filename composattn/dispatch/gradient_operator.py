@@ -1,0 +1,75 @@
+"""The gradient of an attention operator, which is an operator too: what goes from one to the other, by autograd."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ..call.strides import ordered
+
+
+def differentiable(op: Any, backward: Any, said: int) -> None:
+    """Makes `backward` the gradient of `op`.
+
+        op(q, k, v, captured, *said, ...) → (out, lse, max_scores, kept)
+        backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, *said, wanted) → the wanted ones of
+            [dq, dk, dv, *d captured]
+
+    said: how many arguments behind `captured` the backward gets too, lists of tensors among them.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        q, k, v, captured, *others = inputs
+        out, lse, max_scores, kept = output
+        ctx.mark_non_differentiable(max_scores, kept)
+        ctx.set_materialize_grads(False)
+        lists = [list(one) if _of_tensors(one) else None for one in others[:said]]
+        ctx.others = len(others)
+        ctx.said = [one if tensors is None else len(tensors) for one, tensors in zip(others, lists, strict=False)]
+        ctx.listed = [tensors is not None for tensors in lists]
+        ctx.captured = len(captured)
+        ctx.save_for_backward(q, k, v, out, lse, kept, *captured, *itertools.chain(*(one or () for one in lists)))
+
+    def gradient(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse, kept, *rest = ctx.saved_tensors
+        captured, listed = rest[: ctx.captured], iter(rest[ctx.captured :])
+        arguments = [
+            list(itertools.islice(listed, one)) if is_list else one
+            for one, is_list in zip(ctx.said, ctx.listed, strict=True)
+        ]
+        need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
+        wanted = [need_q, need_k, need_v, *(need_captured or [])]
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grads = iter(backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, *arguments, wanted))
+        found = [next(grads) if want else None for want in wanted]
+        return (*found[:3], found[3:], *[None] * ctx.others)
+
+    op.register_autograd(gradient, setup_context=setup)
+    backward.register_fake(_empty_gradients)
+
+
+def _of_tensors(one: Any) -> bool:
+    return isinstance(one, list | tuple) and any(t is None or isinstance(t, torch.Tensor) for t in one)
+
+
+def _empty_gradients(*arguments: Any) -> list[torch.Tensor]:
+    _, _, q, k, v, captured, *_, wanted = arguments
+    return [empty_gradient(t) for t, want in zip([q, k, v, *captured], wanted, strict=True) if want]
+
+
+def empty_gradient(t: torch.Tensor) -> torch.Tensor:
+    """Memory for the gradient of `t`, in its order of dimensions."""
+    return ordered(t, t.shape[-1]) if t.ndim else t.new_empty(())
+
+
+def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+    """What was found as the gradient of `t`, in that form; zeros where nothing was."""
+    empty = empty_gradient(t)
+    return empty.zero_() if found is None else in_form(found.to(t.dtype), empty)
+
+
+def in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+    """`t` in the strides of `form`: what compiled code has been promised."""
+    return t if t.stride() == form.stride() else form.copy_(t)
