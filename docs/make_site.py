@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import html
-import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,7 @@ import griffe
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-
-ROOT = Path(__file__).parents[1]
-ELSEWHERE = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/LOG.md": "log.md",
-}
-"""Pages that lie outside of docs/, and where the site has them."""
-
-LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
-FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-HIDDEN = re.compile(r"<!-- python\n.*?-->\n?", re.DOTALL)
-
-
-def recipes() -> list[Path]:
-    return [*sorted((ROOT / "recipes").glob("[0-9]*.py")), ROOT / "recipes" / "train_byte_lm.py"]
-
-
-def places() -> dict[str, str]:
-    """Each file of the repository that is a page, and where the site has it."""
-    made = {f"recipes/{path.name}": f"recipes/{path.stem}.md" for path in recipes()}
-    inside = {f"docs/{p.relative_to(ROOT / 'docs').as_posix()}" for p in (ROOT / "docs").rglob("*.md")}
-    return ELSEWHERE | made | {"recipes": "recipes/index.md"} | {name: name[len("docs/") :] for name in inside}
+from site_links import ELSEWHERE, ROOT, UnknownPage, links_turned, places, recipes
 
 
 def docstring(path: Path) -> str:
@@ -78,24 +54,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if origin.startswith("recipes"):
         return markdown  # their links are made here
 
-    def turned(link: re.Match[str]) -> str:
-        name = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link[1]))
-        if name in sites:
-            target = sites[name]
-        elif name.startswith("docs/") and (ROOT / name).is_file():
-            target = name[len("docs/") :]
-        else:
-            raise PluginError(f"{origin}: the link to {link[1]} leads to no page of the site")
-        return f"]({posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or '.')}{link[2] or ''})"
-
-    def outside_of_code(text: str) -> str:
-        parts, end = [], 0
-        for fence in FENCED.finditer(text):
-            parts += [LINK.sub(turned, text[end : fence.start()]), fence[0]]
-            end = fence.end()
-        return "".join([*parts, LINK.sub(turned, text[end:])])
-
-    return outside_of_code(HIDDEN.sub("", markdown))
+    try:
+        return links_turned(markdown, origin, page.file.src_uri)
+    except UnknownPage as error:
+        raise PluginError(str(error)) from None
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:

@@ -54,6 +54,11 @@ const settled = (frame) => new Promise((done) => { frame.onload = () => setTimeo
 </script>"""
 
 
+def pages_of(folder: Path) -> list[str]:
+    files = (path for path in folder.rglob("*.html") if path.name != "404.html")
+    return sorted(path.relative_to(folder).as_posix() for path in files)
+
+
 def browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
@@ -72,9 +77,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
             super().do_GET()
 
     def send_check(self) -> None:
-        files = (path for path in self.folder.rglob("*.html") if path.name != "404.html")
-        pages = sorted(path.relative_to(self.folder).as_posix() for path in files)
-        body = CHECK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)).encode()
+        body = CHECK.replace("PAGES", json.dumps(pages_of(self.folder))).replace("WIDTHS", json.dumps(WIDTHS)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()
@@ -118,6 +121,8 @@ def answer(opened: subprocess.Popen[bytes], found: queue.Queue[list[str]]) -> li
 
 def problems(folder: Path, program: str) -> list[str]:
     """What is wrong with the pages of a folder, a line each."""
+    if not pages_of(folder):
+        return [f"there is no page in {folder}"]
     with serving(folder) as (address, found), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         port = "--remote-debugging-port=0"  # the browser stays open until it is ended
         opened = subprocess.Popen(

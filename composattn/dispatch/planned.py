@@ -79,7 +79,7 @@ class Planned:
         """out and what else is `asked` for."""
         if torch._C._is_any_autocast_enabled():
             inputs = inputs.autocast
-        if inputs.paged is not None:
+        if inputs[4] is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
         if transforms.active():
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)

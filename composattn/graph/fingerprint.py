@@ -1,117 +1,28 @@
 """What a mod reads besides its arguments, found without running it: whether a function traced before says the same now.
 
 A mod's Python runs once per form, not once per call. A function says the same as before if its code is the same and all
-that the code reaches from outside is: closure cells, globals, defaults, attributes of the object it is bound to, and
-the same of every function that it calls. Those are chains of attributes from a root, listed once per code object.
-Each must end in something that can't change under us: a number, a string, a tensor (a leaf of the form; its contents
-are read at the call), a dtype, a mask or score mod, a builtin or torch function, another function. Where a chain ends
-in anything else (a list, a dict, an object that is called) there is no fingerprint, and the mod is traced anew.
+that the code reaches from outside is (`graph.reach`): closure cells, globals, defaults, attributes of the object it is
+bound to, and the same of every function that it calls. Each chain must end in something that can't change under us: a
+number, a string, a tensor (a leaf of the form; its contents are read at the call), a dtype, a mask or score mod, a
+builtin or torch function, another function. Where one ends in anything else (a list, a dict, an object that is called)
+there is no fingerprint, and the mod is traced anew.
+
+Reading all that is one function per code, written for the kinds of values that were there when the code was first seen:
+one look at each value, and no search for what it may be. Where a kind is another, another such function is made.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from .reach import CELL, SELF, Unfit, chains
 from .torch_functions import POINTWISE
-
-CELL, GLOBAL, SELF, DEFAULT = "cell", "global", "self", "default"
-
-_LOADS = {
-    "LOAD_GLOBAL": GLOBAL,
-    "LOAD_NAME": GLOBAL,
-    "LOAD_DEREF": CELL,
-    "LOAD_CLASSDEREF": CELL,
-    "LOAD_FROM_DICT_OR_DEREF": CELL,
-}
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-# what changes more than the function's own values, or reaches further than the chains say
-_OPAQUE = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME", "IMPORT_FROM", "STORE_NAME")
-_OPAQUE_CALLS = ("LOAD_SUPER_ATTR", "LOAD_BUILD_CLASS", "YIELD_VALUE", "SETUP_ANNOTATIONS")
-
-Chain = tuple[str, Any, tuple[str, ...]]
-
-
-class Unfit(Exception):
-    """A mod has no fingerprint."""
-
-
-_chains: dict[tuple[int, bool], tuple[types.CodeType, tuple[Chain, ...] | None]] = {}
-_CHAINS_LIMIT = 4096
-
-
-def chains(code: types.CodeType, bound: bool) -> tuple[Chain, ...] | None:
-    """(kind of root, its place, attributes) for all that `code` reaches; `bound`: its first argument is an object.
-
-    None where it can do more than read. Known by the identity of the code: Python computes its hash from all of its
-    instructions, each time anew.
-    """
-    known = _chains.get((id(code), bound))
-    if known is None:
-        if len(_chains) >= _CHAINS_LIMIT:
-            _chains.clear()
-        known = _chains[(id(code), bound)] = code, _listed(code, bound)
-    return known[1]
-
-
-def _listed(code: types.CodeType, bound: bool) -> tuple[Chain, ...] | None:
-    found: dict[Chain, None] = {}
-    owner = code.co_varnames[0] if bound and code.co_argcount else None
-    try:
-        _scan(code, owner, set(code.co_freevars), list(code.co_freevars), found)
-    except Unfit:
-        return None
-    return tuple(found)
-
-
-def _scan(code: types.CodeType, owner: str | None, free: set[str], order: list[str], found: dict[Chain, None]) -> None:
-    root: tuple[str, Any] | None = None
-    attributes: list[str] = []
-
-    def close() -> None:
-        nonlocal root
-        if root is not None:
-            found[root[0], root[1], tuple(attributes)] = None
-            root = None
-        attributes.clear()
-
-    for step in dis.get_instructions(code):
-        name = step.opname
-        if name in _OPAQUE or name in _OPAQUE_CALLS:
-            raise Unfit
-        if root is not None and name in _ATTRIBUTES:
-            attributes.append(step.argval)
-            continue
-        if name in ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "RESUME", "NOP"):
-            continue
-        close()
-        if name in _LOADS:
-            kind, value = _LOADS[name], step.argval
-            if kind == CELL:
-                root = (CELL, order.index(value)) if value in free else None
-            else:
-                root = (GLOBAL, value)
-        elif owner is not None and name.startswith(("LOAD_FAST", "LOAD_CLOSURE")):
-            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            for other in loaded[:-1]:
-                if other == owner:
-                    found[(SELF, None, ())] = None
-            root = (SELF, None) if loaded[-1] == owner else None
-        elif owner is not None and name.startswith("STORE_FAST") and owner in str(step.argval):
-            raise Unfit
-    close()
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            # an argument of the inner function may have the owner's name: it is no root then
-            _scan(inner, None, free & set(inner.co_freevars), order, found)
-            if owner is not None and owner in inner.co_freevars:
-                raise Unfit
-
 
 _BUILTINS = frozenset(
     {abs, min, max, round, len, range, int, float, bool, pow, sum, zip, enumerate, tuple, isinstance, divmod, slice}
@@ -127,104 +38,200 @@ _TOLD_BY_FORM = frozenset(
 )  # fmt: skip
 DEEPEST = 8  # functions that call functions
 
+Fingerprint = tuple[Hashable, tuple[Any, ...]]
+"""A key that is equal for mods that say the same of tensors of the same form, and the tensors and scalars they read."""
 
-class Fingerprint:
-    """`key` is equal for mods that say the same of tensors of the same form; `leaves` are the tensors and scalars.
+Reader = Callable[[Any], Fingerprint | None]
 
-    Each part of it begins with its kind and says how many belong to it, so that no two mods give the same parts.
+_readers: dict[int, tuple[types.CodeType, tuple[Reader, ...]]] = {}
+_READERS_LIMIT = 4096  # codes
+_KINDS_LIMIT = 8  # readers of one code; the latest stay
+_CHANGED = (AttributeError, KeyError, ValueError, TypeError, IndexError)  # what a reader meets where something is gone
+_numbers = itertools.count()
 
-    The key speaks of functions by the identity of their `codes`: it holds for as long as those are kept.
+
+def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
+    """The fingerprint of a mod, or None where only tracing it can tell what it says."""
+    inner = fn
+    while inner.__class__ is not types.FunctionType:
+        if inner.__class__ is types.MethodType:
+            inner = inner.__func__
+        elif inner.__class__ is functools.partial:
+            inner = inner.func
+        else:
+            return None
+    code = inner.__code__
+    # by its identity: Python computes the hash of code from all of its instructions, each time anew
+    known = _readers.get(id(code))
+    if known is not None:
+        for read in known[1]:
+            try:
+                found = read(fn)
+            except _CHANGED:
+                continue
+            if found is not None:
+                return found
+    return _newly_read(fn, code)
+
+
+def _newly_read(fn: Any, code: types.CodeType) -> Fingerprint | None:
+    """By a reader made for what `fn` reaches now."""
+    try:
+        reader = _Writer(fn).reader()
+    except Unfit:
+        return None
+    found = reader(fn)
+    if found is not None:
+        if len(_readers) >= _READERS_LIMIT:
+            _readers.clear()
+        before = _readers.get(id(code), (code, ()))[1]
+        _readers[id(code)] = code, (reader, *before[: _KINDS_LIMIT - 1])
+    return found
+
+
+class _Writer:
+    """Writes the function that reads what one function reaches, from what that is now.
+
+    The key begins with a number of its own, and has as many parts in every call: no two readers give the same.
     """
 
-    __slots__ = ("codes", "key", "leaves", "parts")
-
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.leaves: list[Any] = []
-        self.codes: list[types.CodeType] = []
-        self.parts: list[Hashable] = []
-        self._function(fn, 0)
-        self.key: Hashable = tuple(self.parts)
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {}
+        self.key: list[str] = [str(next(_numbers))]
+        self.leaves: list[tuple[str, Any]] = []  # with their names
+        self._function("fn", fn, 0)
 
-    def _function(self, fn: Any, depth: int) -> None:
+    def reader(self) -> Reader:
+        """The function."""
+        leaves = "".join(f"{name}, " for name, _ in self.leaves)
+        body = "\n".join(f"    {line}" for line in [*self.lines, f"return ({', '.join(self.key)},), ({leaves})"])
+        exec(f"def read(fn):\n{body}", self.scope)
+        return self.scope["read"]  # type: ignore[no-any-return]
+
+    def _taken(self, what: str) -> str:
+        """The name of a value, which is taken once."""
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {what}")
+        return name
+
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def _demand(self, *conditions: str) -> None:
+        self.lines += [f"if not ({condition}): return None" for condition in conditions]
+
+    def _demand_kind(self, at: str, kind: type) -> None:
+        self._demand(f"{at}.__class__ is {self._constant(kind)}")
+
+    def _function(self, at: str, fn: Any, depth: int) -> None:
         if depth > DEEPEST:
             raise Unfit
-        kind, owner = type(fn), None
-        if kind is functools.partial:
-            self.parts.append(("partial", len(fn.args), *fn.keywords))
-            self._function(fn.func, depth + 1)
-            self._ends((*fn.args, *fn.keywords.values()), depth)
+        self._demand_kind(at, type(fn))
+        if type(fn) is functools.partial:
+            names = tuple(fn.keywords)
+            self._demand(f"len({at}.args) == {len(fn.args)}", f"tuple({at}.keywords) == {names!r}")
+            self._function(self._taken(f"{at}.func"), fn.func, depth + 1)
+            self._ends(f"{at}.args", enumerate(fn.args), depth)
+            self._ends(f"{at}.keywords", fn.keywords.items(), depth)
             return
-        if kind is types.MethodType:
-            owner, fn = fn.__self__, fn.__func__
-            kind = type(fn)
-        if kind is not types.FunctionType:
+        owner: tuple[str, Any] | None = None
+        if type(fn) is types.MethodType:
+            owner = self._taken(f"{at}.__self__"), fn.__self__
+            at, fn = self._taken(f"{at}.__func__"), fn.__func__
+            self._demand_kind(at, type(fn))
+        if type(fn) is not types.FunctionType:
             raise Unfit
-        code = fn.__code__
-        found = chains(code, owner is not None)
+        self._demand(f"{at}.__code__ is {self._constant(fn.__code__)}")
+        self._defaults(at, fn, depth)
+        self._reached(at, fn, owner, depth)
+
+    def _defaults(self, at: str, fn: types.FunctionType, depth: int) -> None:
+        if fn.__defaults__:
+            given = self._taken(f"{at}.__defaults__")
+            self._demand(f"len({given}) == {len(fn.__defaults__)}")
+            self._ends(given, enumerate(fn.__defaults__), depth)
+        else:
+            self._demand(f"not {at}.__defaults__")
+        if fn.__code__.co_kwonlyargcount:
+            named = fn.__kwdefaults__ or {}
+            self._demand(f"tuple({at}.__kwdefaults__ or ()) == {tuple(named)!r}")
+            self._ends(f"{at}.__kwdefaults__", named.items(), depth)
+
+    def _reached(self, at: str, fn: types.FunctionType, owner: tuple[str, Any] | None, depth: int) -> None:
+        """What its code reaches, from closure cells, globals and the object it is bound to."""
+        found = chains(fn.__code__, owner is not None)
         if found is None:
             raise Unfit
-        self.codes.append(code)
-        named = fn.__kwdefaults__ or {}
-        self.parts.append(("code", id(code), len(fn.__defaults__ or ()), *named))
-        if fn.__defaults__:
-            self._ends(fn.__defaults__, depth)
-        if named:
-            self._ends(named.values(), depth)
+        cells = scope = ""
         for root, place, attributes in found:
             try:
                 if root is CELL:
-                    value = fn.__closure__[place].cell_contents
+                    cells = cells or self._taken(f"{at}.__closure__")
+                    where, value = f"{cells}[{place}].cell_contents", fn.__closure__[place].cell_contents  # type: ignore[index]
                 elif root is SELF:
-                    value = owner
+                    assert owner is not None
+                    where, value = owner
                 else:
-                    value = fn.__globals__.get(place, _MISSING)
-                    if value is _MISSING:
-                        value = _builtin(fn, place)
-                if attributes:
-                    value = _behind(value, attributes)
+                    scope = scope or self._taken(f"{at}.__globals__")
+                    where, value = self._global(fn.__globals__, place, scope)
+                value, taken = _behind(value, attributes)
             except (AttributeError, KeyError, ValueError):
                 raise Unfit from None  # tracing says what is wrong
-            self._end(value, depth)
+            self._end(".".join([where, *taken]), value, depth)
 
-    def _ends(self, values: Iterable[Any], depth: int) -> None:
-        for value in values:
-            self._end(value, depth)
+    def _global(self, values: dict[str, Any], name: str, scope: str) -> tuple[str, Any]:
+        """(where it is, value) of a global, or of a builtin that no global hides."""
+        if name in values:
+            return f"{scope}[{name!r}]", values[name]
+        self._demand(f"{name!r} not in {scope}")
+        return f"{self._constant(_builtin)}({scope}, {name!r})", _builtin(values, name)
 
-    def _end(self, value: Any, depth: int) -> None:
-        kind = type(value)
+    def _ends(self, at: str, values: Iterable[tuple[Any, Any]], depth: int) -> None:
+        for place, value in values:
+            self._end(f"{at}[{place!r}]", value, depth)
+
+    def _end(self, where: str, value: Any, depth: int) -> None:
+        kind, at = type(value), self._taken(where)
         if kind in TENSORS:
-            self._leaf(value)
-        elif kind in _OF_PYTHON and value in _BUILTINS:
-            self.parts += ("function", value)
+            self._leaf(at, value)
+        elif (kind in _OF_PYTHON and value in _BUILTINS) or _is_pure(value, kind):
+            self._demand(f"{at} is {self._constant(value)}")
         elif kind is int or kind is bool or isinstance(value, _ENDS):
-            self.parts += (kind.__name__, value)
+            self._demand_kind(at, kind)
+            self.key.append(at)
         elif kind is float:
-            self.parts += ("float", value.hex())
+            self._demand_kind(at, kind)
+            self.key.append(f"{at} if {at} and {at} == {at} else repr({at})")  # -0.0 is 0.0, NaN no NaN
         elif kind is tuple:
-            self.parts += ("tuple", len(value))
-            self._ends(value, depth)
-        elif _is_pure(value, kind):
-            self.parts += ("function", value)
+            self._demand_kind(at, kind)
+            self._demand(f"len({at}) == {len(value)}")
+            self._ends(at, enumerate(value), depth)
         elif hasattr(kind, "composattn_fingerprint"):
-            key, leaves = value.composattn_fingerprint()
-            self.parts += ("mod", key)
-            for leaf in leaves:
-                self._leaf(leaf)
+            self._demand_kind(at, kind)
+            _, leaves = value.composattn_fingerprint()
+            said = self._taken(f"{at}.composattn_fingerprint()")
+            self._demand(f"len({said}[1]) == {len(leaves)}")
+            self.key.append(f"{said}[0]")
+            for place, leaf in enumerate(leaves):
+                self._leaf(self._taken(f"{said}[1][{place}]"), leaf)
         elif kind in (types.FunctionType, types.MethodType, functools.partial):
-            self._function(value, depth + 1)
+            self._function(at, value, depth + 1)
         else:
             raise Unfit
 
-    def _leaf(self, value: Any) -> None:
+    def _leaf(self, at: str, value: Any) -> None:
         """Which of the leaves it is, and of a tensor that is a new one its form."""
-        for place, known in enumerate(self.leaves):
+        for name, known in self.leaves:
+            self._demand(f"{at} is {name}" if known is value else f"{at} is not {name}")
             if known is value:
-                self.parts += ("leaf", place)
                 return
-        self.parts += ("leaf", len(self.leaves))
-        self.leaves.append(value)
+        self._demand_kind(at, type(value))
+        self.leaves.append((at, value))
         if type(value) in TENSORS:  # all that a mod may ask of it while it is traced
-            self.parts.append((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
+            self.key += [f"{at}.shape", f"{at}.stride()", f"{at}.dtype", f"{at}.device", f"{at}.requires_grad"]
 
 
 def _is_pure(value: Any, kind: type) -> bool:
@@ -239,31 +246,20 @@ def _is_pure(value: Any, kind: type) -> bool:
     return from_torch and (owner is None or isinstance(owner, type)) and value.__name__ in POINTWISE
 
 
-def _behind(value: Any, attributes: Sequence[str]) -> Any:
-    """The value at the end of a chain; a tensor on the way ends it, where its form tells the rest."""
-    for name in attributes:
+def _behind(value: Any, attributes: Sequence[str]) -> tuple[Any, Sequence[str]]:
+    """The value at the end of a chain, and how it is reached; a tensor whose form tells the rest ends it."""
+    for place, name in enumerate(attributes):
         if type(value) in TENSORS:
             if name not in _TOLD_BY_FORM:
                 raise Unfit  # an attribute of the user's own, a count of writes: only tracing knows
-            return value
+            return value, attributes[:place]
         value = getattr(value, name)
-    return value
+    return value, attributes
 
 
-_MISSING = object()
-
-
-def _builtin(fn: types.FunctionType, name: str) -> Any:
-    scope = fn.__globals__["__builtins__"]
-    return scope[name] if isinstance(scope, dict) else getattr(scope, name)
-
-
-def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
-    """The fingerprint of a mod, or None where only tracing it can tell what it says."""
-    try:
-        return Fingerprint(fn)
-    except Unfit:
-        return None
+def _builtin(scope: dict[str, Any], name: str) -> Any:
+    builtins = scope["__builtins__"]
+    return builtins[name] if isinstance(builtins, dict) else getattr(builtins, name)
 
 
 def places_of(leaves: Sequence[Any], among: Sequence[Any]) -> tuple[int, ...] | None:

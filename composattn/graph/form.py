@@ -253,7 +253,7 @@ def as_graph(value: Any) -> Expr:
 
 def joined(kind: str, *forms: str) -> str:
     """The form of mods joined by one of `JOINS`; its leaves are theirs, one after the other."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _written(kind, *forms)
     key = (kind, *forms)
     found = _joined.get(key)  # the same object each time: a new one is hashed anew, 0.7 µs of 300 characters

@@ -84,7 +84,7 @@ class Lending:
         self.captures, self.tensors = captures, tensors
 
     def __enter__(self) -> None:
-        for capture, tensor in zip(self.captures, self.tensors, strict=True):
+        for capture, tensor in zip(self.captures, self.tensors):  # noqa: B905  as many, and named arguments take time
             capture._lent.append(tensor)
         self._outer, _local.now = _local.now, self
 
@@ -132,27 +132,12 @@ _idle: OrderedDict[Lent, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def lent_for(tensor: torch.Tensor, user: str = "eager", place: Hashable = None) -> Lent | None:
-    """The capture that stands for `tensor`, and for other tensors of the same memory and form.
-
-    A capture whose memory ended takes over new memory of its form that is read at the same `place` of a plan: a new
-    batch's mask is planned as the last one's was, also where two masks read tensors of one form in turns.
-    user: who reads it. What is derived from it is made again in place, which one user may do under another's eyes.
-    None where no one can say when the memory ends: a wrapper without storage, a tensor of a torch.func transform.
-    """
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-    key = (
-        id(storage), tensor.storage_offset(), user,
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
-    )  # fmt: skip
+def _followed(key: Hashable, tensor: torch.Tensor, storage: torch.UntypedStorage, place: Hashable) -> Lent:
+    """The capture that is known by `key`, or a new one, which from now on follows `tensor`."""
     capture = _known.get(key)
     if capture is None:
-        capture = _begin(key, (*key[2:], tensor.device, place), storage)
-    # as `follows` says, without the call
-    if id(tensor) != capture._last or storage_uses(storage._cdata) > OF_ONE_TENSOR:
+        capture = _begin(key, (*key[2:], tensor.device, place), storage)  # type: ignore[index]
+    if not capture.follows(tensor, storage):
         capture.follow(tensor, storage)
     return capture
 
@@ -199,11 +184,27 @@ def _drop(capture: Lent) -> None:
 
 
 def lend(tensors: Sequence[torch.Tensor], user: str = "eager", reader: Hashable = None) -> Lending | None:
-    """A lending of all `tensors`, in the order in which `reader` reads them; None where one of them can't be lent."""
-    captures = []
-    for number, tensor in enumerate(tensors):
-        capture = lent_for(tensor, user, (reader, number))
-        if capture is None:
+    """A lending of all `tensors`, in the order in which `reader` reads them; None where one of them can't be lent.
+
+    A capture stands for one tensor, and for others of the same memory and form. One whose memory ended takes over new
+    memory of its form that is read at the same place of a plan: a new batch's mask is planned as the last one's was,
+    also where two masks read tensors of one form in turns.
+    user: who reads. What is derived from a tensor is made again in place, which one user may do under another's eyes.
+    No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
+    """
+    captures: list[Lent] = []
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
             return None
+        key = (
+            id(storage), tensor.storage_offset(), user,
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
+        )  # fmt: skip
+        capture = _known.get(key)
+        # as `follows` says, without the call
+        if capture is None or id(tensor) != capture._last or storage_uses(storage._cdata) > OF_ONE_TENSOR:
+            capture = _followed(key, tensor, storage, (reader, len(captures)))
         captures.append(capture)
     return Lending(captures, tensors)

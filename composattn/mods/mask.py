@@ -39,7 +39,7 @@ class Mask(Mod):
         """
         if isinstance(fn, Mask):
             return fn
-        if not isinstance(fn, types.FunctionType):
+        if not isinstance(fn, (types.FunctionType, types.MethodType)):
             Mask._refuse(fn)
         return Mask.formed(*formed(fn, name, trace_mask, _INDICES))
 

@@ -191,8 +191,8 @@ def _is_place(value: Any, is_score: bool) -> bool:
 
 # --- functions ---------------------------------------------------------------------------------------------------
 
-_traced: OrderedDict[Any, tuple[str, tuple[int, ...], Any]] = OrderedDict()
-_TRACED_LIMIT = 4096  # forms by fingerprint; both are text and code, no tensors
+_traced: OrderedDict[Any, tuple[str, tuple[int, ...]]] = OrderedDict()
+_TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no tensors
 _lock = threading.Lock()
 
 
@@ -209,16 +209,17 @@ def formed(
     mark = fingerprint(fn)
     if mark is None:
         return *form_of(trace(fn)), name
-    key = (trace, mark.key)
+    said, reads = mark
+    key = (trace, said)
     known = _traced.get(key)
     if known is not None:
-        form, places, _ = known
-        return form, tuple([mark.leaves[n] for n in places]), name
+        form, places = known
+        return form, tuple([reads[n] for n in places]), name
     form, leaves = form_of(trace(fn))
-    at = places_of(leaves, mark.leaves)
+    at = places_of(leaves, reads)
     if at is not None:
         with _lock:
-            _traced[key] = form, at, mark.codes
+            _traced[key] = form, at
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
     return form, leaves, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,19 @@ class Score(Mod):
         """
         if isinstance(fn, Score):
             return fn
+        if not isinstance(fn, (types.FunctionType, types.MethodType)):
+            Score._refuse(fn)
+        return Score.formed(*formed(fn, name, trace_score, _LEAVES))
+
+    @staticmethod
+    def _refuse(fn: Any) -> None:
+        """Raises `WrongComposition` for what is taken for a score mod and is none."""
         if isinstance(fn, Mask):
             raise errors.WrongComposition(
                 f"{fn.name} is a mask, a score mod is needed here; pass it as mask_mod=, and join masks with & | ~"
             )
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
-        return Score.formed(*formed(fn, name, trace_score, _LEAVES))
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None

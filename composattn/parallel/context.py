@@ -33,7 +33,7 @@ def active(q: torch.Tensor) -> Shard | None:
     """
     if _entered:
         return _entered[-1].shard
-    if not torch.compiler.is_compiling() and _left:
+    if not torch.compiler.is_dynamo_compiling() and _left:
         _refuse_recomputed(q.shape[-2] if q.ndim == 4 else q.shape[0])
     return None
 

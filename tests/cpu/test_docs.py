@@ -61,6 +61,18 @@ def test_no_example_is_left_out_by_how_it_is_written() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}, "begin with ```python, in the first column"
 
 
+def test_links_between_pages_lead_to_pages_of_the_site() -> None:
+    site = docs_script("site_links")
+    pages = {name: page for name, page in site.places().items() if name.endswith(".md")}
+    assert len(pages) > 15
+    for name, page in pages.items():
+        site.links_turned((ROOT / name).read_text(), name, page)  # raises where there is none
+    assert site.links_turned("[a](mods.md#alibi) `x`", "docs/more.md", "more.md") == "[a](mods.md#alibi) `x`"
+    assert site.links_turned("[a](../README.md)", "docs/more.md", "more.md") == "[a](index.md)"
+    with pytest.raises(site.UnknownPage):
+        site.links_turned("[a](../benchmarks/results/h200-host.json)", "docs/more.md", "more.md")
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     # the site itself is built at night
     listed = set(re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))

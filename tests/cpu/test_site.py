@@ -30,7 +30,12 @@ def test_each_wrong_page_is_named(tmp_path: Path) -> None:
         assert line.startswith(page) and what in line
 
 
+def test_a_folder_without_pages_is_a_problem(tmp_path: Path) -> None:
+    assert browser.problems(tmp_path / "nowhere", "chromium") == [f"there is no page in {tmp_path / 'nowhere'}"]
+
+
 def test_a_browser_that_does_not_run_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(PAGE)
     program = tmp_path / "chromium"
     program.write_text("#!/bin/sh\nexit 7\n")
     program.chmod(0o755)

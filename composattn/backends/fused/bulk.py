@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import torch
@@ -9,22 +10,14 @@ import torch
 from ...errors import UnsupportedLayout
 
 
-def are_tidy(*tensors: torch.Tensor) -> bool:
-    """Whether copies can read all of them as they are."""
-    for t in tensors:
-        strides = t.stride()
-        # address and strides together, as a number is a multiple of 16 by its last bits
-        if strides[-1] != 1 or 0 in strides or (gcd(*strides[:-1]) * t.element_size() | t.data_ptr()) % 16:
-            return False
-    return True
-
-
 def tidy(t: torch.Tensor) -> torch.Tensor | None:
     """`t`, with harmless strides where sizes are 1, whose own may be anything; None where copies can't read it."""
-    if are_tidy(t):
+    strides: Sequence[int] = t.stride()
+    # address and strides together, as a number is a multiple of 16 by its last bits
+    if strides[-1] == 1 and 0 not in strides and not (gcd(*strides[:-1]) * t.element_size() | t.data_ptr()) % 16:
         return t
     unit = 16 // t.element_size()
-    *strides, last = t.stride()
+    *strides, last = strides
     strides = [unit if size == 1 else s for size, s in zip(t.shape, strides, strict=False)]
     if t.data_ptr() % 16 or (last != 1 and t.shape[-1] != 1) or any(s % unit for s in strides):
         return None

@@ -64,14 +64,19 @@ class FusedCall:
         return found
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
-        q, k, v, *_ = inputs
+        q, k, v, _, _ = inputs
         captures, numbers = self._reads
-        captured, scalars = [c.tensor for c in captures], [s.value for s in numbers]
+        # a comprehension is a function of its own before Python 3.12
+        captured: Sequence[torch.Tensor] = [c.tensor for c in captures] if captures else ()
+        scalars: Sequence[float | int] = [s.value for s in numbers] if numbers else ()
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
-        if torch.is_grad_enabled() and _requires_grad(q, k, v, *captured):
+        if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (captured and _requires_grad(captured))
+        ):
             self.checks_gradient  # noqa: B018  raises where there is none
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
-        return self.launcher(*asked)(q, k, v, self.scale, captured, scalars, sequences)
+        launcher = self._launchers.get(asked) or self.launcher(*asked)
+        return launcher(q, k, v, self.scale, captured, scalars, sequences)
 
     def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
         """What a call launches, made now: the forward for what it asks for; with `gradient` all that autograd needs.
@@ -124,7 +129,7 @@ class FusedCall:
         return FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
 
 
-def _requires_grad(*tensors: torch.Tensor) -> bool:
+def _requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     return True in [t.requires_grad for t in tensors]  # any() of a generator takes twice the time
 
 
@@ -148,8 +153,9 @@ class FusedAttend:
         self.lending: Lending | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        launcher = self.call.launcher(True, self.return_max_scores)
-        out, lse, max_scores = launcher(q, k, v, self.call.scale, captured, self.scalars, self.sequences)
+        call, asked = self.call, (True, self.return_max_scores)
+        launcher = call._launchers.get(asked) or call.launcher(*asked)
+        out, lse, max_scores = launcher(q, k, v, call.scale, captured, self.scalars, self.sequences)
         assert lse is not None
         return out, lse, max_scores
 

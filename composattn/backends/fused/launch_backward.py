@@ -12,7 +12,7 @@ from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
 from .arguments import PiecesArguments
-from .bulk import are_tidy, copyable
+from .bulk import copyable
 from .captured import Reads
 from .compile import compile_plan
 from .launch import memory_like, on_device_of
@@ -28,6 +28,8 @@ class RowStatistics:
     log2_lse: torch.Tensor
     delta: torch.Tensor
 
+
+_STRIDES_LIMIT = 64
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kernel = Callable[..., Any]
@@ -51,6 +53,7 @@ class BackwardLauncher:
         self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
         self.has_tables = plans.preprocess.work is not None or plans.main.work is not None
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
+        self._tidy_strides: set[tuple[int, ...]] = set()
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -106,7 +109,7 @@ class BackwardLauncher:
             dv.zero_()
         if nothing:
             return dq, dk, dv
-        reads = self.reads(captured, scalars, sequences, made)
+        reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
         lie = None if self.is_dense else sequences
         rows, keys = self._work(q, k, sequences, reads) if self.has_tables else (None, None)
         workspace, dq_accum, turns = self._workspace(q, sequences)
@@ -115,11 +118,13 @@ class BackwardLauncher:
                 workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
             rows_known.log2_lse, rows_known.delta = workspace[COUNTER:].view(2, *dq_accum.shape[:2], -1)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
-        if not are_tidy(q, k, v, out, dout):
-            q, k, v, out, dout = map(copyable, (q, k, v, out, dout))
-        on_device_of(
-            q,
-            self._launch,
+        known = self._tidy_strides
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
+            q.stride() in known and k.stride() in known and v.stride() in known
+            and out.stride() in known and dout.stride() in known
+        ):  # fmt: skip
+            q, k, v, out, dout = self._tidied(q, k, v, out, dout)
+        given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
             (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows),
             (
@@ -129,7 +134,16 @@ class BackwardLauncher:
             (dq_accum, dq, scale, lie, rows),
             (pieces, dk, dv),
         )
+        on_device_of(q, self._launch, given)
         return dq, dk, dv
+
+    def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as bulk copies can read them; strides with which they can are known from then on."""
+        found = [copyable(t) for t in tensors]
+        if len(self._tidy_strides) >= _STRIDES_LIMIT:
+            self._tidy_strides.clear()
+        self._tidy_strides.update(t.stride() for t in found)
+        return found
 
     def _launch(
         self, before: tuple[Any, ...], given: tuple[Any, ...], after: tuple[Any, ...], gathered: tuple[Any, ...]
