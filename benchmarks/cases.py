@@ -256,6 +256,23 @@ def _of_training() -> Iterable[Case]:
         yield _grouped(direction, 2, 8192, 24, 3, full)
 
 
+def _of_wide_heads() -> Iterable[Case]:
+    """Head dimensions above 256, forward: those of one width, and multi-head latent attention, where all heads share one.
+
+    Multi-head latent attention (DeepSeek-V2, 2024) as it is served: D 576, of which V is the first 512.
+    """
+    for length, pattern in itertools.product((4096, 8192), (full, causal)):
+        yield _plain(512, length, pattern, "forward", ("wide",))
+    latent = {"kv_heads": 1, "dim": 576, "v_dim": 512}
+    name = "forward D576/512 S4096 GQA 16/1 causal"
+    yield Case(name, ("wide",), causal, batch=1, heads=16, q_len=4096, **latent)  # type: ignore[arg-type]
+    for batch, kv_len in ((1, 65536), (64, 4096), (128, 4096)):
+        name = f"decode B{batch} q1 kv{kv_len} GQA 128/1 D576/512, in a graph"
+        yield Case(
+            name, ("wide",), full, batch, heads=128, q_len=1, kv_len=kv_len, in_graph=True, **latent  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
 def _of_serving() -> Iterable[Case]:
     """Short sequences and single queries."""
     for dim, length in itertools.product((64, 128), (128, 256, 512, 1024)):
@@ -330,13 +347,14 @@ def _of_cpus() -> Iterable[Case]:
             )
 
 
-CASES: tuple[Case, ...] = tuple(itertools.chain(_of_training(), _of_serving(), _of_the_host(), _of_cpus()))
+CASES: tuple[Case, ...] = tuple(itertools.chain(_of_training(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus()))
 SETS: tuple[str, ...] = (
     "core",
     "forward",
     "backward",
     "mods",
     "gqa",
+    "wide",
     "decode",
     "decode grid",
     "graph",

@@ -50,8 +50,9 @@ tolerance rule of `composattn.testing` against fp64. Columns are masks whose kv 
 (`BlockSparse`). A cell says forward, backward, and deterministic backward (run twice more, the same bits).
 
 - ✓ is right; a letter is a refusal, by the named error below the table; · has not been run.
-- bf16, D {dim}; MHA {mha} heads, GQA {gqa} heads. Dense: {q_len} queries, {kv_len} keys. Varlen: {q_lens} queries,
-  {kv_lens} keys. Paged: {paged_q_len} queries each, {paged_kv_lens} keys in pages of {page_size}.
+- bf16, D and Dv {dim}, wide heads D {wide} and Dv {wide_v}; MHA {mha} heads, GQA {gqa} heads. Dense: {q_len} queries,
+  {kv_len} keys. Varlen: {q_lens} queries, {kv_lens} keys. Paged: {paged_q_len} queries each, {paged_kv_lens} keys in
+  pages of {page_size}.
 """
 
 
@@ -61,6 +62,8 @@ def _head() -> str:
     q_lens, kv_lens, paged_kv_lens = (", ".join(map(str, n)) for n in (c.Q_LENS, c.KV_LENS, c.PAGED_KV_LENS))
     return HEAD.format(
         dim=c.DIM,
+        wide=c.DIMS["wide heads"][0],
+        wide_v=c.DIMS["wide heads"][1],
         mha=mha,
         gqa=gqa,
         q_len=c.Q_LEN,

@@ -56,8 +56,12 @@ MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
     "own function": lambda shapes: {"score_mod": _own_function(shapes)},
     "dropout": lambda shapes: {"dropout": (0.2, 7)},
     "learned sinks": lambda shapes: {"sinks": 2 * shapes.normal(shapes.heads).requires_grad_()},
+    "wide heads": lambda shapes: {},
 }
 """What a call is given besides its mask."""
+
+DIMS = {"wide heads": (512, 320)}
+"""D and Dv, where they are not both `DIM`."""
 
 
 def _blocks(shapes: Shapes) -> Mask:
@@ -98,10 +102,12 @@ class Cell:
         q_len = PAGED_Q_LEN if self.layout == "paged" else Q_LEN
         shapes = Shapes(generator, device, heads, q_len)
         given = MODS[self.mod](shapes) | {"mask_mod": MASKS[self.mask](shapes)}
+        dim, v_dim = DIMS.get(self.mod, (DIM, DIM))
         call: dict[str, Any] = {
             "heads": heads,
             "kv_heads": kv_heads,
-            "dim": DIM,
+            "dim": dim,
+            "v_dim": v_dim,
             "dtype": torch.bfloat16,
             "device": device,
         }
@@ -111,7 +117,8 @@ class Cell:
             case = make_varlen_case(seed, Q_LENS, KV_LENS, **call)
         else:
             case = make_paged_case(seed, PAGED_KV_LENS, page_size=PAGE_SIZE, q_len=PAGED_Q_LEN, **call)
-            case = dataclasses.replace(case, dout=torch.ones_like(case.q))
+            dout = torch.ones(*case.q.shape[:-1], v_dim, dtype=case.q.dtype, device=device)
+            case = dataclasses.replace(case, dout=dout)
         case = dataclasses.replace(case, **given)
         return case.without_gradients() if self.way == "forward" else case
 

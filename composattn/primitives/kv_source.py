@@ -58,6 +58,11 @@ class DenseKV(Fixed):
         target, source = partition(tma, shared, self.keys.tiles(tensor, self.h, (self.tile_n, columns)))
         return WholeTiles(tma, source, target)
 
+    def boxes(self, tma, tensor, shared, box: tuple[int, int]) -> BoxesOfTiles:
+        """K or V: boxes of some rows and columns of a tile on their way into the stages of `shared`."""
+        target, source = partition(tma, shared, self.keys.tiles(tensor, self.h, box, None))
+        return BoxesOfTiles(tma, source, target, self.tile_n // box[0])
+
 
 @dataclasses.dataclass
 class WholeTiles(Fixed):
@@ -71,17 +76,24 @@ class WholeTiles(Fixed):
 
 
 @dataclasses.dataclass
+class BoxesOfTiles(Fixed):
+    tma: cute.CopyAtom
+    source: cute.Tensor
+    target: cute.Tensor
+    down: int  # boxes below each other in a tile
+
+    def start(self, at: Int32, row: Any, column: Any, stage: Int32, bar: cute.Pointer) -> None:
+        """Starts the copy of a tile's box (row, column) into a stage; it completes on `bar`."""
+        cute.copy(self.tma, self.source[None, at * self.down + row, column], self.target[None, stage], tma_bar_ptr=bar)
+
+
+@dataclasses.dataclass
 class PagedKV(Fixed):
     """Rows in pages: a tile has several pages, or a page several tiles."""
 
     keys: PagedSequence
     h: Int32
     tile_n: int
-
-    @property
-    def rows(self) -> int:
-        """How many rows one copy brings."""
-        return min(self.keys.page_size, self.tile_n)
 
     def locate(self, tile: Int32) -> Pages:
         """The whole warp: reads the numbers of the tile's pages."""
@@ -101,27 +113,43 @@ class PagedKV(Fixed):
 
     def part(self, tma, tensor, shared, columns: int) -> PagedTiles:
         """K or V: tiles of `columns` columns on their way into the stages of `shared`."""
-        return PagedTiles(self, tma, tensor[None, None, self.h, None], shared, columns)
+        return PagedTiles(self.boxes(tma, tensor, shared, (self.tile_n, columns)))
+
+    def boxes(self, tma, tensor, shared, box: tuple[int, int]) -> PagedBoxes:
+        """K or V: boxes of some rows and columns of a tile on their way into the stages of `shared`."""
+        return PagedBoxes(self, tma, tensor[None, None, self.h, None], shared, box)
 
 
 @dataclasses.dataclass
-class PagedTiles(Fixed):
+class PagedBoxes(Fixed):
     pages: PagedKV
     tma: cute.CopyAtom
     source: cute.Tensor
     target: cute.Tensor
-    columns: int
+    box: tuple[int, int]
+
+    def start(self, at: Pages, row: Any, column: Any, stage: Int32, bar: cute.Pointer) -> None:
+        """The whole warp: starts the copies of a tile's box (row, column) into a stage; they complete on `bar`."""
+        size, (rows, columns) = self.pages.keys.page_size, self.box
+        one = (min(size, rows), columns)
+        first_row = self.pages.first_row(at.tile)
+        for i in range(rows // one[0]):
+            before = row * rows + i * one[0]  # rows of the tile, which begins in the first of its pages
+            lane, inside = (before // size, before % size) if size < self.pages.tile_n else (0, before)
+            number = cute.arch.shuffle_sync(at.number, lane)
+            page = cute.domain_offset((first_row + inside, 0), self.source[None, None, number])
+            room = cute.local_tile(self.target[None, None, stage], one, (i, 0))
+            target, source = partition(self.tma, room, cute.local_tile(page, one, (0, column)))
+            cute.copy(self.tma, source, target, tma_bar_ptr=bar)
+
+
+@dataclasses.dataclass
+class PagedTiles(Fixed):
+    whole: PagedBoxes
 
     def start(self, at: Pages, stage: Int32, bar: cute.Pointer) -> None:
         """The whole warp: starts the copies of a tile into a stage; they complete on `bar`."""
-        pages, box = self.pages, (self.pages.rows, self.columns)
-        first_row = pages.first_row(at.tile)
-        for i in range(pages.tile_n // pages.rows):
-            number = cute.arch.shuffle_sync(at.number, i)
-            page = cute.domain_offset((first_row, 0), self.source[None, None, number])
-            room = cute.local_tile(self.target[None, None, stage], box, (i, 0))
-            target, source = partition(self.tma, room, cute.local_tile(page, box, (0, 0)))
-            cute.copy(self.tma, source, target, tma_bar_ptr=bar)
+        self.whole.start(at, 0, 0, stage, bar)
 
 
 def copied_rows(rows: Rows, tile_n: int) -> int:

@@ -102,9 +102,12 @@ class DenseSequence(Fixed):
     length: Int32
     start: int = 0
 
-    def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int]) -> cute.Tensor:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor."""
-        return cute.local_tile(tensor[None, None, h, self.b], tile, (_along(tile, None), 0))
+    def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
+        """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor.
+
+        `column`: which of the tiles beside each other; None: all, as one mode more.
+        """
+        return cute.local_tile(tensor[None, None, h, self.b], tile, (_along(tile, None), column))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(S, ...) of a plain tensor (B, H, S, ...)."""
@@ -119,13 +122,16 @@ class PackedSequence(Fixed):
     start: Int32
     length: Int32
 
-    def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int]) -> cute.Tensor:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies` or `for_loads` and a descriptor."""
+    def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
+        """(rows, columns, number of the tile) of a tensor made by `for_copies` or `for_loads` and a descriptor.
+
+        `column` as of a `DenseSequence`.
+        """
         if cute.rank(tensor) == 3:
             rows, first = tensor[None, None, h], self.start
         else:
             rows, first = tensor[None, None, h, self.start + self.length, FAR], FAR - self.length
-        return cute.local_tile(cute.domain_offset((_along(tile, first), 0), rows), tile, (_along(tile, None), 0))
+        return cute.local_tile(cute.domain_offset((_along(tile, first), 0), rows), tile, (_along(tile, None), column))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(total - start, ...) of a plain tensor (H, total, ...)."""

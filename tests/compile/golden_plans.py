@@ -144,6 +144,10 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-no-lse-any-scale-d64": forward(
         mask="causal", d=64, options={"return_lse": False, "positive_scale": False}
     ),
+    "forward-wide-causal-d512": forward(mask="causal", d=512),
+    "forward-wide-paged-softcap-d576-dv512": forward(
+        "softcap", d=576, dv=512, layout=PAGED, heads=(128, 1), lengths=(1, 4096)
+    ),
     "combine-d128": combine(forward(**SPLIT)),
     "combine-no-lse-d64": combine(forward(d=64, options={"return_lse": False}, **SPLIT)),
     "preprocess-d64": backward("preprocess", d=64),

@@ -89,6 +89,7 @@ def rows(backend: str, dim: int, **options: Any) -> dict[str, tuple[torch.Tensor
 
 QUICK = {("plain", 64, "hopper-emulated"), ("softcap and sinks", 64, "blackwell-emulated")}
 CALLS = [(name, dim, b) for name, dim in [*((name, 64) for name in MODS), ("plain", 128)] for b in BACKENDS]
+CALLS.append(("plain", 512, "hopper-emulated"))
 
 
 @pytest.mark.parametrize(

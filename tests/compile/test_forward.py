@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
+from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
+from tests.support import sampled
 
 LONG, SHORT = 16384, 512  # calls whose queries see few keys are cut into small tiles
 WINDOW = 512
@@ -168,6 +171,50 @@ def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> N
     for loop in loops_over_tiles(artifact):
         assert loop["LDG"] <= 9  # one for each 16 of 128 columns, and the number of the tile
         assert sum(loop.values()) < 800  # of masks with a value an element: 1000 to 1500
+
+
+WIDE = {
+    "plain-full-d512": plan(d=512),
+    "plain-causal-d576-dv512": plan(mask="causal", d=576, dv=512),
+    "plain-causal-d320": plan(mask="causal", d=320),
+    "plain-causal-d64-dv512": plan(mask="causal", d=64, dv=512),
+    "softcap-document-d512": plan("softcap", "document", d=512),
+    "bias-full-d512": plan("bias", d=512),
+    "alibi-window-packed-d512": plan("alibi", "window", d=512, layout=PACKED),
+    "plain-grid-d512": plan(mask="grid", d=512),
+    "plain-causal-persistent-d512": plan(mask="causal", d=512, schedule=PERSISTENT),
+    "alibi-causal-max-scores-d512": dataclasses.replace(plan("alibi", "causal", d=512), return_max_scores=True),
+}
+
+
+@pytest.mark.parametrize("name", sampled(WIDE))
+def test_wide_heads_compile_lean(name: str, folder: Path) -> None:
+    artifact = compile_offline(WIDE[name], folder)
+    if artifact.registers is None or not artifact.instructions:
+        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
+    t = WIDE[name].tiling
+    assert artifact.spills == 0
+    assert artifact.shared_memory <= HOPPER.shared_memory
+    assert artifact.registers * artifact.threads <= HOPPER.registers
+    inner = loops_over_tiles(artifact)
+    assert len(inner) == loops(artifact)
+    of_keys, of_values = t.d // t.key_box[1], t.tile_n // t.value_box[0]
+    for loop in inner:
+        assert loop["HGMMA"] == t.d // 16 + t.tile_n // 16
+        assert loop["WARPGROUP"] == 2 * (of_keys + of_values)  # an arrival and a wait for each slice
+
+
+def test_wide_tiles_keep_within_registers_and_shared_memory() -> None:
+    for d, dv in itertools.product(range(8, 577, 8), range(8, 513, 8)):
+        for q_len, kv_len in ((1, 4096), (4096, 4096)):
+            if max(d, dv) > 256:
+                problem = Problem(1, 16, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
+                t = forward_tiling(problem, Program(), HOPPER)
+                assert 128 * (GROUPS * t.consumer_registers + t.producer_registers) <= HOPPER.registers
+                assert t.shared_memory(2) <= HOPPER.shared_memory
+                assert t.stages >= 8
+                assert d <= t.d and dv <= t.dv == GROUPS * t.output_columns
+                assert t.value_box[0] % 16 == 0 and t.value_box[0] * t.value_box[1] <= STAGE
 
 
 def test_roles_keep_within_the_register_file() -> None:

@@ -38,6 +38,7 @@ ARCHITECTURE = Architecture(
     ran=False,
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
+    max_value_dim=256,
     max_gradient_dim=256,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,

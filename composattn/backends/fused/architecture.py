@@ -38,9 +38,9 @@ class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
-    `ran`: its kernels ran on such a GPU, and were found right. `max_gradient_dim` is the largest head dimension of its
-    backward. `backward_tiling` is also told whether dQ is summed in a fixed order. `kernels`, by the step that a plan
-    names, imports the kernel language.
+    `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
+    Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
+    dQ is summed in a fixed order. `kernels`, by the step that a plan names, imports the kernel language.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Architecture:
     ran: bool
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
+    max_value_dim: int
     max_gradient_dim: int
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
     backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
@@ -62,10 +63,13 @@ class Architecture:
                 f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
                 'cast q, k and v, or use backend="streaming"'
             )
-        for name, d in (("D", problem.head_dim), ("Dv", problem.head_dim_v)):
-            if d > self.max_head_dim or d % 8:
+        for name, d, most in (
+            ("D", problem.head_dim, self.max_head_dim),
+            ("Dv", problem.head_dim_v, self.max_value_dim),
+        ):
+            if d > most or d % 8:
                 raise UnsupportedHeadDim(
-                    f'backend="{self.name}" takes {name} in multiples of 8 up to {self.max_head_dim}, got {d}; '
+                    f'backend="{self.name}" takes {name} in multiples of 8 up to {most}, got {d}; '
                     'pad with zeros (F.pad) and pass scale=, or use backend="streaming"'
                 )
         for capture in program.captures:

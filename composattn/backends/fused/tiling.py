@@ -80,6 +80,21 @@ class ForwardTiling(Tiling):
         """Queries whose rows fill a tile."""
         return self.tile_m // self.slots
 
+    @property
+    def key_box(self) -> tuple[int, int]:
+        """Rows and columns of K in one stage of shared memory."""
+        return self.tile_n, self.d
+
+    @property
+    def value_box(self) -> tuple[int, int]:
+        """Rows and columns of V in one stage of shared memory."""
+        return self.tile_n, self.dv
+
+    @property
+    def output_columns(self) -> int:
+        """Of the output, that one copy takes."""
+        return self.dv
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowForwardTiling(ForwardTiling):

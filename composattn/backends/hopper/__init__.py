@@ -19,11 +19,14 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
     from .forward import HopperForward, HopperForwardInOrder
+    from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
     return {
         "forward": HopperForward,
         "forward_in_order": HopperForwardInOrder,
+        "forward_wide": HopperForwardWide,
+        "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,
@@ -40,7 +43,8 @@ ARCHITECTURE = Architecture(
     target=HOPPER,
     ran=True,
     dtypes=(torch.bfloat16, torch.float16),
-    max_head_dim=256,
+    max_head_dim=576,
+    max_value_dim=512,
     max_gradient_dim=256,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,

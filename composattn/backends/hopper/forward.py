@@ -2,20 +2,18 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic
 from ...primitives.barriers import Barriers
-from ...primitives.bulk_stores import send
 from ...primitives.kv_source import partition
-from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ...primitives.pipelines import Copies, Edge, start_edges
-from ...primitives.values import Fixed, narrow, narrowed, permuted
+from ...primitives.values import Fixed, narrow, permuted
 from ..fused.kernels.forward import Forward, KeyCopies, Role, prefetch
-from ..fused.kernels.query_rows import QueryRows, of_part
 from ..fused.plan import ForwardPlan
+from .output_rows import OutputRows
 from .ping_pong import PingPong
 from .tiling import HopperTiling
 from .wgmma import (
@@ -26,7 +24,6 @@ from .wgmma import (
     fragment_shape,
     issue,
     product,
-    put,
     row_column_view,
     tile_layout,
     warps_of,
@@ -200,6 +197,10 @@ class Products(Fixed):
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
 
+    def probabilities(self) -> cute.Tensor:
+        """Registers for them, as the left operand of the output's product."""
+        return self.pv.get_slice(0).make_fragment_A(self.probabilities_shape)
+
     def issue_scores(self, slot) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         issue(self.qk, tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
@@ -238,26 +239,11 @@ class Consumer(Warpgroup):
         self.sync_consumers()
 
 
-class WarpgroupRows(QueryRows[HopperTiling]):
-    """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output tOrO, the softmax's statistics."""
+class WarpgroupRows(OutputRows[HopperTiling]):
+    """A warpgroup's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics."""
 
     def __init__(self, me: Consumer, mods, work, leaves):
-        products = me.products
-        self.me, self.block, self.products = me, me.block, products
-        first = work.m * me.tiling.tile_m + me.number * ROWS + me.row
-        super().__init__(me.tiling, me.shape, me.heads, mods, work, leaves, first, me.column)
-        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
-        # product (its warning C7510)
-        self.tOrO = cute.make_rmem_tensor(products.output_shape, Float32)
-        self.tOrP = products.pv.get_slice(0).make_fragment_A(products.probabilities_shape)
-        self.output = row_column_view(self.tOrO)
-        highest, units = me.plan.return_max_scores, me.tiling.exponential
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
-        self.rescale = cute.make_rmem_tensor(2, Float32)
-        # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
-        self.sink_of_row = self.sinks()
-        self.softmax.reset()
-        self.rescale.fill(1.0)
+        super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * ROWS + me.row)
         self.tOrO.fill(0.0)
 
     def probabilities(self, tSrS, n, ahead, test, first):
@@ -268,12 +254,6 @@ class WarpgroupRows(QueryRows[HopperTiling]):
             test(tile)
         self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
         self.mods.drop(tile)
-
-    def rescale_output(self):
-        if self.tiling.rescale_threshold:
-            rescale_rows_if_needed(self.output, self.rescale)
-        else:
-            rescale_rows(self.output, self.rescale)
 
     def first_scores(self, n, k_slot):
         ahead = self.mods.read_ahead(self.tile(None, n))
@@ -313,58 +293,10 @@ class WarpgroupRows(QueryRows[HopperTiling]):
         warpgroup.wait_group(0)
         self.block.v_edge.release(v_slot, self.me.lane)
 
-    # epilogue
+    def row_tile(self):
+        return self.work.m * self.tiling.warpgroups + self.me.number
 
     def finish(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
-        normalizer = cute.make_rmem_tensor(2, Float32)
-        row_lse = cute.make_rmem_tensor(2, Float32)
-        self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
-        rescale_rows(self.output, normalizer)
-        if self.me.plan.direct_store:
-            self.store_rows(call)
-        else:
-            self.store_output(call)
+        row_lse = self.store(call)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)
-
-    def store_output(self, call):
-        """Through shared memory; the copy leaves out what is no query."""
-        sO = self.block.sO[None, None, self.me.number]
-        rounded = narrowed(self.tOrO, self.block.dtype)
-        self.wait_store_read()
-        put(self.products.pv, rounded, sO, self.me.thread)
-        send(self.outputs(call, sO), self.me.sync_warpgroup)
-
-    def outputs(self, call, sO):
-        work = self.work
-        gO = work.queries.tiles(call.tensors.out, work.h, (self.me.heads.box(ROWS), self.tiling.dv))
-        tile = work.m * self.tiling.warpgroups + self.me.number
-        yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
-
-    def store_rows(self, call):
-        """From registers: few rows, or few parts."""
-        part = of_part(call.tensors.out, self.work.part)
-        for r in range(2):
-            q, h, inside = self.row_place(r)
-            row = self.work.queries.head(part, h)
-            _store_row(row, q, self.output[r, None], self.me.lane % 4, self.me.plan.head_dim_v, inside)
-
-    def wait_store_read(self):
-        """Before O's shared memory is written again: the last tile's store has read it."""
-        if self.tiling.persistent:
-            self.me.drain_stores()
-            self.me.sync_warpgroup()
-
-
-@cute.jit
-def _store_row(target, q: Int32, values, pair: Int32, columns: cutlass.Constexpr, inside: Boolean):
-    """A thread's pairs of columns, every 8, of row `q`."""
-    if inside:
-        for c in cutlass.range_constexpr(columns // 8):
-            two = cute.make_rmem_tensor(2, Float32)
-            two[0], two[1] = values[2 * c], values[2 * c + 1]
-            if const_expr(target.element_type is not Float32):
-                rounded = cute.make_rmem_tensor(2, target.element_type)
-                narrow(rounded, two)
-                two = rounded
-            cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))

@@ -12,6 +12,7 @@ from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, invariant_keys, slots
 from ..fused.traits import has_opaque_test, keys, padded, queries, reads_any, reads_pairs
 from ..fused.work import captured_decide
+from .wide_tiling import WideTiling, wide_tiling
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -58,9 +59,11 @@ class HopperTiling(ForwardTiling):
         }
 
 
-def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling:
+def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """Tiles of the forward kernel; the choices were measured on an H200 (benchmarks/LOG.md)."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if max(d, dv) > 256:
+        return wide_tiling(problem, program, target)
     heads = packed_heads(problem, program, ROWS)
     if queries(problem) * slots(heads) <= ROWS:
         return _few_rows(problem, program, target, heads)

@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ FEW_ROWS = Space(
 SEVERAL_TILES = dataclasses.replace(
     FEW_ROWS, shortest=129, longest=311, kv_heads=(1,), groups=(1, 2), batches=(1, 1, 2)
 )
+WIDE = dataclasses.replace(FEW_ROWS, head_dims=(64, 264, 320, 512, 512), longest=311, batches=(1, 1, 2))
 BACKENDS = {"hopper-emulated": 4, "blackwell-emulated": 2}  # calls by default: seconds each, nearly all to compile
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
@@ -52,10 +53,12 @@ class Call:
     max_scores: bool
     cut: bool
 
-    @staticmethod
-    def of(seed: int) -> Call:
+    spaces: ClassVar[tuple[Space, ...]] = (FEW_ROWS, SEVERAL_TILES)
+
+    @classmethod
+    def of(cls, seed: int) -> Call:
         choices = Seeded(seed)
-        case = draw_case(choices, choices.choice((FEW_ROWS, SEVERAL_TILES)))
+        case = draw_case(choices, choices.choice(cls.spaces))
         schedule = ca.Schedule(
             order=choices.choice(("auto", *ORDERS)),
             persistent=choices.choice((None, None, True)),
@@ -63,7 +66,7 @@ class Call:
             split_kv=choices.choice(("auto", "auto", 1, 2, 3)),
             pack_gqa=choices.choice((None, None, False)),
         )
-        return Call(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1)
+        return cls(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1)
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
@@ -100,6 +103,12 @@ class Call:
             torch.testing.assert_close(top, exact, rtol=1e-4, atol=1e-4, msg=lambda m: f"max_scores: {m}")
 
 
+class WideCall(Call):
+    """Head dimensions above 256 among them."""
+
+    spaces = (WIDE,)
+
+
 def held_in_every_mode(seed: int, backend: str, kind: type[Any] = Call) -> object:
     """The call of a kind (`of`, `check`) that this seed draws, checked."""
     call = kind.of(seed)
@@ -118,6 +127,11 @@ def seeds(count: int) -> list[int]:
 @pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
 def test_random_calls(number: int, backend: str) -> None:
     held_in_every_mode(seeds(4)[number], backend)
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
+def test_random_calls_of_wide_heads(number: int) -> None:
+    held_in_every_mode(seeds(40)[number], "hopper-emulated", WideCall)
 
 
 @pytest.mark.slow

@@ -62,9 +62,10 @@ def launched(
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     box = heads.box(rows)
     tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, layout(rows, tiling.d), (box, tiling.d))
-    at_once = copied_rows(keys, tiling.tile_n)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, layout(at_once, tiling.d), (at_once, tiling.d))
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, layout(at_once, tiling.dv), (at_once, tiling.dv))
+    (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
+    k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, layout(*k_box), k_box)
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, layout(*v_box), v_box)
     tma_o, splits = None, None
     if plan.is_split:
         tO, splits = given.out, Int32(given.out.shape[0])
@@ -72,7 +73,8 @@ def launched(
         tO = permuted(given.out, 1, 0, 2)
     else:
         mO = heads.view(queries.for_copies(given.out))
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, layout(rows, tiling.dv), (box, tiling.dv))
+        columns = tiling.output_columns
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, layout(rows, columns), (box, columns))
     kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
     section = (tiling.l2, tiling.heads_together)
     if given.work is None:

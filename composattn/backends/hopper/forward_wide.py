@@ -1,0 +1,384 @@
+"""The forward kernel for Hopper where D or Dv is above 256: two warpgroups share the rows of a block."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic, tree
+from ...primitives.barriers import Barriers
+from ...primitives.kv_source import kv_source, partition
+from ...primitives.lanes import add
+from ...primitives.online_softmax import largest_scores
+from ...primitives.pipelines import BoundEdge, Copies, Edge, start_edges
+from ...primitives.values import Fixed, choose, narrowed, permuted
+from ..fused.kernels.forward import Forward, Role, prefetch
+from ..fused.plan import ForwardPlan
+from .output_rows import OutputRows
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    Warpgroup,
+    fragment_shape,
+    issue,
+    product,
+    put,
+    row_column_view,
+    tile_layout,
+    warps_of,
+)
+from .wide_tiling import GROUPS, SLICE, STAGE, WideTiling
+
+
+class HopperForwardWide(Forward[WideTiling]):
+    """Roles: warps 0 and 1 copy (one thread each) for warpgroups 0 and 1, warp 0 also Q; both have the same 64 rows.
+
+    Edges: q (1 stage), and a ring of slices for each warpgroup. Of a kv tile these are K of its half of the keys, by
+    columns, then V of all keys in its half of the columns, by keys. Timeline of warpgroup w, for each kv tile:
+
+        Sw = Q Kwᵀ | maxima, meet, the other's maxima | softmax, Pw to shared memory, meet | Ow += [P0 P1] Vw
+
+    Nothing lies under the softmax, and slices come in all the time: loads from L2 are what limits 64 rows.
+    """
+
+    rows = ROWS
+    threads = (GROUPS + 1) * WARPGROUP
+    arithmetic: Arithmetic = ONE_BY_ONE
+
+    def __init__(self, plan: ForwardPlan[WideTiling]):
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n // GROUPS))
+
+    def tile_layout(self, rows, columns):
+        return tile_layout(self.dtype, rows, columns)
+
+    @cute.jit
+    def roles(self, call):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch(call, warp == 0)
+        block = Block(self.tiling, self.dtype)
+        start_edges(block.edges, warp)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
+            if warp < GROUPS:
+                Load(self, call, block, warp).run()
+        else:
+            cute.arch.setmaxregister_increase(self.tiling.consumer_registers)
+            self.consume(call, block)
+
+    @cute.jit
+    def consume(self, call, block):
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        scale_log2 = self.mods.softmax_scale_log2(call.scale)
+        Consume(self, call, Consumer(self, block, thread, scale_log2)).run()
+
+
+class HopperForwardWideInOrder(HopperForwardWide):
+    """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
+
+    arithmetic = IN_ORDER
+
+
+class Load(Role):
+    """The copying warp of warpgroup `number`."""
+
+    def __init__(self, kernel, call, block, number):
+        super().__init__(kernel, call, block)
+        self.number, self.ring = number, block.ring(number)
+
+    def first_slots(self):
+        return self.block.q_edge.first, self.ring.first
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, slot = slots
+        tiling, block, call = self.tiling, self.block, self.call
+        if self.number == 0:
+            gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
+            bar = block.q_edge.acquire(q_slot)
+            tQsQ, tQgQ = partition(call.tmas.q, block.sQ, gQ)
+            cute.copy(call.tmas.q, tQgQ[None, work.m], tQsQ, tma_bar_ptr=bar)
+        tiles = self.kernel.kv_tiles(call, work)
+        source = kv_source(work.keys, work.kv_head, tiling.tile_n)
+        keys = source.boxes(call.tmas.k, call.tensors.k, block.of_group(block.sK, self.number), tiling.key_box)
+        values = source.boxes(call.tmas.v, call.tensors.v, block.of_group(block.sV, self.number), tiling.value_box)
+        if tiles.count > 0:
+            slot = self.copy(source.locate(tiles.first), keys, values, slot)
+            for run in tiles.runs:
+                for i in cutlass.range(run.count, unroll=1):
+                    slot = self.copy(source.locate(run.tile(i)), keys, values, slot)
+        return q_slot.next(), slot
+
+    def copy(self, at, keys, values, slot):
+        """The slices of a kv tile; gives where the ring is behind them."""
+        for j in range(self.tiling.d // SLICE):
+            bar = self.ring.keys.acquire(slot)
+            keys.start(at, self.number, j, slot.index, bar)
+            slot = slot.next()
+        for i in range(self.tiling.tile_n // self.tiling.value_box[0]):
+            bar = self.ring.values.acquire(slot)
+            values.start(at, i, self.number, slot.index, bar)
+            slot = slot.next()
+        return slot
+
+
+class Ring(Fixed):
+    """The ring of a warpgroup, as its copying warp fills it with slices of K and with those of V."""
+
+    def __init__(self, keys: BoundEdge, values: BoundEdge):
+        self.keys, self.values, self.first = keys, values, keys.first
+        self.wait, self.release = keys.wait, keys.release
+
+
+class Block(Fixed):
+    """Shared memory of one block: where Q (later O), the slices and P lie, and the edges between the roles."""
+
+    def __init__(self, tiling, dtype):
+        self.tiling, self.dtype = tiling, dtype
+        wide = dtype.width // 8
+        bytes_of = [wide * rows * columns for rows, columns in (tiling.key_box, tiling.value_box)]
+        self.kinds = [Edge(tiling.stages, Copies(size), warps_of(1)) for size in bytes_of]
+        smem = SmemAllocator()
+        edges = (Edge(1, Copies(wide * ROWS * tiling.d), warps_of(GROUPS)), *(GROUPS * [self.kinds[0]]))
+        self.edges = Edge.allocate(smem, edges)
+        self.q_edge, *self.rings = self.edges
+        barriers = Barriers()
+        self.of_warpgroup = barriers.row(GROUPS, WARPGROUP)
+        self.of_consumers = barriers.one(GROUPS * WARPGROUP)
+        start = smem.allocate_array(dtype, ROWS * max(tiling.d, tiling.dv), byte_alignment=1024)
+        self.sQ = self._tensor(start, tile_layout(dtype, ROWS, tiling.d))
+        columns = tiling.output_columns
+        self.sO = self._tensor(start, tile_layout(dtype, ROWS, columns), (GROUPS, ROWS * columns))
+        rings = (tiling.stages, STAGE), (GROUPS, tiling.stages * STAGE)
+        start = smem.allocate_array(dtype, GROUPS * tiling.stages * STAGE, byte_alignment=1024)
+        self.sK = self._tensor(start, tile_layout(dtype, *tiling.key_box), *rings)
+        self.sV = self._tensor(start, tile_layout(dtype, *tiling.value_box), *rings)
+        layout = tile_layout(dtype, ROWS, tiling.tile_n)
+        self.sP = smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+        # a number of each row and warpgroup
+        self.sRows = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS)), 128)
+
+    def _tensor(self, start, layout, *modes) -> cute.Tensor:
+        """Tiles of a layout, in further modes (size, stride)."""
+        outer = layout.outer
+        for size, stride in modes:
+            outer = cute.append(outer, cute.make_layout(size, stride=stride))
+        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
+
+    def of_group(self, slices: cute.Tensor, number) -> cute.Tensor:
+        """(keys, columns, stage) of a warpgroup's ring."""
+        return slices[None, None, None, number]
+
+    def ring(self, number) -> Ring:
+        """That of a warpgroup: rings lie behind each other."""
+        start = self.rings[0].full + number * self.kinds[0].barriers
+        return Ring(*(BoundEdge(kind, start) for kind in self.kinds))
+
+
+class Products(Fixed):
+    """S = Q Kᵀ and O += P V of one warpgroup, slice by slice: issued, not waited for."""
+
+    def __init__(self, tiling, block, number):
+        keys, columns = tiling.key_box[0], tiling.output_columns
+        self.qk, self.pv = product(block.dtype, keys), product(block.dtype, columns, right=MN)
+        # descriptors are the same for all threads of a warpgroup: thread 0's view serves
+        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
+        sQ = cute.local_tile(block.sQ, (ROWS, SLICE), (0, None))
+        sP = cute.local_tile(block.sP, (ROWS, tiling.value_box[0]), (0, None))
+        sK, sV = (block.of_group(slices, number) for slices in (block.sK, block.sV))
+        self.tSrQ = qk.make_fragment_A(qk.partition_A(sQ))
+        self.tSrK = qk.make_fragment_B(qk.partition_B(sK))
+        self.tOrP = pv.make_fragment_A(pv.partition_A(sP))
+        self.tOrV = pv.make_fragment_B(pv.partition_B(permuted(sV, 1, 0, 2)))
+        self.scores_shape = qk.partition_shape_C((ROWS, keys))
+        self.output_shape = pv.partition_shape_C((ROWS, columns))
+
+    def probabilities(self) -> None:
+        """They lie in shared memory."""
+
+    def issue_scores(self, tSrS, j, slot) -> None:
+        issue(self.qk, tSrS, self.tSrQ[None, None, None, j], self.tSrK[None, None, None, slot.index], j > 0)
+
+    def issue_output(self, tOrO, i, slot, accumulate) -> None:
+        issue(self.pv, tOrO, self.tOrP[None, None, None, i], self.tOrV[None, None, None, slot.index], accumulate)
+
+
+class Consumer(Warpgroup):
+    """One warpgroup, which stays for all work tiles of its block."""
+
+    def __init__(self, kernel, block, thread, scale_log2):
+        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
+        plan = kernel.plan
+        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, kernel.heads, kernel.fragment
+        self.arithmetic, self.scale_log2 = kernel.arithmetic, scale_log2
+        self.products = Products(plan.tiling, block, self.number)
+        self.ring = block.ring(self.number)
+        # row and column of this thread's first element in a score tile
+        self.row = (self.thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
+        self.column = self.number * plan.tiling.key_box[0] + self.shape.lane_column(self.lane)
+
+    @cute.jit
+    def clear_values(self, first, stop: cutlass.Constexpr[int], slot):
+        """Rows from `first` on of a slice of V to zeros: a page holds anything there, and 0 * NaN is NaN."""
+        if first < stop:
+            sV = self.block.of_group(self.block.sV, self.number)[None, None, slot.index]
+            for row in cutlass.range(cutlass.max(first, 0), stop, unroll=1):
+                for column in cutlass.range(self.thread, self.tiling.output_columns, WARPGROUP, unroll=1):
+                    sV[row, column] = self.block.dtype(0.0)
+            cute.arch.fence_view_async_shared()
+            self.sync_warpgroup()
+
+
+class Consume(Role):
+    """A warpgroup's part of each work tile: `me`."""
+
+    def __init__(self, kernel, call, me):
+        super().__init__(kernel, call, me.block)
+        self.me = me
+
+    def first_slots(self):
+        return self.block.q_edge.first, self.me.ring.first
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        rows = SharedRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        me.block.q_edge.wait(q_slot)
+        if tiles.count > 0:
+            slot = rows.first_step(tiles.first, slot)
+            for run in tiles.runs:
+                for segment in run.segments():
+                    for test, count in rows.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            slot = rows.step(segment.tile(i), test, slot)
+        else:
+            rows.tOrO.fill(0.0)
+        rows.finish(call)
+        # O lay where Q is: the next one may come once it has left
+        me.drain_stores()
+        me.block.q_edge.release(q_slot, me.lane)
+        return q_slot.next(), slot
+
+
+class SharedRows(OutputRows[WideTiling]):
+    """The rows of one work tile, of which this warpgroup has half of the scores' and of the output's columns."""
+
+    def __init__(self, me: Consumer, mods, work, leaves):
+        super().__init__(me, mods, work, leaves, work.m * ROWS + me.row)
+        self.beside = me.number
+        # rows of the tile, which are not queries where heads are packed
+        self.tile_rows = [me.row + r for r in fragment_shape(8).row_offsets]
+
+    def first_step(self, n, slot):
+        tSrS, ahead, slot = self.scores(n, slot)
+        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        return self.add_output(slot, n)
+
+    def step(self, n, test, slot):
+        tSrS, ahead, slot = self.scores(n, slot)
+        self.probabilities(tSrS, n, ahead, test, first=False)
+        return self.add_output(slot)
+
+    def scores(self, n, slot):
+        """Scores of kv tile `n`, what was read ahead for them, and where the ring is behind its K."""
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        tSrS = cute.make_rmem_tensor(self.products.scores_shape, Float32)
+        count = self.tiling.d // SLICE
+        slot = self.over_slices(count, slot, lambda j, at: self.products.issue_scores(tSrS, j, at))
+        return tSrS, ahead, slot
+
+    def add_output(self, slot, first=None):
+        """O += P V; `first`: the kv tile, if it is the first one, which may reach beyond the last key."""
+        size = self.tiling.value_box[0]
+
+        def add_slice(i, at):
+            if first is not None and self.me.plan.layout.kv == "paged":
+                before = first * self.tiling.tile_n + i * size
+                self.me.clear_values(self.work.keys.length - before, size, at)
+            # the first product of all reads no sums: zeros would be put into its registers behind the fence
+            self.products.issue_output(self.tOrO, i, at, first is None or i > 0)
+
+        return self.over_slices(self.tiling.tile_n // size, slot, add_slice)
+
+    def over_slices(self, count, slot, issue_slice):
+        """A product of `count` slices, each freed once the next one is issued; gives where the ring is behind them."""
+        ring, before = self.me.ring, None
+        for i in range(count):
+            ring.wait(slot)
+            issue_slice(i, slot)
+            if before is not None:
+                warpgroup.wait_group(1)
+                ring.release(before, self.me.lane)
+            before, slot = slot, slot.next()
+        warpgroup.wait_group(0)
+        ring.release(before, self.me.lane)
+        return slot
+
+    def probabilities(self, tSrS, n, ahead, test, first):
+        """Scores of kv tile `n` to probabilities, rounded and in shared memory, where both warpgroups have met."""
+        tile = self.tile(row_column_view(tSrS), n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        for r, largest in enumerate(self.largest_of_both(tile)):
+            factor = self.softmax.raise_maximum(r, [largest], first, self.tiling.rescale_threshold)
+            if factor is not None:
+                self.rescale[r] = factor
+            self.softmax.exponentials(tile, r, range(tile.columns))
+            self.softmax.add(tile, r, factor)
+        self.mods.drop(tile)
+        sP = cute.local_tile(self.block.sP, (ROWS, tile.columns * 4), (0, self.me.number))
+        put(self.products.qk, narrowed(tSrS, self.block.dtype), sP, self.me.thread)
+        cute.arch.fence_view_async_shared()
+        if not first:
+            self.rescale_output()
+        self.me.sync_consumers()
+
+    def largest_of_both(self, tile):
+        """The largest score of each row in both halves of a tile."""
+        along = self.me.shape.along_row
+        mine = [along(cute.arch.fmax, tree(cute.arch.fmax, largest_scores(tile, r))) for r in range(tile.rows)]
+        return [cute.arch.fmax(x, y) for x, y in zip(mine, self.others(mine), strict=True)]
+
+    def others(self, numbers):
+        """The other warpgroup's, for one of each row; all of a row's lanes have it."""
+        sRows, me = self.block.sRows, self.me
+        first = me.shape.first_in_row(me.lane)
+        for row, number in zip(self.tile_rows, numbers, strict=True):
+            _put_if(first, sRows, row, me.number, number)
+        me.sync_consumers()
+        return [sRows[row, 1 - me.number] for row in self.tile_rows]
+
+    def row_tile(self):
+        return self.work.m
+
+    def finish(self, call):
+        """As of all of a row's keys, and each statistic by one of the warpgroups that know it."""
+        me, total = self.me, self.softmax.total
+        mine = [me.shape.along_row(add, total[r]) for r in range(me.shape.rows)]
+        first = me.shape.first_in_row(me.lane)
+        for r, other in enumerate(self.others(mine)):
+            total[r] = choose(first, mine[r] + other, Float32(0.0))
+        row_lse = self.store(call)
+        me.sync_consumers()  # the next tile's numbers of rows come once these have been read
+        _store_statistics_if(me.number == 0, self, call, row_lse)
+
+
+@cute.jit
+def _put_if(condition: Boolean, target, row: Int32, column: Int32, value: Float32):
+    if condition:
+        target[row, column] = value
+
+
+@cute.jit
+def _store_statistics_if(
+    condition: Boolean, rows: cutlass.Constexpr[SharedRows], call: cutlass.Constexpr, row_lse: cute.Tensor
+):
+    if condition:
+        rows.store_statistics(call, rows.softmax, row_lse, rows.me.lane)
+
+
+__all__ = ["HopperForwardWide", "HopperForwardWideInOrder"]

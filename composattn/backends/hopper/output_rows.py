@@ -1,0 +1,119 @@
+"""A warpgroup's rows of one work tile with their output in registers, and how that leaves."""
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from ...primitives.bulk_stores import send
+from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
+from ...primitives.values import narrow, narrowed, smaller
+from ..fused.kernels.forward_call import Call
+from ..fused.kernels.query_rows import QueryRows, of_part
+from ..fused.plan import AnyForwardTiling
+from .wgmma import ROWS, put, row_column_view
+
+
+class OutputRows(QueryRows[AnyForwardTiling]):
+    """Output tOrO, probabilities tOrP if they are in registers, and the softmax's statistics of the rows from `first` on.
+
+    `me` is the warpgroup. It has all columns of the output, or as many as others that have the same rows; `beside` of
+    these have the columns before.
+    """
+
+    beside: Any = 0
+
+    def __init__(self, me: Any, mods: Any, work: Any, leaves: Any, first: Any) -> None:
+        self.me, self.block, self.products = me, me.block, me.products
+        super().__init__(me.tiling, me.shape, me.heads, mods, work, leaves, first, me.column)
+        # fresh registers for each work tile: values carried from tile to tile would make ptxas wait for every
+        # product (its warning C7510)
+        self.tOrO = cute.make_rmem_tensor(me.products.output_shape, Float32)
+        self.tOrP = me.products.probabilities()
+        self.output = row_column_view(self.tOrO)
+        highest, units = me.plan.return_max_scores, me.tiling.exponential
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
+        self.rescale = cute.make_rmem_tensor(2, Float32)
+        # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
+        self.sink_of_row = self.sinks()
+        self.softmax.reset()
+        self.rescale.fill(1.0)
+
+    def rescale_output(self) -> None:
+        if self.tiling.rescale_threshold:
+            rescale_rows_if_needed(self.output, self.rescale)
+        else:
+            rescale_rows(self.output, self.rescale)
+
+    @abc.abstractmethod
+    def row_tile(self) -> Any:
+        """Which of the output's tiles of rows these are."""
+
+    def store(self, call: Call) -> cute.Tensor:
+        """Rows, normalised, to the output; gives LSE of each."""
+        normalizer = cute.make_rmem_tensor(2, Float32)
+        row_lse = cute.make_rmem_tensor(2, Float32)
+        self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
+        rescale_rows(self.output, normalizer)
+        if self.me.plan.direct_store:
+            self.store_rows(call)
+        else:
+            self.store_output(call)
+        return row_lse
+
+    def store_output(self, call: Call) -> None:
+        """Through shared memory; the copy leaves out what is no query."""
+        sO = self.block.sO[None, None, self.me.number]
+        rounded = narrowed(self.tOrO, self.block.dtype)
+        self.wait_store_read()
+        put(self.products.pv, rounded, sO, self.me.thread)
+        send(self.outputs(call, sO), self.me.sync_warpgroup)
+
+    def outputs(self, call: Call, sO: cute.Tensor) -> Iterator[tuple[Any, ...]]:
+        work: Any = self.work
+        box = (self.me.heads.box(ROWS), self.tiling.output_columns)
+        gO = work.queries.tiles(call.tensors.out, work.h, box, self.beside)
+        tile = self.row_tile()
+        yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
+
+    def store_rows(self, call: Call) -> None:
+        """From registers: few rows, or few parts."""
+        part = of_part(call.tensors.out, self.work.part)
+        columns, there = self.tiling.output_columns, self.me.plan.head_dim_v
+        first = self.beside * columns
+        blocks = smaller(columns, there - first) // 8 if there < self.tiling.dv else columns // 8
+        for r in range(2):
+            q, h, inside = self.row_place(r)
+            row = self.work.queries.head(part, h)
+            _store_row(row, q, self.output[r, None], first // 2 + self.me.lane % 4, blocks, inside)
+
+    def wait_store_read(self) -> None:
+        """Before O's shared memory is written again: the last tile's store has read it."""
+        if self.tiling.persistent:
+            self.me.drain_stores()
+            self.me.sync_warpgroup()
+
+
+@cute.jit
+def _store_row(target, q: Int32, values, pair: Int32, blocks: Any, inside: Boolean):
+    """A thread's pairs of columns of row `q`, from `pair` on one of each 8 columns; `blocks` such are there."""
+    if inside:
+        for c in cutlass.range_constexpr(cute.size(values) // 2):
+            if const_expr(not isinstance(blocks, int)):
+                if c < blocks:
+                    _store_pair(target, q, values, pair, c)
+            elif const_expr(c < blocks):
+                _store_pair(target, q, values, pair, c)
+
+
+def _store_pair(target, q: Int32, values, pair: Int32, c: int) -> None:
+    two = cute.make_rmem_tensor(2, Float32)
+    two[0], two[1] = values[2 * c], values[2 * c + 1]
+    if target.element_type is not Float32:
+        rounded = cute.make_rmem_tensor(2, target.element_type)
+        narrow(rounded, two)
+        two = rounded
+    cute.autovec_copy(two, cute.local_tile(target[q, None], (2,), (4 * c + pair,)))

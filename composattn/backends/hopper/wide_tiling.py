@@ -1,0 +1,88 @@
+"""How the Hopper forward for head dimensions above 256 cuts the work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.few_queries import packed_heads
+from ..fused.target import Target
+from ..fused.tiling import ForwardTiling
+from ..fused.traits import reads_pairs
+
+ROWS = 64  # of one warpgroup's product
+GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
+SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
+STAGE = 64 * SLICE  # numbers that a stage has room for: 64 keys of K, or 16 of V in 256 columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideTiling(ForwardTiling):
+    """Both warpgroups have all rows: each has the scores of half of a tile's keys, and half of the output's columns.
+
+    So the probabilities of a tile pass through shared memory, and K and V come in slices, `stages` of them in a ring of
+    each warpgroup's own. `rescale_threshold` as of a `HopperTiling`.
+    """
+
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    rescale_threshold: float = 8.0
+
+    @property
+    def key_box(self) -> tuple[int, int]:
+        """A slice of the keys of a warpgroup."""
+        return self.tile_n // GROUPS, SLICE
+
+    @property
+    def value_box(self) -> tuple[int, int]:
+        """A slice of the columns of a warpgroup: as many keys, a power of two, as a slice of K has room for."""
+        columns = self.output_columns
+        keys = STAGE // columns
+        return min(self.tile_n, 1 << keys.bit_length() - 1), columns
+
+    @property
+    def output_columns(self) -> int:
+        return self.dv // GROUPS
+
+    def shared_memory(self, element_bytes: int) -> int:
+        tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n) + GROUPS * self.stages * STAGE
+        return element_bytes * tiles + _REST
+
+    def describe(self) -> dict[str, str]:
+        (keys, columns), (values, halves) = self.key_box, self.value_box
+        return {
+            "roles": f"{GROUPS} copying warps, {self.stages} stages each; {GROUPS} warpgroups of the same {ROWS} rows, "
+            f"each {keys} keys of the scores and {halves} columns of the output; "
+            f"registers {self.consumer_registers}/{self.producer_registers}",
+            "overlap": f"slices of {keys} x {columns} of K and {values} x {halves} of V on their way, "
+            f"rescale when a maximum rose by 2^{self.rescale_threshold:g}",
+        }
+
+
+_REST = 4 * ROWS * GROUPS + 1024  # a number of each row and warpgroup, barriers, alignment
+
+
+def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTiling:
+    """Tiles of 128 keys: each warpgroup's products of scores have 64, with 32 shared memory would limit them.
+
+    Of 64 where a score mod reads at (q, kv): what it reads waits in registers, and 128 keys spilled 21.
+    """
+    d, dv = (-(-n // SLICE) * SLICE for n in (problem.head_dim, problem.head_dim_v))
+    paged, tile_n = problem.layout.kv == "paged", 64 if reads_pairs(program.score) else 128
+    room = target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)
+    return WideTiling(
+        kernel="forward_wide_in_order" if problem.schedule.batch_invariant else "forward_wide",
+        tile_m=ROWS,
+        tile_n=tile_n,
+        d=d,
+        dv=dv,
+        stages=room // (2 * GROUPS * STAGE),
+        consumer_registers=232 if paged else 240,
+        producer_registers=40 if paged else 24,
+        l2=32 << 20,
+        packed_heads=packed_heads(problem, program, ROWS),
+        heads_together=problem.schedule.heads_together,
+        persistent=problem.schedule.persistent or False,
+    )
