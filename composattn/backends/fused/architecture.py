@@ -68,9 +68,10 @@ class Architecture:
             ("Dv", problem.head_dim_v, self.max_value_dim),
         ):
             if d > most or d % 8:
+                padding = "pad with zeros (F.pad) and pass scale=, or " if d < most else ""
                 raise UnsupportedHeadDim(
                     f'backend="{self.name}" takes {name} in multiples of 8 up to {most}, got {d}; '
-                    'pad with zeros (F.pad) and pass scale=, or use backend="streaming"'
+                    f'{padding}use backend="streaming"'
                 )
         for capture in program.captures:
             if capture.tensor.dtype not in CAPTURE_DTYPES:
