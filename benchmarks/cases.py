@@ -144,7 +144,8 @@ def eight_causal_documents(case: Case, device: torch.device) -> Pattern:
 class Case:
     """One row: shapes, pattern, direction, and what it is judged by. Lengths in tokens, bf16 unless said.
 
-    `page_size`: the keys lie in pages of so many rows, in no order; 0: together. `in_graph`: a CUDA graph of the
+    `latent`: V is the first columns of K, in the same memory. `page_size`: the keys lie in pages of so many rows, in no
+    order; 0: together. `in_graph`: a CUDA graph of the
     call is replayed, as servers do where the host would be what takes the time.
     """
 
@@ -158,6 +159,7 @@ class Case:
     kv_heads: int = 0
     kv_len: int = 0
     v_dim: int = 0
+    latent: bool = False
     page_size: int = 0
     in_graph: bool = False
     direction: Direction = "forward"
@@ -179,7 +181,8 @@ class Case:
 
     def kv_bytes(self) -> int:
         """Bytes of K and V, each read once."""
-        return self.batch * self.kv_heads * self.kv_len * (self.dim + self.v_dim) * self.dtype.itemsize
+        columns = self.dim if self.latent else self.dim + self.v_dim
+        return self.batch * self.kv_heads * self.kv_len * columns * self.dtype.itemsize
 
     def visible_pairs(self, pattern: Pattern, device: torch.device) -> int:
         """How many (b, h, q, kv) the mask lets through, counted by asking it, some rows at a time."""
@@ -257,13 +260,10 @@ def _of_training() -> Iterable[Case]:
 
 
 def _of_wide_heads() -> Iterable[Case]:
-    """Head dimensions above 256, forward: those of one width, and multi-head latent attention, where all heads share one.
-
-    Multi-head latent attention (DeepSeek-V2, 2024) as it is served: D 576, of which V is the first 512.
-    """
+    """Head dimensions above 256, forward; D 576 with Dv 512 is multi-head latent attention (DeepSeek-V2, 2024)."""
     for length, pattern in itertools.product((4096, 8192), (full, causal)):
         yield _plain(512, length, pattern, "forward", ("wide",))
-    latent = {"kv_heads": 1, "dim": 576, "v_dim": 512}
+    latent = {"kv_heads": 1, "dim": 576, "v_dim": 512, "latent": True}
     name = "forward D576/512 S4096 GQA 16/1 causal"
     yield Case(name, ("wide",), causal, batch=1, heads=16, q_len=4096, **latent)  # type: ignore[arg-type]
     for batch, kv_len in ((1, 65536), (64, 4096), (128, 4096)):
@@ -347,7 +347,9 @@ def _of_cpus() -> Iterable[Case]:
             )
 
 
-CASES: tuple[Case, ...] = tuple(itertools.chain(_of_training(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus()))
+CASES: tuple[Case, ...] = tuple(
+    itertools.chain(_of_training(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus())
+)
 SETS: tuple[str, ...] = (
     "core",
     "forward",

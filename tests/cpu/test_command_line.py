@@ -71,7 +71,7 @@ SMALL = ["--shape", "1,4,2,512,512,64"]
         (["explain", "--device", "meta"], "BackendUnavailable: q lies on meta"),
         (["compile", "--dtype", "fp32"], "UnsupportedDType"),
         (["compile", "--target", "sm_103a", "--backend", "hopper"], 'takes kernels of backend="blackwell"'),
-        (["compile", "--shape", "1,1,1,64,64,320"], "UnsupportedHeadDim"),
+        (["compile", "--shape", "1,1,1,64,64,640"], "UnsupportedHeadDim"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

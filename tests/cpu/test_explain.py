@@ -109,6 +109,6 @@ def test_plans_of_gpu_kernels_are_shown_with_no_gpu() -> None:
 
 
 def test_what_kernels_refuse_is_refused_when_explained() -> None:
-    q = torch.empty(1, 1, 512, 320, dtype=torch.bfloat16)
+    q = torch.empty(1, 1, 512, 640, dtype=torch.bfloat16)
     with pytest.raises(ca.errors.UnsupportedHeadDim):
         ca.Attention(backend="hopper").explain(q, q, q)

@@ -237,8 +237,8 @@ class TestGenerated(Suite):
         with pytest.raises(errors.UnsupportedLayout, match="16 bytes"):
             room = q.new_zeros(*q.shape[:3], 136)
             self.attention(room[..., 4:132], k, v)
-        wide = q.new_zeros(1, 1, 64, 320)
-        with pytest.raises(errors.UnsupportedHeadDim, match="320"):
+        wide = q.new_zeros(1, 1, 64, 640)
+        with pytest.raises(errors.UnsupportedHeadDim, match="640"):
             self.attention(wide, wide, wide)
 
 

@@ -18,7 +18,7 @@ from .wgmma import ROWS, put, row_column_view
 
 
 class OutputRows(QueryRows[AnyForwardTiling]):
-    """Output tOrO, probabilities tOrP if they are in registers, and the softmax's statistics of the rows from `first` on.
+    """Output tOrO, probabilities tOrP if registers have them, and the softmax's statistics of the rows from `first` on.
 
     `me` is the warpgroup. It has all columns of the output, or as many as others that have the same rows; `beside` of
     these have the columns before.
@@ -43,7 +43,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.rescale.fill(1.0)
 
     def rescale_output(self) -> None:
-        if self.tiling.rescale_threshold:
+        if self.me.tiling.rescale_threshold:
             rescale_rows_if_needed(self.output, self.rescale)
         else:
             rescale_rows(self.output, self.rescale)
