@@ -28,7 +28,6 @@ import torch
 import composattn as ca
 from benchmarks import provenance
 from composattn import mods
-from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.backends.blackwell.tensor_memory import COLUMNS
 from composattn.backends.fused import toolchain
 from composattn.backends.fused.compile import compile_offline
@@ -36,13 +35,13 @@ from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import BLACKWELL, TARGETS, Target
-from composattn.call.problem import DENSE, Layout, Problem
-from composattn.call.schedule import AUTO, Schedule
+from composattn.call.problem import DENSE
+from composattn.call.schedule import Schedule
+from tests.compile.blackwell_plans import HEADS, LENGTH, PACKED, PAGES, problem_of, program_of
 from tests.compile.golden import language
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled" / "blackwell.json"
 BACKWARD_RECORD = RECORD.with_stem("blackwell-backward")
-LENGTH, HEADS = 2048, 8
 DIMS = {"d128": (128, 128), "d64": (64, 64), "d192/128": (192, 128), "d256": (256, 256), "d96": (96, 96),
         "d192": (192, 192)}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,22 +62,13 @@ MODS: dict[str, Callable[[], ca.Attention]] = {
 """Score mods under a causal mask, so that tiles with a test and without are there."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How the sequences of a call lie, how many queries they have, how the work is divided."""
-
-    layout: Layout = DENSE
-    q_len: int = LENGTH
-    kv_heads: int = HEADS
-    schedule: Schedule = AUTO
-
-
-LAYOUTS = {
-    "dense": Form(),
-    "split": Form(q_len=8, kv_heads=2, schedule=Schedule(split_kv=2)),  # few queries: packed rows, one query tile
-    "paged": Form(Layout("dense", "paged", page_size=64, used_kv=True)),
-    "varlen": Form(Layout("packed", "packed")),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "split": {"q_len": 8, "kv_heads": 2, "schedule": Schedule(split_kv=2)},  # packed rows, one query tile
+    "paged": {"layout": PAGES},
+    "varlen": {"layout": PACKED},
 }
+"""How the sequences of a call lie, how many queries they have, how the work is divided: of `problem_of`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +86,8 @@ class Cell:
 
     @property
     def plan(self) -> ForwardPlan | BackwardPlan:
-        form, (d, dv) = LAYOUTS[self.layout], DIMS[self.dim]
-        problem = Problem(
-            2, HEADS, form.kv_heads, form.q_len, LENGTH, d, dv, DTYPES[self.dtype], torch.device("cpu"),
-            layout=form.layout, schedule=form.schedule,
-        )  # fmt: skip
+        d, dv = DIMS[self.dim]
+        problem = problem_of(d, dv, DTYPES[self.dtype], **LAYOUTS[self.layout])
         return plan_forward(problem, MODS[self.mod]().program, self.target)
 
 
@@ -118,7 +105,7 @@ SUMS: dict[str, Callable[..., object]] = {
     "by-head": lambda s, b, h, q, kv: s - LEARNED["head"][h] * (q - kv),
 }
 """Score mods that read a tensor whose gradient is summed, by the pattern of the sum."""
-BACKWARD_LAYOUTS = {"dense": (DENSE, False), "varlen": (Layout("packed", "packed"), False), "in-order": (DENSE, True)}
+BACKWARD_LAYOUTS = {"dense": (DENSE, False), "varlen": (PACKED, False), "in-order": (DENSE, True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,14 +115,11 @@ class BackwardCell(Cell):
     @property
     def plan(self) -> BackwardPlan:
         (layout, in_order), (d, dv) = BACKWARD_LAYOUTS[self.layout], DIMS[self.dim]
-        problem = Problem(
-            2, HEADS, HEADS, LENGTH, LENGTH, d, dv, DTYPES[self.dtype], torch.device("cpu"), layout=layout
-        )
+        problem = problem_of(d, dv, DTYPES[self.dtype], layout)
         if self.mod in MODS:
             program = MODS[self.mod]().program
         else:
-            bare = ca.Attention(score_mod=SUMS[self.mod], mask_mod=mods.causal()).program
-            program = GradientProgram(bare, fused_reads(bare))
+            program = program_of(SUMS[self.mod], mods.causal(), learned=True)
         return plan_backward(problem, program, self.target, deterministic=in_order, cut=None).main
 
 

@@ -12,61 +12,43 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-import composattn as ca
 from benchmarks.model.loops import roles
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import BLACKWELL, TARGETS
-from composattn.call.problem import DENSE, Layout, Problem
-from composattn.call.schedule import AUTO, Schedule
+from composattn.backends.fused.plan import ForwardPlan
+from composattn.backends.fused.target import TARGETS
+from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
 from composattn.mods.mask import Mask
-from composattn.mods.score import Score
 from tests.compile.blackwell_matrix import Cell, cells, faults, frees_what_it_allocates
+from tests.compile.blackwell_plans import PACKED, PAGES, forward_plan
 
 B300 = TARGETS[10, 3]
-PACKED, PAGES = Layout("packed", "packed"), Layout("dense", "paged", page_size=64, used_kv=True)
 DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
 
 
-def plan(
-    score: Score | None = None,
-    mask: Mask | None = None,
-    d: int = 128,
-    dv: int | None = None,
-    target: object = BLACKWELL,
-    layout: Layout = DENSE,
-    schedule: Schedule = AUTO,
-) -> ForwardPlan:
-    problem = Problem(
-        2, 8, 8, 2048, 2048, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout, schedule=schedule
-    )
-    return plan_forward(problem, ca.Attention(score_mod=score, mask_mod=mask).program, target)  # type: ignore[arg-type]
-
-
 PLANS = {
-    "plain-d128": plan(),
-    "softcap-causal-pages-d192-dv128": plan(softcap(30.0), causal(), d=192, dv=128, layout=PAGES),
-    "causal-packed-d256-sm103": plan(mask=causal(), d=256, layout=PACKED, target=B300),
-    "neighbours-d64": plan(mask=neighborhood((45, 45), (13, 9)), d=64),
+    "plain-d128": forward_plan(),
+    "softcap-causal-pages-d192-dv128": forward_plan(softcap(30.0), causal(), d=192, dv=128, layout=PAGES),
+    "causal-packed-d256-sm103": forward_plan(mask=causal(), d=256, layout=PACKED, target=B300),
+    "neighbours-d64": forward_plan(mask=neighborhood((45, 45), (13, 9)), d=64),
 }
 MORE = {
-    "causal-d64": plan(mask=causal(), d=64),
-    "causal-d96": plan(mask=causal(), d=96),
-    "documents-d128": plan(mask=document(DOCUMENTS)),
-    "alibi-causal-d128": plan(alibi(8), causal()),
-    "softcap-causal-d64": plan(softcap(30.0), causal(), d=64),
-    "softcap-causal-d128": plan(softcap(30.0), causal()),
-    "plain-d128-sm103": plan(target=B300),
-    "causal-persistent-d128": plan(mask=causal(), schedule=Schedule(persistent=True)),
-    "documents-d64": plan(mask=document(DOCUMENTS), d=64),
-    "softcap-d192": plan(softcap(30.0), d=192),
-    "relative-bias-d64": plan(relative_bias(torch.zeros(8, 4095)), d=64),
-    "window-d192-dv128": plan(mask=sliding_window(512), d=192, dv=128),
-    "window-persistent-d128": plan(mask=sliding_window(512), schedule=Schedule(persistent=True)),
-    "causal-d192-dv128": plan(mask=causal(), d=192, dv=128),
-    "split-d128": plan(schedule=Schedule(split_kv=2)),
+    "causal-d64": forward_plan(mask=causal(), d=64),
+    "causal-d96": forward_plan(mask=causal(), d=96),
+    "documents-d128": forward_plan(mask=document(DOCUMENTS)),
+    "alibi-causal-d128": forward_plan(alibi(8), causal()),
+    "softcap-causal-d64": forward_plan(softcap(30.0), causal(), d=64),
+    "softcap-causal-d128": forward_plan(softcap(30.0), causal()),
+    "plain-d128-sm103": forward_plan(target=B300),
+    "causal-persistent-d128": forward_plan(mask=causal(), schedule=Schedule(persistent=True)),
+    "documents-d64": forward_plan(mask=document(DOCUMENTS), d=64),
+    "softcap-d192": forward_plan(softcap(30.0), d=192),
+    "relative-bias-d64": forward_plan(relative_bias(torch.zeros(8, 4095)), d=64),
+    "window-d192-dv128": forward_plan(mask=sliding_window(512), d=192, dv=128),
+    "window-persistent-d128": forward_plan(mask=sliding_window(512), schedule=Schedule(persistent=True)),
+    "causal-d192-dv128": forward_plan(mask=causal(), d=192, dv=128),
+    "split-d128": forward_plan(schedule=Schedule(split_kv=2)),
 }
 
 
@@ -122,14 +104,14 @@ def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> N
 
 
 UNITS = {  # columns by a polynomial, of 32; flash-attn-4 has none at D 192 and 256 of hardware alone, D 64 as D 128
-    "D 64": (plan(d=64), 10),
-    "D 96, causal": (plan(mask=causal(), d=96), 10),
+    "D 64": (forward_plan(d=64), 10),
+    "D 96, causal": (forward_plan(mask=causal(), d=96), 10),
     "D 128": (PLANS["plain-d128"], 4),
-    "D 192/128": (plan(d=192, dv=128), 0),
-    "D 256": (plan(d=256), 0),
-    "soft cap": (plan(softcap(30.0), causal()), 22),
-    "soft cap, doubled exponentials": (plan(softcap(30.0), causal(), target=B300), 2),
-    "D 64, doubled exponentials": (plan(d=64, target=B300), 0),
+    "D 192/128": (forward_plan(d=192, dv=128), 0),
+    "D 256": (forward_plan(d=256), 0),
+    "soft cap": (forward_plan(softcap(30.0), causal()), 22),
+    "soft cap, doubled exponentials": (forward_plan(softcap(30.0), causal(), target=B300), 2),
+    "D 64, doubled exponentials": (forward_plan(d=64, target=B300), 0),
 }
 
 
@@ -177,6 +159,15 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
     """Instructions of a kv tile: of the softmax of a warp, untested and tested; of the others, for two query tiles."""
     of = loops_of(PLANS["plain-d128"], folder)
     assert of == {name: [pytest.approx(n, rel=0.02) for n in counts] for name, counts in COUNTED.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [causal(), sliding_window(512)], ids=["causal", "window"])
+def test_the_correction_tests_nothing_where_both_query_tiles_go_on(mask: Mask, folder: Path) -> None:
+    """Of two query tiles, with a rescale; flash-attn-4's has 186 instructions."""
+    (role,) = (r for r in roles(compile_offline(forward_plan(mask=mask), folder).instructions) if r.job == "correction")
+    some, together = (len(loop.body) for loop in role.loops)
+    assert together <= 186 < some
 
 
 def test_a_line_over_keys_costs_no_more_than_100_instructions_a_tile(folder: Path) -> None:
