@@ -18,7 +18,7 @@ from composattn.parallel.exchange import Ranks
 from composattn.parallel.movement import Movement
 from composattn.parallel.traffic import Shape, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
-from tests import parallel_cases, parallel_models, parallel_plans
+from tests import parallel_cases, parallel_memory, parallel_models, parallel_plans
 from tests.ranks import on_ranks
 
 SEED = int(os.environ.get("COMPOSATTN_TEST_SEED", "0")) * 1000
@@ -32,9 +32,9 @@ def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_mask_on_several_ranks_is_what_one_device_computes(ranks: int) -> None:
-    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + 12))))
+@pytest.mark.parametrize(("ranks", "count"), [(2, 12), (3, 12), (4, 6), (8, 3)])
+def test_any_mask_on_several_ranks_is_what_one_device_computes(ranks: int, count: int) -> None:
+    assert_same(on_ranks(ranks, parallel_cases.differences, list(range(SEED, SEED + count))))
 
 
 @pytest.mark.slow
@@ -194,3 +194,8 @@ def test_a_rank_computes_in_the_tiles_of_one_gpu_and_no_more_of_them_than_its_sh
         for executed in ("forward_tiles", "backward_tiles"):
             share = sum(getattr(found, executed) for found in mine) * ranks / getattr(one, executed)
             assert share < 1.02
+
+
+@pytest.mark.parametrize("mask", ["documents", "window", "causal"])
+def test_a_rank_holds_its_rows_and_those_that_it_fetches(mask: str) -> None:
+    assert max(parallel_memory.over_rows(mask, rank, 4, 16384) for rank in range(4)) <= 1.15
