@@ -168,14 +168,16 @@ def allocated(plan: ForwardPlan | BackwardPlan) -> int:
 
 
 def frees_what_it_allocates(ptx: str, columns: int) -> bool:
-    """One warp asks for so many columns and frees as many; no path ends between, and all threads meet before."""
+    """One warp asks for so many columns and frees as many; no path ends between, and all threads meet before, those of
+    a pair of blocks too.
+    """
     asked = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.alloc\S+ \t\[\S+\], \1;", ptx)
     freed = re.findall(r"mov\.b32 \t(%r\d+), (\d+);\n\ttcgen05\.dealloc\S+ \t%r\d+, \1;", ptx)
     if not [n for _, n in asked] == [n for _, n in freed] == [str(columns)]:
         return False
     held = ptx[ptx.index("tcgen05.alloc") : ptx.index("tcgen05.dealloc")]
     used = max(held.rindex(name) for name in ("tcgen05.ld", "tcgen05.mma", "mbarrier.try"))
-    return "ret;" not in held and held.rindex("bar.sync") > used
+    return "ret;" not in held and max(held.rfind("bar.sync"), held.rfind("barrier.cluster.wait")) > used
 
 
 # --- the record -----------------------------------------------------------------------------------------------

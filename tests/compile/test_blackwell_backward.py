@@ -22,6 +22,7 @@ from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from tests.compile.blackwell_matrix import frees_what_it_allocates
+from tests.pairs import sharing
 
 B300 = TARGETS[10, 3]
 PACKED = Layout("packed", "packed")
@@ -38,6 +39,10 @@ def by_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 def by_column(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + COLUMN[kv]
+
+
+def by_distance_alone(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + BIAS[h, q - kv + 2048]
 
 
 def by_distance(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -60,19 +65,32 @@ def plans(
     return plan_backward(problem, program, target, deterministic=in_order, cut=None)  # type: ignore[arg-type]
 
 
-CAUSAL = plans(mask=causal())
-PLANS = {"causal-d128": CAUSAL, "causal-d256": plans(mask=causal(), d=256)}
+def by_one(**given: Any) -> BackwardPlans:
+    with sharing(1):
+        return plans(**given)
+
+
+CAUSAL, CAUSAL_BY_ONE = plans(mask=causal()), by_one(mask=causal())
+PLANS = {"causal-d128-by-two": CAUSAL, "causal-d128": CAUSAL_BY_ONE, "causal-d256": plans(mask=causal(), d=256)}
 MORE = {
-    "plain-d128": plans(),
+    "plain-d128-by-two": plans(),
+    "causal-d128-by-two-sm103": plans(mask=causal(), target=B300),
+    "causal-packed-d128-by-two": plans(mask=causal(), layout=PACKED),
+    "plain-d128-by-two-in-order": plans(in_order=True),
+    "alibi-causal-d128-by-two": plans(alibi(8), causal()),
+    "softcap-causal-d128-by-two": plans(softcap(30.0), causal()),
+    "by-column-d128-by-two": plans(by_column, causal(), learned=True),
+    "by-distance-d128-by-two": plans(by_distance_alone, causal(), learned=True),
+    "plain-d128": by_one(),
     "plain-d64": plans(d=64),
     "causal-packed-d64-sm103": plans(mask=causal(), d=64, layout=PACKED, target=B300),
-    "causal-d128-sm103": plans(mask=causal(), target=B300),
+    "causal-d128-sm103": by_one(mask=causal(), target=B300),
     "window-d96-in-order": plans(mask=sliding_window(512), d=96, in_order=True),
-    "window-d128-in-order": plans(mask=causal() & sliding_window(512), in_order=True),
+    "window-d128-in-order": by_one(mask=causal() & sliding_window(512), in_order=True),
     "documents-d128": plans(mask=document(DOCUMENTS)),
     "documents-packed-d64": plans(mask=document(DOCUMENTS) & causal(), d=64, layout=PACKED),
-    "alibi-causal-d128": plans(alibi(8), causal()),
-    "softcap-causal-d128": plans(softcap(30.0), causal()),
+    "alibi-causal-d128": by_one(score=alibi(8), mask=causal()),
+    "softcap-causal-d128": by_one(score=softcap(30.0), mask=causal()),
     "softcap-d64-dv128": plans(softcap(30.0), d=64, dv=128),
     "plain-d256": plans(d=256),
     "causal-d192-dv128": plans(mask=causal(), d=192, dv=128),
@@ -102,6 +120,11 @@ def check_lean(artifact: Artifact) -> None:
     assert frees_what_it_allocates(artifact.ptx, plan.tiling.columns.allocated)
 
 
+@pytest.mark.parametrize("name", [*PLANS, *MORE])
+def test_as_many_blocks_share_a_tile_as_the_name_says(name: str) -> None:
+    assert (PLANS | MORE)[name].main.tiling.sharing == (2 if "by-two" in name else 1)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_compiles_lean(name: str, folder: Path) -> None:
     check_lean(compile_offline(PLANS[name].main, folder))
@@ -117,19 +140,21 @@ def test_more_compile_lean(name: str, folder: Path) -> None:
         assert (made.spills, made.stack) == (0, 0)
 
 
-def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None:
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_loops_are_as_short_as_those_that_were_counted(blocks: int, folder: Path) -> None:
     """Instructions of a query tile: of a warp that computes P and dS of 64 queries and 32 keys, and of one that takes
     dQ out; of the copies.
     """
-    artifact = compile_offline(CAUSAL.main, folder)
+    artifact = compile_offline((CAUSAL if blocks == 2 else CAUSAL_BY_ONE).main, folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     code = artifact.instructions
     loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    of = {name: [b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])] for name in COUNTED}
-    assert of == {name: [pytest.approx(n, rel=0.02)] for name, n in COUNTED.items()}
+    counted = COUNTED[blocks]
+    of = {name: [b - a + 1 for a, b in inner if any(i.name == name for i in code[a:b])] for name in counted}
+    assert of == {name: [pytest.approx(n, rel=0.02)] for name, n in counted.items()}
     assert of["MUFU"][0] <= FA4_LOOP
 
 
-COUNTED = {"MUFU": 403, "UBLKRED": 121, "UTMALDG": 56}
+COUNTED = {1: {"MUFU": 403, "UBLKRED": 121, "UTMALDG": 56}, 2: {"MUFU": 450, "UBLKRED": 74, "UTMALDG": 82}}

@@ -24,6 +24,7 @@ from composattn.mods.scores import alibi, softcap
 from composattn.testing import Case, assert_attention_close, make_case, make_varlen_case
 from composattn.testing import run as run_case
 from tests.compile.test_backward_emulated import check as check_kernels
+from tests.pairs import sharing
 
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -117,19 +118,40 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
                                          **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-DEFAULT = "causal-gqa2-d128", "causal-gqa2-d256"
+CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256")
+CASES |= {
+    "hidden-rows-and-keys-d128": lambda: make_case(
+        40, batch=1, heads=1, q_len=60, kv_len=300, dim=128,
+        mask_mod=lambda b, h, q, kv: (q >= 20) & (kv < 30), **BF16,
+    ),
+    "documents-d128": lambda: make_case(41, batch=1, heads=2, q_len=333, dim=128, mask_mod=document(IDS), **BF16),
+    "head-and-number-d128": lambda: make_case(
+        42, batch=1, heads=2, q_len=150, kv_len=300, dim=128,
+        **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv) + NUMBER * 0.1 * (q - kv)), **BF16,
+    ),
+    "pair-d128": lambda: make_case(43, batch=1, heads=2, q_len=150, dim=128,
+                                   **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
+}  # fmt: skip
+
+
+def chosen() -> list[Any]:
+    """(blocks that share a tile of keys, name of a case): two where both head dimensions are those of 128."""
+    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if name.endswith("-d128")]
+    return [pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow) for each in found]
 
 
 @pytest.mark.parametrize("in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "in-order"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in CASES])
-def test_all_modes_give_the_same_right_gradients(name: str, in_order: bool) -> None:
+@pytest.mark.parametrize(("blocks", "name"), chosen())
+def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_order: bool) -> None:
     """dQ too where it is summed in order; captured sums are fixed-point numbers, so their order is free."""
     case = CASES[name]()
     attention = functools.partial(ca.attention, backend="blackwell-emulated", deterministic=in_order)
     results = []
-    for mode in MODES:
-        with emulating(mode):
-            results.append(run_case(attention, case))
+    with sharing(blocks) as asked:
+        for mode in MODES:
+            with emulating(mode):
+                results.append(run_case(attention, case))
+    assert asked or not name.endswith("-d128")
     assert {"dq", "dk", "dv"} <= set(results[0])
     assert_attention_close(
         results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
@@ -147,6 +169,8 @@ def test_all_modes_give_the_same_right_gradients(name: str, in_order: bool) -> N
 CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), (2, 0, 2)),
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), (4, 3, 3)),
+    "all-cut-gqa4-d128-by-two": (("causal", torch.bfloat16, 4, 1, 300, 400, 128, 128, True, False), (2, 0, 2)),
+    "last-cut-in-order-d128-by-two": (("plain", torch.bfloat16, 2, 2, 250, 300, 128, 128, False, True), (4, 3, 3)),
     "all-cut-d256": (("causal", torch.bfloat16, 4, 1, 150, 100, 256, 256, True, False), (2, 0, 2)),
     "last-cut-d192-dv128": (("plain", torch.bfloat16, 2, 2, 250, 80, 192, 128, False, False), (4, 3, 3)),
     "all-cut-in-order-d96": (("window", torch.float16, 2, 1, 200, 200, 96, 64, False, True), (2, 0, 3)),
@@ -157,4 +181,5 @@ CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
 @pytest.mark.parametrize("case", CUT)
 def test_tiles_that_blocks_share_give_the_same_gradients(case: str, folder: Path, generator: torch.Generator) -> None:
     facts, cut = CUT[case]
-    check_kernels(facts, folder, generator, BLACKWELL, Cut(*cut), mode=random_mode(3))
+    with sharing(2 if "by-two" in case else 1):
+        check_kernels(facts, folder, generator, BLACKWELL, Cut(*cut), mode=random_mode(3))

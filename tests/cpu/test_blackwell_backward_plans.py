@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.blackwell.backward_tiling import BackwardRoles, BlackwellBackwardTiling
-from composattn.backends.blackwell.tensor_memory import BackwardTensorMemory, Columns, WideBackwardTensorMemory
+from composattn.backends.blackwell.tensor_memory import (
+    BackwardTensorMemory,
+    Columns,
+    PairBackwardTensorMemory,
+    WideBackwardTensorMemory,
+)
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import BLACKWELL
-from composattn.call.problem import Problem
+from composattn.call.problem import DENSE, Layout, Problem
+from composattn.mods.masks import causal, document, neighborhood, sliding_window
+from tests.pairs import sharing
 
 LEARNED = torch.randn(8, 8192, requires_grad=True)
 
@@ -37,7 +45,8 @@ def test_every_head_dimension_has_a_tiling_that_fits(program: Program | None) ->
             assert made.shared_memory <= BLACKWELL.shared_memory
             tiling = made.tiling
             assert max(c.stop for c in tiling.columns.regions.values()) <= tiling.columns.allocated <= 512
-            assert tiling.d >= d and tiling.dv >= dv and tiling.d == sum(part.count for part in tiling.columns.dq_parts)
+            assert tiling.d >= d and tiling.dv >= dv
+            assert tiling.d == tiling.sharing * sum(part.count for part in tiling.columns.dq_parts)
             assert tiling.d % tiling.dq_part == tiling.dq_at_once % tiling.dq_part == 0
             assert all(part.count % tiling.dq_part == 0 for part in tiling.columns.dq_parts)
             assert (tiling.distances > 0) == (program is not None)
@@ -61,11 +70,14 @@ def test_regions_of_tensor_memory_never_overlap() -> None:
         BackwardTensorMemory(*(Columns(n, 128) for n in (0, 100, 256, 384, 100)))
     with pytest.raises(ValueError, match="leaves tensor memory"):
         dataclasses.replace(plan(128, 128).tiling, dv=192)
+    with pytest.raises(ValueError, match=r"dQ \(columns 32-127\) lies over P"):
+        PairBackwardTensorMemory(*(Columns(n, 128) for n in (0, 128, 256, 384)), Columns(32, 96))
 
 
 def test_dq_has_columns_of_its_own_where_some_are_left() -> None:
     assert plan(64, 64).tiling.columns.dq_is_apart and plan(64, 128).tiling.columns.dq_is_apart
-    assert not plan(128, 128).tiling.columns.dq_is_apart
+    with sharing(1):
+        assert not plan(128, 128).tiling.columns.dq_is_apart
 
 
 def test_a_block_has_registers_for_its_roles() -> None:
@@ -75,9 +87,71 @@ def test_a_block_has_registers_for_its_roles() -> None:
 
 def test_a_plan_prints_where_everything_lies() -> None:
     said = str(plan(128, 128))
+    assert "dV 256-383, dK 384-511, P over both ends of S, dQ 32-95 between, dS over dP; 512 of 512" in said
+    assert "256 keys stay" in said and "2 blocks per tile of keys" in said and "stages: 1 of Q, 1 of dO" in said
+    with sharing(1):
+        said = str(plan(128, 128))
     assert "S 0-127, dP 128-255, dV 256-383, dK 384-511, P over S, dS and dQ over dP; 512 of 512" in said
     assert "dV 256-319, dK 320-383, dQ 384-447, P over S, dS over dP; 512 of 512" in str(plan(64, 64))
     assert "P and dS 2 x 128 threads" in said and "stages: 2 of Q, 1 of dO" in said
     said = str(plan(256, 256))
     assert "S 0-63, dP 64-127, dVt 128-255, dKt 256-383, dQ 384-511, dQ in 128 and 128 columns; 512 of 512" in said
     assert "dVt 128-191, dKt 192-319, dQ 320-511, dQ at once; 512 of 512" in str(plan(192, 128))
+
+
+# --- one block or two for a tile of keys --------------------------------------------------------------------------
+
+
+def blocks_of(mask: Any, length: int, layout: Layout = DENSE, program: Program | None = None, d: int = 128) -> str:
+    """What is said of a call of two heads and as many keys as queries."""
+    problem = Problem(2, 2, 2, length, length, d, d, torch.bfloat16, torch.device("cpu"), layout=layout)
+    return str(plan_backward(problem, program or ca.Attention(mask_mod=mask).program, BLACKWELL).main)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "times"),
+    [(None, 4096, 1.00), (causal(), 4096, 1.03), (causal(), 1024, 1.11), (causal() & sliding_window(1024), 8192, 1.11)],
+)
+def test_two_blocks_share_a_tile_where_larger_tiles_visit_little_more(mask: Any, length: int, times: float) -> None:
+    said = blocks_of(mask, length)
+    assert (
+        f"2 for a tile of keys, which visit {times:.2f} times the area of smaller ones, of 1.24 that would pay" in said
+    )
+    assert "2 blocks per tile of keys" in said
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "why"),
+    [
+        (causal(), 300, "as larger ones visit 1.33 times the area, of 1.24 that would pay"),
+        (causal() & sliding_window(128), 8192, "as larger ones visit 1.50 times the area, of 1.24 that would pay"),
+        (document(torch.arange(4096) // 300), 4096, "as tensors decide what each visits"),
+        (neighborhood((64, 64), (7, 7)), 4096, "as lists say what each visits"),
+    ],
+)
+def test_one_block_has_a_tile_where_few_are_visited_or_nobody_knows(mask: Any, length: int, why: str) -> None:
+    said = blocks_of(mask, length)
+    assert f"1 for a tile of keys, {why}" in said and "one block per tile of keys" in said
+
+
+def test_of_packed_sequences_the_mean_length_decides() -> None:
+    packed = Layout("packed", "packed")
+    assert "blocks     2" in blocks_of(causal(), 4096, packed) and "blocks     1" in blocks_of(causal(), 500, packed)
+
+
+def test_one_block_has_a_tile_where_sums_take_the_registers() -> None:
+    row = torch.randn(2, 4096, requires_grad=True)
+    bare = ca.Attention(score_mod=lambda s, b, h, q, kv: s + row[h, q] * (q - kv)).program
+    said = blocks_of(None, 4096, program=GradientProgram(bare, fused_reads(bare)))
+    assert "1 for a tile of keys, as sums of gradients take the registers" in said
+
+
+def test_other_head_dimensions_have_nothing_to_choose() -> None:
+    assert all("blocks     " not in blocks_of(None, 4096, d=d) for d in (64, 96, 256))
+
+
+def test_fewer_tiles_run_at_once_by_two_blocks() -> None:
+    """So those are cut that leave half as many multiprocessors idle."""
+    problem = Problem(1, 2, 2, 4096, 4096, 128, 128, torch.bfloat16, torch.device("cpu"))
+    cut = plan_backward(problem, Program(), BLACKWELL).main.cut
+    assert cut is not None and cut.tiles * cut.pieces <= 8 * BLACKWELL.sms // 2

@@ -16,6 +16,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import BlackwellBackward
+    from .backward_pair import BlackwellBackwardPair
     from .backward_wide import BlackwellBackwardWide
     from .forward import BlackwellForward
     from .rounding import BlackwellGather, BlackwellPostprocess
@@ -25,6 +26,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": BlackwellBackward,
+        "backward_pair": BlackwellBackwardPair,
         "backward_wide": BlackwellBackwardWide,
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,

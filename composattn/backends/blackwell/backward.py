@@ -1,5 +1,7 @@
 """The backward kernel for Blackwell: which of its warps has which role."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import const_expr
 
@@ -27,33 +29,35 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
     Edges: see `Block`. Timeline: see `Products`.
     """
 
-    products = Products
+    products: Any = Products
+    rows = KeyRows
+    dq_rows = DqRows
     arithmetic = IN_PAIRS
     delta_with_q = True  # dO has one stage where shared memory is short, and leaves as soon as dV has it
 
     def __init__(self, plan: BackwardPlan[BlackwellBackwardTiling]):
         super().__init__(plan)
         self.threads = plan.tiling.roles.threads
-        self.stored_rows = plan.tiling.tile_n
+        self.stored_rows = plan.tiling.block_keys
 
     def layouts(self):
         return Layouts.of(self.tiling)
 
     def block(self, layouts, counter):
-        return Block(self.tiling, layouts, self.dtype, self.plan.deterministic)
+        return Block(self.tiling, self.dtype, self.plan.deterministic)
 
     def group(self, block, lane, thread) -> KeyRows:
         """One of those that compute."""
         # P and dS that are computed together fill registers: half of them at once
         rows = self.tiling.queries // (2 if self.mods.one_pass or self.tiling.in_halves else 1)
-        return KeyRows(self, block, lane, thread, fragment_shape(rows).transposed)
+        return self.rows(self, block, lane, thread, fragment_shape(rows).transposed)
 
     @cute.jit
     def share_roles(self, call, block, warp):
-        roles, columns = self.tiling.roles, self.tiling.columns.allocated
+        roles, columns, blocks = self.tiling.roles, self.tiling.columns.allocated, self.tiling.sharing
         if warp == roles.matrix:
-            allocate(block.columns, columns)
-        cute.arch.sync_threads()
+            allocate(block.columns, columns, blocks)
+        self.meet()
         thread = cute.arch.thread_idx()[0]
         # each role reads where tensor memory begins: one register of all roles was spilled, and fetched 30 times
         if warp < roles.dq:
@@ -61,20 +65,27 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
             self.compute(call, block, self.group(block, Lane(block.tensor_memory(), warp), thread))
         elif warp < roles.matrix:
             cute.arch.setmaxregister_decrease(roles.dq_registers)
-            DqRows(self, block, Lane(block.tensor_memory(), warp), thread - roles.dq * 32).run(call)
+            self.dq_rows(self, block, Lane(block.tensor_memory(), warp), thread - roles.dq * 32).run(call)
         else:
             cute.arch.setmaxregister_decrease(roles.other_registers)
             if warp == roles.matrix:
-                self.products(self, block, block.tensor_memory()).run(call)
+                self.multiply(call, block)
             elif warp == roles.load:
                 self.produce(call, block)
             elif warp == roles.turns:  # noqa: SIM102  the plan's is known when compiling
                 if const_expr(self.plan.deterministic):
                     DqSemaphore(self).take(call, block)
-        cute.arch.sync_threads()
+        self.meet()
         if warp == roles.matrix:
-            free(block.tensor_memory(), columns)
+            free(block.tensor_memory(), columns, blocks)
+
+    def meet(self) -> None:
+        """All threads that share barriers and tensor memory."""
+        cute.arch.sync_threads()
+
+    def multiply(self, call, block) -> None:
+        self.products(self, block, block.tensor_memory()).run(call)
 
     @cute.jit
     def compute(self, call, block, me):
-        self.visit(call, block, me, (block.q_edge.first, Slot.first(1)))
+        self.visit(call, block, me, (block.rows_edge.first, Slot.first(1)))

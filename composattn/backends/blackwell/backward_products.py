@@ -25,19 +25,56 @@ class At(Bundle):
         return At(self.q.next(), self.do.next(), self.step.next())
 
 
-class Products(Fixed):
-    """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
+class Steps(Fixed):
+    """How a warp issues a product: a few of its steps at a time, in a loop.
 
-        S0 [Q] | dP0 [dO] | dV0 [P0] | S1 [Q] | dK0 [dS0] | dQ0 | dP1 [dO, dQ0 read] | dV1 [P1] | S2 ...
-
-    P1 is computed under dK0 and dQ0, and dS1 under dV1 and S2. Where dQ has columns of its own, dQ1 waits until dQ0 has
-    been read, not dP1. Steps of a product are issued a few at a time, in a loop: descriptors of all of them, held along
-    the walk over query tiles, spilled 30 of 64 registers.
+    Descriptors of all of them, held along the walk over query tiles, spilled 30 of 64 registers.
     """
 
     def __init__(self, kernel, block: Block, memory: Int32):
         self.kernel, self.block, self.memory, self.tiling = kernel, block, memory, kernel.tiling
         self.map = self.tiling.columns
+
+    @cute.jit
+    def issue(self, target, left: Operand, left_stage, right: Operand, right_stage, onto: cutlass.Constexpr = False):
+        """Starts a product of two tiles in shared memory, which is added to what is there where it goes `onto` that."""
+        a, b = left.at(left_stage), right.at(right_stage)
+        few = swizzled(left.columns) // STEP
+        for run in cutlass.range(left.steps // few, unroll=1):
+            first_a, first_b = a + run * left.step(few), b + run * right.step(few)
+            steps = [(left.descriptor(first_a, n), right.descriptor(first_b, n)) for n in range(few)]
+            self.multiply(target, steps, self.words(target, right.by_rows, left.by_rows), onto or run > 0)
+
+    @cute.jit
+    def issue_onto(self, target, left, right: Operand, right_stage):
+        """Starts a product of scores in tensor memory, which is added to what is there."""
+        a, b, apart = self.memory + left.first, right.at(right_stage), self.map.apart
+        few = self.tiling.queries // STEP
+        for group in cutlass.range(self.tiling.groups, unroll=1):
+            # P and dS are over scores of the same thread
+            first_a, first_b = a + group * apart, b + group * right.step(few)
+            steps = [(first_a + n * (STEP // 2), right.descriptor(first_b, n)) for n in range(few)]
+            self.multiply(target, steps, self.words(target, right.by_rows), True)
+
+    def words(self, target, by_rows: bool, left_by_rows: bool = False) -> int:
+        """The instruction of a product into those columns."""
+        return instruction(self.block.dtype, target.count, by_rows, left_by_rows)
+
+    def multiply(self, target, steps, words: int, accumulate) -> None:
+        """A few steps of a product; `accumulate`: the first one adds to what is there."""
+        with cute.arch.elect_one():
+            for n, (a, b) in enumerate(steps):
+                multiply(self.memory + target.first, a, b, words, accumulate if n == 0 else True, self.tiling.sharing)
+
+
+class Products(Steps):
+    """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
+
+        S0 [Q] | dP0 [dO] | dV0 [P0] | S1 [Q] | dK0 [dS0] | dQ0 | dP1 [dO, dQ0 read] | dV1 [P1] | S2 ...
+
+    P1 is computed under dK0 and dQ0, and dS1 under dV1 and S2. Where dQ has columns of its own, dQ1 waits until dQ0 has
+    been read, not dP1.
+    """
 
     @cute.jit
     def run(self, call):
@@ -106,32 +143,3 @@ class Products(Fixed):
             after_wait()
         self.issue(self.map.dq, block.across["ds"], 0, block.across["k"], 0)
         block.dq.fill(at.step)
-
-    @cute.jit
-    def issue(self, target, left: Operand, left_stage, right: Operand, right_stage, onto: cutlass.Constexpr = False):
-        """Starts a product of two tiles in shared memory, which is added to what is there where it goes `onto` that."""
-        a, b = left.at(left_stage), right.at(right_stage)
-        few = swizzled(left.columns) // STEP
-        for run in cutlass.range(left.steps // few, unroll=1):
-            first_a, first_b = a + run * left.step(few), b + run * right.step(few)
-            steps = [(left.descriptor(first_a, n), right.descriptor(first_b, n)) for n in range(few)]
-            self.multiply(
-                target, steps, instruction(self.block.dtype, target.count, right.by_rows, left.by_rows), onto or run > 0
-            )
-
-    @cute.jit
-    def issue_onto(self, target, left, right: Operand, right_stage):
-        """Starts a product of scores in tensor memory, which is added to what is there."""
-        a, b, apart = self.memory + left.first, right.at(right_stage), self.tiling.queries
-        few = apart // STEP
-        for group in cutlass.range(self.tiling.groups, unroll=1):
-            # P and dS are over scores of the same thread
-            first_a, first_b = a + group * apart, b + group * right.step(few)
-            steps = [(first_a + n * (STEP // 2), right.descriptor(first_b, n)) for n in range(few)]
-            self.multiply(target, steps, instruction(self.block.dtype, target.count, right.by_rows), True)
-
-    def multiply(self, target, steps, words: int, accumulate) -> None:
-        """A few steps of a product; `accumulate`: the first one adds to what is there."""
-        with cute.arch.elect_one():
-            for n, (a, b) in enumerate(steps):
-                multiply(self.memory + target.first, a, b, words, accumulate if n == 0 else True)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ..fused.sharing import sharing_of
 from ..fused.target import Target
 from ..fused.tiling import RowBackwardTiling
 from ..fused.traits import padded, reads_pairs, sums_by
 from .roles import REGISTERS, WARPGROUP
-from .tensor_memory import LANES, BackwardTensorMemory, WideBackwardTensorMemory
+from .tensor_memory import (
+    GROUPS,
+    LANES,
+    BackwardTensorMemory,
+    PairBackwardTensorMemory,
+    WideBackwardTensorMemory,
+)
 from .tiling import ROWS
 
-GROUPS = 2  # warpgroups that compute P and dS
 BARRIERS = 512  # bytes: mbarriers and single words
+# clocks of shared memory, the busiest unit, for 128 queries and as many keys of D 128 (FlashAttention-4, table 3)
+ALONE, PAIRED = 3328, 2688
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 # (stages of Q, of dO, columns of dQ that leave together), the first that fit
 SMALLER = (2, 2, 32), (2, 1, 32), (2, 1, 16), (1, 2, 32), (1, 1, 32), (1, 1, 16), (1, 1, 8)
@@ -70,24 +80,35 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     do_stages: int
     in_halves: bool = False
     roles: BackwardRoles
+    blocks: str = dataclasses.field(default="", compare=False, repr=False)  # for a tile of keys, for people to read
 
     def __post_init__(self) -> None:
         _ = self.columns  # refuses a map that does not fit
 
     @property
-    def columns(self) -> BackwardTensorMemory | WideBackwardTensorMemory:
+    def columns(self) -> BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory:
         return BackwardTensorMemory.of(self.tile_m, self.d, self.dv)
 
     @property
-    def score_tile(self) -> tuple[int, int]:
-        """Rows and columns of dS in shared memory: it is transposed."""
-        return self.tile_n, self.tile_m
+    def row_stages(self) -> int:
+        """Of LSE and D: with Q."""
+        return self.q_stages
+
+    @property
+    def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
+        """In shared memory: rows, columns, stages. dS is transposed."""
+        return {
+            "k": (self.tile_n, self.d, None),
+            "v": (self.tile_n, self.dv, None),
+            "q": (self.tile_m, self.d, self.q_stages),
+            "do": (self.tile_m, self.dv, self.do_stages),
+            "ds": (self.tile_n, self.tile_m, None),
+        }
 
     def shared_memory(self, element_bytes: int) -> int:
-        small = BARRIERS + 4 * 2 * self.tile_m * self.q_stages
-        staying = self.tile_n * (self.d + self.dv + self.tile_m)
-        moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        return -(-small // 1024) * 1024 + element_bytes * (staying + moving) + self.sums_memory
+        small = BARRIERS + 4 * 2 * self.tile_m * self.row_stages
+        numbers = sum(rows * columns * (stages or 1) for rows, columns, stages in self.tiles.values())
+        return -(-small // 1024) * 1024 + element_bytes * numbers + self.sums_memory
 
     @property
     def sums_memory(self) -> int:
@@ -96,6 +117,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     def describe(self) -> dict[str, str]:
         return {
             "roles": f"{self.roles}; stages: {self.q_stages} of Q, {self.do_stages} of dO",
+            "blocks": self.blocks,
             "columns": str(self.columns),
             "dQ": f"summed in fp32 in memory by bulk additions of {self.dq_part} columns",
         }
@@ -112,8 +134,42 @@ class WideBackwardTiling(BlackwellBackwardTiling):
         return WideBackwardTensorMemory.of(self.tile_n, self.d, self.dv)
 
     @property
-    def score_tile(self) -> tuple[int, int]:
-        return self.tile_m, self.tile_n
+    def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
+        return {**super().tiles, "ds": (self.tile_m, self.tile_n, None)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBackwardTiling(BlackwellBackwardTiling):
+    """Two blocks multiply together, each with half of the keys and of the second operands, and leave half of dQ each.
+
+    Of Q and dO a block has half of the rows (`q`, `do`) and half of the columns (`q_across`, `do_across`), each in one
+    stage, of K also half of the columns for the keys of both, and of dS half of the queries.
+    """
+
+    kernel: str = "backward_pair"
+    sharing: ClassVar[int] = 2
+
+    @property
+    def row_stages(self) -> int:
+        """The next ones are wanted before Q's columns have been read."""
+        return 2
+
+    @property
+    def columns(self) -> PairBackwardTensorMemory:
+        return PairBackwardTensorMemory.of(self.tile_m, self.d, self.dv)
+
+    @property
+    def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
+        return {
+            "k": (self.block_keys, self.d, None),
+            "v": (self.block_keys, self.dv, None),
+            "k_across": (self.tile_n, self.d // 2, None),
+            "q": (self.tile_m // 2, self.d, None),
+            "do": (self.tile_m // 2, self.dv, None),
+            "q_across": (self.tile_m, self.d // 2, None),
+            "do_across": (self.tile_m, self.dv // 2, None),
+            "ds": (self.tile_n, self.tile_m // 2, None),
+        }
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
@@ -140,8 +196,27 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     if sums_by(program, Pattern.DISTANCE):
         along = tiling.tile_n if wide else tiling.tile_m
         tiling = dataclasses.replace(tiling, distances=distances_of(along // GROUPS))
+    if (d, dv) == (LANES, LANES):
+        sharing = sharing_of(problem, program, ROWS, ALONE / PAIRED)
+        tiling = dataclasses.replace(tiling, blocks=str(sharing))
+        if sharing.blocks == 2:
+            return _by_pairs(tiling, target)
     smaller = (dataclasses.replace(tiling, q_stages=q, do_stages=do, dq_part=part) for q, do, part in SMALLER)
     return next(t for t in smaller if t.shared_memory(2) <= target.shared_memory)
+
+
+def _by_pairs(one: BlackwellBackwardTiling, target: Target) -> PairBackwardTiling:
+    """With what a block alone would have."""
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    own = {
+        "kernel": PairBackwardTiling.kernel,
+        "tile_n": 2 * one.tile_n,
+        "q_stages": 1,
+        "do_stages": 1,
+        "section_tiles": one.section_tiles // 2,
+    }
+    tilings = (PairBackwardTiling(**{**kept, **own, "dq_part": part}) for part in (32, 16, 8))
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 
 def _roles(program: Program) -> BackwardRoles:

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
-from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.pipelines import BoundEdge, Copies, Edge, Warps
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import Fixed
 from .backward_tiling import BlackwellBackwardTiling
@@ -34,12 +34,7 @@ class Layouts(NamedTuple):
 
     @staticmethod
     def of(tiling: BlackwellBackwardTiling) -> "Layouts":
-        return Layouts(
-            tile_layout(tiling.tile_m, tiling.d, tiling.q_stages),
-            tile_layout(tiling.tile_m, tiling.dv, tiling.do_stages),
-            tile_layout(tiling.tile_n, tiling.d),
-            tile_layout(tiling.tile_n, tiling.dv),
-        )
+        return Layouts(*(tile_layout(*tiling.tiles[name]) for name in ("q", "do", "k", "v")))
 
 
 class Block(Fixed):
@@ -61,56 +56,80 @@ class Block(Fixed):
     Products are issued in an order in which each finds its operands, and room, by one wait: see `Products`.
     """
 
-    def __init__(self, tiling: BlackwellBackwardTiling, layouts: Layouts, dtype, deterministic: bool):
+    kv_edge: BoundEdge
+    q_edge: BoundEdge
+    do_edge: BoundEdge
+    scores: BoundEdge
+    probabilities: BoundEdge
+    gradients: BoundEdge
+    scores_done: BoundEdge
+    dq: BoundEdge
+    sums: BoundEdge
+    room: BoundEdge
+    turn_edge: BoundEdge | None
+
+    def __init__(self, tiling: BlackwellBackwardTiling, dtype, deterministic: bool):
         self.tiling, self.dtype = tiling, dtype
-        wide, statistic = dtype.width // 8, 4 * tiling.tile_m
-        compute, out = Warps(tiling.groups * WARPGROUP), Warps(WARPGROUP)
-        edges = [
-            Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), Commits()),
-            Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + 2 * statistic), Commits()),
-            Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide), Commits()),
-            Edge(1, Commits(), None),
-            Edge(1, compute, None),
-            Edge(1, Commits(), None),
-            Edge(1, compute, None),
-            Edge(len(tiling.columns.dq_parts), Commits(), out),
-            Edge(1, Commits(), None),
-            Edge(1, Commits(), Commits()),
-        ]
-        if deterministic:
-            edges.append(Edge(1, Copies(0), Warps(1)))
         smem = SmemAllocator()
-        self.edges = Edge.allocate(smem, edges)
-        self.kv_edge, self.q_edge, self.do_edge, self.scores, self.probabilities = self.edges[:5]
-        self.gradients, self.scores_done, self.dq, self.sums, self.room = self.edges[5:10]
-        self.turn_edge = self.edges[10] if deterministic else None
-        self.queue = None
+        edges = self.made_edges()
+        if deterministic:
+            edges["turn_edge"] = Edge(1, Copies(0), Warps(1))
+        self.edges = Edge.allocate(smem, list(edges.values()))
+        self.queue = self.turn_edge = None
+        for name, edge in zip(edges, self.edges, strict=True):
+            setattr(self, name, edge)
         barriers = Barriers()
         self.of_compute = barriers.one(tiling.groups * WARPGROUP * 32)
         self.of_dq = barriers.one(WARPGROUP * 32)
         self.columns = smem.allocate_array(Int32, 1)  # where tensor memory begins
-        statistics = cute.make_layout((tiling.tile_m, tiling.q_stages))
+        statistics = cute.make_layout((tiling.tile_m, tiling.row_stages))
         self.sLse, self.sDelta = [smem.allocate_tensor(Float32, statistics, 128) for _ in range(2)]
-        self._tiles(smem, layouts)
+        self._tiles(smem)
         self.sums_of_dq = smem.allocate_array(Float32, 2 * tiling.tile_m * tiling.dq_part, byte_alignment=1024)
         self.lines = smem.allocate_array(Float32, tiling.distances) if tiling.distances else None
 
-    def _tiles(self, smem: SmemAllocator, layouts: Layouts) -> None:
+    def made_edges(self) -> dict[str, Edge]:
+        """All but `turn_edge`."""
         tiling = self.tiling
-        shapes = {
-            "k": (tiling.tile_n, tiling.d, 1, layouts.k),
-            "v": (tiling.tile_n, tiling.dv, 1, layouts.v),
-            "q": (tiling.tile_m, tiling.d, tiling.q_stages, layouts.q),
-            "do": (tiling.tile_m, tiling.dv, tiling.do_stages, layouts.dout),
-            "ds": (*tiling.score_tile, 1, tile_layout(*tiling.score_tile)),
+        compute, out = Warps(tiling.groups * WARPGROUP), Warps(WARPGROUP)
+        return {
+            "kv_edge": Edge(1, Copies(self.bytes("k", "v")), Commits()),
+            "q_edge": Edge(tiling.q_stages, Copies(self.bytes("q") + self.row_bytes), Commits()),
+            "do_edge": Edge(tiling.do_stages, Copies(self.bytes("do")), Commits()),
+            "scores": Edge(1, Commits(), None),
+            "probabilities": Edge(1, compute, None),
+            "gradients": Edge(1, Commits(), None),
+            "scores_done": Edge(1, compute, None),
+            "dq": Edge(len(tiling.columns.dq_parts), Commits(), out),
+            "sums": Edge(1, Commits(), None),
+            "room": Edge(1, Commits(), Commits()),
         }
-        tensors, self.operands, self.across = {}, {}, {}
-        for name, (rows, columns, stages, layout) in shapes.items():
-            start = smem.allocate_array(self.dtype, rows * columns * stages, byte_alignment=1024)
-            tensors[name] = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
+
+    @property
+    def rows_edge(self) -> BoundEdge:
+        """With which LSE and D come."""
+        return self.q_edge
+
+    @property
+    def row_bytes(self) -> int:
+        """Of LSE and D of a query tile."""
+        return 2 * 4 * self.tiling.tile_m
+
+    def bytes(self, *names: str) -> int:
+        """Of one stage of these tiles."""
+        shapes = [self.tiling.tiles[name] for name in names]
+        return sum(rows * columns for rows, columns, _ in shapes) * self.dtype.width // 8
+
+    def _tiles(self, smem: SmemAllocator) -> None:
+        """`shared`, and as what products take: `operands` summed over their columns, or their rows (`across`)."""
+        self.shared, self.operands, self.across = {}, {}, {}
+        for name, (rows, columns, stages) in self.tiling.tiles.items():
+            start = smem.allocate_array(self.dtype, rows * columns * (stages or 1), byte_alignment=1024)
+            layout = tile_layout(rows, columns, stages)
+            self.shared[name] = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
             self.operands[name] = Operand(start.toint(), rows, columns)
             self.across[name] = Operand(start.toint(), rows, columns, by_rows=True)
-        self.sK, self.sV, self.sQ, self.sdO, self.sdS = tensors.values()
+        self.sK, self.sV, self.sQ, self.sdO, self.sdS = [self.shared[name] for name in ("k", "v", "q", "do", "ds")]
 
     def tensor_memory(self) -> Int32:
         """The address of the first column, once all threads have met after it was asked for."""

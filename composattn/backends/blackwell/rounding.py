@@ -1,14 +1,41 @@
 """Sums that the Blackwell backward has left in fp32 memory, rounded into dQ, dK and dV."""
 
+from typing import Any
+
+import cutlass.cute as cute
+
+from ...primitives.register_chunks import THREADS
 from ...primitives.swizzled_tiles import tile_layout
 from ..fused.kernels.backward_gather import RowGather
-from ..fused.kernels.postprocess import RowPostprocess
-from ..fused.kernels.rounding import LineSums, Sums
+from ..fused.kernels.postprocess import COLUMNS, RowPostprocess
+from ..fused.kernels.rounding import LineSums, RowSums, Sums
 from .backward_tiling import BlackwellBackwardTiling, WideBackwardTiling
+from .tiling import ROWS
+
+ROWS_OF_BLOCK = ROWS // 2  # of a pair
 
 
 class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
+    """Of a pair each block has left half of the rows, its upper threads the right half of the columns."""
+
     tile_layout = staticmethod(tile_layout)
+
+    def sums(self) -> RowSums:
+        return FoldedSums(COLUMNS) if self.tiling.sharing == 2 else super().sums()
+
+    def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
+        if self.tiling.sharing == 1:
+            return super().part(shared, group)
+        each = self.groups // 2  # of those that have left a block's sums
+        right = cute.arch.thread_idx()[0] % THREADS // ROWS_OF_BLOCK
+        return cute.local_tile(shared, (ROWS_OF_BLOCK, COLUMNS), (group // each, group % each + right * each))
+
+
+class FoldedSums(RowSums):
+    """Of `ROWS_OF_BLOCK` rows."""
+
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        super().put(rounded, shared, thread % ROWS_OF_BLOCK)
 
 
 class BlackwellGather(RowGather[BlackwellBackwardTiling]):

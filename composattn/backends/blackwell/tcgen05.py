@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm, nvvm
 
 from ...primitives.score_tile import ROW_PER_LANE, FragmentShape
@@ -17,7 +17,7 @@ from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Fixed
 from .tiling import ROWS, STEP
 
-_ONE_BLOCK = nvvm.CTAGroupKind.CTA_1
+_BLOCKS = {1: nvvm.CTAGroupKind.CTA_1, 2: nvvm.CTAGroupKind.CTA_2}
 _AT_ONCE = 32  # columns of an instruction that loads or stores
 
 
@@ -76,21 +76,24 @@ class Operand(Fixed):
 # --- products ---------------------------------------------------------------------------------------------------
 
 
-def instruction(dtype, columns: int, by_rows: bool = False, left_by_rows: bool = False) -> int:
-    """The word that says what a product multiplies: 128 rows by `columns`, 16-bit numbers, summed in fp32.
+def instruction(dtype, columns: int, by_rows: bool = False, left_by_rows: bool = False, rows: int = ROWS) -> int:
+    """The word that says what a product multiplies: `rows` by `columns`, 16-bit numbers, summed in fp32.
 
     Whether the right operand, or the left one, is summed over its rows.
     """
     kind = {cutlass.Float16: 0, cutlass.BFloat16: 1}[dtype]
-    return 1 << 4 | kind << 7 | kind << 10 | left_by_rows << 15 | by_rows << 16 | columns >> 3 << 17 | ROWS >> 4 << 24
+    return 1 << 4 | kind << 7 | kind << 10 | left_by_rows << 15 | by_rows << 16 | columns >> 3 << 17 | rows >> 4 << 24
 
 
-def multiply(target: Int32, a: Int32 | Int64, b: Int64, words: int, accumulate: Any) -> None:
-    """One step, by one thread: the sums at `target` get a (in tensor memory, or a descriptor) times b."""
+def multiply(target: Int32, a: Int32 | Int64, b: Int64, words: int, accumulate: Any, blocks: int = 1) -> None:
+    """One step, by one thread: the sums at `target` get a (in tensor memory, or a descriptor) times b.
+
+    By two blocks each has half of the rows of a and of the sums, and half of the columns of b.
+    """
     left = a.ir_value() if isinstance(a, Int64) else _pointer(a)
     nvvm.tcgen05_mma(
         nvvm.Tcgen05MMAKind.F16,
-        _ONE_BLOCK,
+        _BLOCKS[blocks],
         _pointer(target),
         left,
         b.ir_value(),
@@ -107,7 +110,19 @@ class Commits:
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
         with cute.arch.elect_one():
-            nvvm.tcgen05_commit((barriers + stage).llvm_ptr, group=_ONE_BLOCK)
+            nvvm.tcgen05_commit((barriers + stage).llvm_ptr, group=_BLOCKS[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCommits:
+    """As `Commits`, of products of a pair of blocks: arrives in both."""
+
+    arrivals: ClassVar[int] = 1
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        with cute.arch.elect_one():
+            both = Int16(3).ir_value()
+            nvvm.tcgen05_commit((barriers + stage).llvm_ptr, multicast_mask=both, group=_BLOCKS[2])
 
 
 # --- tensor memory ----------------------------------------------------------------------------------------------
@@ -117,16 +132,19 @@ def _pointer(address: Int32):
     return llvm.inttoptr(llvm.PointerType.get(6), Int32(address).ir_value())
 
 
-def allocate(slot: cute.Pointer, columns: int) -> None:
-    """One warp: asks for so many columns and writes the address of the first one to `slot`; nobody may ask again."""
-    cute.arch.alloc_tmem(columns, slot)
-    cute.arch.relinquish_tmem_alloc_permit()
+def allocate(slot: cute.Pointer, columns: int, blocks: int = 1) -> None:
+    """One warp: asks for so many columns and writes the address of the first one to `slot`; nobody may ask again.
+
+    One warp of each, where `blocks` multiply together.
+    """
+    cute.arch.alloc_tmem(columns, slot, is_two_cta=blocks == 2)
+    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=blocks == 2)
 
 
-def free(address: Int32, columns: int) -> None:
+def free(address: Int32, columns: int, blocks: int = 1) -> None:
     """The warp that has asked for them."""
     pointer = cute.make_ptr(Float32, address, cute.AddressSpace.tmem, assumed_align=16)
-    cute.arch.dealloc_tmem(pointer, columns)
+    cute.arch.dealloc_tmem(pointer, columns, is_two_cta=blocks == 2)
 
 
 def load(address: Int32, count: int) -> tuple:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 COLUMNS = 512  # of `LANES` of 32 bits, that a multiprocessor has
 LANES = 128
+GROUPS = 2  # of warps that compute P and dS of a tile in the backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,11 @@ class BackwardTensorMemory(ColumnMap):
         )
 
     @property
+    def apart(self) -> int:
+        """Columns from the P that one group has left to the next one's: each leaves it over its own scores."""
+        return self.scores.count // GROUPS
+
+    @property
     def dq_is_apart(self) -> bool:
         return self.dq.first != self.gradients.first
 
@@ -129,6 +135,54 @@ class BackwardTensorMemory(ColumnMap):
 
     def __str__(self) -> str:
         return self.describe("P over S, dS over dP" if self.dq_is_apart else "P over S, dS and dQ over dP")
+
+
+@dataclasses.dataclass(frozen=True)
+class PairBackwardTensorMemory(ColumnMap):
+    """Of each block of a pair: Sᵀ, dPᵀ, dV and dK of its keys, for all queries; dQ of half of these, all columns.
+
+    P lies at both ends of its scores, two numbers in a column. The next dQ comes between, once all scores have been
+    read. It has 64 rows: the right half of its columns lies in the upper lanes.
+    """
+
+    scores: Columns
+    gradients: Columns
+    dv: Columns
+    dk: Columns
+    dq: Columns
+
+    @staticmethod
+    def of(queries: int, d: int, dv: int) -> PairBackwardTensorMemory:
+        """For tiles of so many queries."""
+        used = 2 * queries
+        return PairBackwardTensorMemory(
+            Columns(0, queries),
+            Columns(queries, queries),
+            Columns(used, dv),
+            Columns(used + dv, d),
+            Columns(queries // 4, d // 2),
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dq.count > self.scores.count // 2:
+            raise ValueError(f"dQ (columns {self.dq}) lies over P, at both ends of columns {self.scores}")
+
+    @property
+    def apart(self) -> int:
+        """Columns from the P that one group has left to the other's, which ends where its scores do."""
+        return 3 * self.scores.count // 4
+
+    @property
+    def dq_parts(self) -> tuple[Columns, ...]:
+        return (self.dq,)
+
+    @cached_property
+    def regions(self) -> Mapping[str, Columns]:
+        return {"S": self.scores, "dP": self.gradients, "dV": self.dv, "dK": self.dk}
+
+    def __str__(self) -> str:
+        return self.describe(f"P over both ends of S, dQ {self.dq} between, dS over dP")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ class MainArguments(NamedTuple):
     dk: Any  # (B, Hkv, Skv, D)
     dv: Any  # (B, Hkv, Skv, Dv)
     pieces: Any  # of tiles that are cut: `PiecesArguments`
-    turns: Any  # (B, Hq, tiles) int32, zeros: how many have added to a tile of dQ
+    turns: Any  # (B, Hq, tiles * sharing) int32, zeros: how many have added to a tile of dQ, or a block's part
     scale: Any
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `primitives.tile_scheduler`
@@ -167,7 +167,7 @@ class MainArguments(NamedTuple):
             dk=dk,
             dv=dv,
             pieces=_pieces(plan),
-            turns=TensorForm(torch.int32, (_entries(plan), "heads", "tiles"), 1, align=4)
+            turns=TensorForm(torch.int32, (_entries(plan), "heads", "turns"), 1, align=4)
             if plan.deterministic
             else None,
             scale=SCALE,

@@ -192,4 +192,5 @@ class BackwardLauncher:
         sums = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
         if not self.plans.main.deterministic:
             return statistics, sums, None
-        return statistics, sums, torch.zeros((batch, heads, tiles), dtype=torch.int32, device=device)
+        turns = torch.zeros((batch, heads, self.tiling.sharing * tiles), dtype=torch.int32, device=device)
+        return statistics, sums, turns

@@ -10,7 +10,6 @@ from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
 from ...graph.expr import index
-from .target import Target
 from .work import WorkTables, ascends, descends, entries, visits_now, work_tables
 
 Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
@@ -35,11 +34,11 @@ FIRST_KEYS_FIRST = Formula(
 
 
 def order_of_keys(
-    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, target: Target
+    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, at_once: int
 ) -> Ordered:
     """Of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
 
-    The tables see keys as queries: theirs is the mirrored problem.
+    `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem.
     """
     mirrored = mirror(problem)
     if deterministic:
@@ -48,13 +47,13 @@ def order_of_keys(
         packed = problem.layout.kv == "packed"
         return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
     ends = None if intervals is None else exchanged(intervals)
-    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, target)
+    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)
 
 
 def order_of(
-    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, target: Target
+    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
 ) -> Ordered:
-    """Of the tiles of `tile_m` queries of `heads` for each batch entry."""
+    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
     packed = problem.layout.q == "packed"
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted
@@ -70,7 +69,7 @@ def order_of(
         if order == "longest_first" and sorted_so:
             return f"{words}: {formula.words}", None
         why = "the mask reads what it leaves" if sorted_so is None else "the mask leaves later query tiles less"
-    if wanted == "auto" and entries(problem, tile_m) * heads <= target.sms:
+    if wanted == "auto" and entries(problem, tile_m) * heads <= at_once:
         return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
     made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
     return made, work_tables(problem, intervals, tile_m, tile_n, order)
@@ -94,19 +93,19 @@ def queries_of_a_key(problem: Problem, program: Program) -> float:
 
     As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
     """
-    mean = _of_mean_length(problem)
+    mean = of_mean_length(problem)
     visits = visits_now(mirror(mean), exchanged(program.of_keys[0]), 128, 1)
     return float(mean.q_len if visits is None else visits.float().mean())
 
 
 def keys_of_a_query(problem: Problem, program: Program) -> float:
     """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`."""
-    mean = _of_mean_length(problem)
+    mean = of_mean_length(problem)
     visits = visits_now(mean, program.intervals, 128, 1)
     return float(mean.kv_len if visits is None else visits.float().mean())
 
 
-def _of_mean_length(problem: Problem) -> Problem:
+def of_mean_length(problem: Problem) -> Problem:
     """Packed sequences as a batch of their mean length."""
     if problem.layout.is_dense:
         return problem

@@ -196,7 +196,7 @@ def plan_forward(
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target)
+    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),

@@ -60,7 +60,8 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return self._text(rows)
 
     def _blocks(self) -> str:
-        text = "blocks that stay take tiles of keys" if self.tiling.persistent else "one block per tile of keys"
+        blocks = "one block" if self.tiling.sharing == 1 else f"{self.tiling.sharing} blocks"
+        text = "blocks that stay take tiles of keys" if self.tiling.persistent else f"{blocks} per tile of keys"
         cut = self.cut
         return text if cut is None else f"{text}, of {cut.tiles} the last {cut.cut} in {cut.pieces} pieces"
 
@@ -131,12 +132,13 @@ def plan_backward(
         lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
         intervals = visited if lists is None else ()
     ends = ends_of(intervals, limits)
+    at_once = target.sms // chosen.sharing
     if lists is not None or not problem.layout.is_dense:
         cut = None  # what a tile visits is known on the device alone
     elif cut == "auto":
-        cut = _cut(problem, chosen, intervals, target)
+        cut = _cut(problem, chosen, intervals, at_once)
     ordered_by = intervals if lists is None else None
-    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, target)
+    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
     packed = problem.layout.q == "packed"
     rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
     known = compiled_in(problem, target)
@@ -165,15 +167,15 @@ def plan_backward(
     )
 
 
-def _cut(problem: Problem, tiling: BackwardTiling, intervals: tuple[TileInterval, ...], target: Target) -> Cut | None:
-    """Which tiles of keys are cut; none where they are many, or tensors decide what they visit."""
-    if problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n) > MANY * target.sms:
+def _cut(problem: Problem, tiling: BackwardTiling, intervals: tuple[TileInterval, ...], at_once: int) -> Cut | None:
+    """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide."""
+    if problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n) > MANY * at_once:
         return None
     visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)
     if visits is None:
         return None
     repeats = problem.kv_heads * (problem.batch if visits.shape[0] == 1 else 1)
-    cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, target.sms)
+    cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
     return cut if cut.cut else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from ...analysis.program import Program
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
@@ -133,8 +133,14 @@ class BackwardTiling(Tiling):
     """
 
     kernel: str = "backward"
+    sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
     section_tiles: int
     in_pieces: bool = False
+
+    @property
+    def block_keys(self) -> int:
+        """Of a tile, that a block has."""
+        return self.tile_n // self.sharing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,17 +81,14 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         row_layout = cute.make_layout((tiling.tile_m,))
         statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        first = [0, 1]
         copies = [
-            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
-            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.tile_n, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.tile_n, tiling.dv)),
+            *self.loads(mQ, mdO, mK, mV, layouts),
             cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
-            box = cute.select(layout, first)
+            box = cute.select(layout, [0, 1])
             copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (self.stored_rows, width)))
+        across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group)
         pieces = pieces_of(tiling, given.pieces) if tiling.in_pieces else None
@@ -99,8 +96,8 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
-            Operands(*(c[0] for c in copies)),
-            Operands(*(c[1] for c in copies)),
+            Operands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
+            Operands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
             layouts,
             statistics,
             given.dq_accum,
@@ -116,12 +113,27 @@ class Backward(abc.ABC, Generic[AnyTiling]):
             keys,
             group,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(blocks * tiling.sharing, 1, 1),
+            cluster=None if tiling.sharing == 1 else (tiling.sharing, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+
+    def loads(self, mQ: Any, mdO: Any, mK: Any, mV: Any, layouts: Any) -> list:
+        """Copies of tiles of Q, dO, K and V."""
+        tiling, load, first = self.tiling, cpasync.CopyBulkTensorTileG2SOp(), [0, 1]
+        return [
+            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.tile_n, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.tile_n, tiling.dv)),
+        ]
+
+    def loads_across(self, mQ: Any, mdO: Any, mK: Any) -> list:
+        """Copies of some columns of Q, dO and K, of those whose block has another part of them as a second operand."""
+        return []
 
     def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
         """Of the tiles of keys: heads whose queries stay in L2 together."""
@@ -160,14 +172,14 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         call = Call(tmas, tensors, *given)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in tmas:
+            for tma in tmas.every:
                 cpasync.prefetch_descriptor(tma)
         block = self.block(layouts, counter)
         start_edges(block.edges, warp)
         if const_expr(order.table is None or tiling.persistent):
             self.share_roles(call, block, warp)
         else:
-            if order.tile(cute.arch.block_idx()[0]).exists:
+            if order.tile(self.first_number()).exists:
                 self.share_roles(call, block, warp)
 
     def work_tile(self, call, number) -> "KeyTile":
@@ -187,6 +199,14 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
         padded = PaddedTiles.of(queries, work.b, self.tiling.tile_m)
         return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece)
+
+    def first_number(self):
+        """Of this block's first tile of keys, or piece of one."""
+        return cute.arch.block_idx()[0]
+
+    def turn(self, call, work, head, m) -> cute.Pointer:
+        """Where it is counted how many blocks have added to query tile `m`."""
+        return call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
 
     def exists(self, call, number):
         """Whether a table has a tile of this number."""
@@ -222,7 +242,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
 
         Where a block stays, `following(queue, slot, lane)` is the number of its next tile.
         """
-        number = cute.arch.block_idx()[0]
+        number = self.first_number()
         if const_expr(not self.tiling.persistent):
             do(call, self.work_tile(call, number), slots)
         else:
@@ -253,7 +273,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         kv_slot, steps = slots[0], slots[1:]
         me.begin(work)
         ragged = (work.n + 1) * tiling.tile_n > work.keys.length
-        block.kv_edge.wait(kv_slot)
+        me.wait_for_keys(kv_slot)
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
@@ -321,6 +341,11 @@ class Operands(NamedTuple):
     rows: Any  # row statistics
     dk: Any
     dv: Any
+    across: tuple  # see `loads_across`
+
+    @property
+    def every(self) -> tuple:
+        return *self[:-1], *self.across
 
     @property
     def results(self) -> tuple[Any, Any]:

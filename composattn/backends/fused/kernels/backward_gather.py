@@ -98,7 +98,7 @@ class RowGather(BackwardGather[AnyTiling]):
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
         super().__init__(plan)
-        self.rows = plan.tiling.tile_n
+        self.rows = plan.tiling.block_keys
 
     def layout(self, columns: int) -> Any:
         return self.tile_layout(self.rows, columns)

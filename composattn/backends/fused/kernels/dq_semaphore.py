@@ -33,7 +33,7 @@ class DqSemaphore(Fixed):
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
-                    turn = call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
+                    turn = self.kernel.turn(call, work, head, m)
                     before = self.before(call, work, head, run, i, lane)
                     _wait_for(turn, before)
                     cute.arch.sync_warp()

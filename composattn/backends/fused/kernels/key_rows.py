@@ -46,6 +46,9 @@ class KeyRows(KeyGroup):
             self.diagonals = LaneDiagonals(shape, block.lines, tiling.distances, thread // 32, warps)
             self.diagonals.clear()
 
+    def wait_for_keys(self, kv_slot: Slot) -> None:
+        """Products have: what waits for them knows."""
+
     def is_first_warp(self) -> Boolean:
         return (self.number == 0) & (self.thread // 32 == 0)
 
@@ -66,8 +69,8 @@ class KeyRows(KeyGroup):
     def step(self, call: Any, m: Int32, tested: Boolean, q_slot: Slot, slot: Slot) -> None:
         """One query tile: P to the unit's memory, dS also to shared memory."""
         block, mods, memory = self.block, self.mods, self.memory
-        parts = [Part(self, m, first, q_slot) for first in range(0, self.tiling.queries, self.shape.rows)]
-        block.q_edge.wait(q_slot)
+        parts = [self.part(m, number, q_slot) for number in range(self.tiling.queries // self.shape.rows)]
+        block.rows_edge.wait(q_slot)
         block.scores.wait(slot)
         if const_expr(mods.backward.one_pass):
             block.gradients.wait(slot)
@@ -91,12 +94,20 @@ class KeyRows(KeyGroup):
                 mods.drop(part.at, part.gradients)
                 mods.score_gradients(part.at, part.gradients, part.delta)
                 part.leave_gradients()
-        cute.arch.fence_view_async_shared()
-        memory.written()
-        cute.arch.sync_warp()
-        block.scores_done.fill(slot, self.lane)
+        self.share_gradients(parts, q_slot, slot)
         for part in parts:
             mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
+
+    def part(self, m: Int32, number: int, q_slot: Slot) -> "Part":
+        """The `number`-th that is computed of this thread's scores of a query tile."""
+        return Part(self, m, number, q_slot)
+
+    def share_gradients(self, parts: list["Part"], q_slot: Slot, slot: Slot) -> None:
+        """dS, which all parts have left, to the products."""
+        cute.arch.fence_view_async_shared()
+        self.memory.written()
+        cute.arch.sync_warp()
+        self.block.scores_done.fill(slot, self.lane)
 
     # --- the end of a tile ------------------------------------------------------------------------------------
 
@@ -114,10 +125,14 @@ class KeyRows(KeyGroup):
         wait_read(self.is_first_warp())
 
     def _outputs(self, call: Any) -> Iterator[tuple]:
-        work, tile_n = self.work, self.tiling.tile_n
+        work = self.work
         for i, _, _, shared, width in self._results(call):
-            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (tile_n, width))
-            yield self.is_first_warp(), call.tmas.results[i], shared, tiles, work.n
+            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (self.tiling.block_keys, width))
+            yield self.is_first_warp(), call.tmas.results[i], shared, tiles, self.stored_tile()
+
+    def stored_tile(self) -> Int32:
+        """Which one of the keys of all blocks this block's are."""
+        return self.work.n
 
     def leave_piece(self, call: Any) -> None:
         for i, columns, factor, _, width in self._results(call):
@@ -148,16 +163,18 @@ class KeyRows(KeyGroup):
 
 
 class Part(Fixed):
-    """A thread's scores of a query tile, those of its queries from `first` on."""
+    """A thread's scores of a query tile, the `number`-th part of its queries."""
 
-    def __init__(self, me: KeyRows, m: Int32, first: int, q_slot: Slot):
+    def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):
         self.block, self.thread, self.memory = me.block, me.thread, me.memory
-        self.row, columns = me.row + first, me.tiling.columns
+        first, columns = number * me.shape.rows, me.tiling.columns
+        self.row = me.row + first
         scores, gradients = [of.first + me.row for of in (columns.scores, columns.gradients)]
         self.scores, self.values = scores + first, self.numbers(me.shape.rows)
         self.gradients = Fetched(self.numbers(me.shape.rows), me.memory, gradients + first)
         # two numbers in a column, of all parts one after the other: over what this thread has read
-        self.left_scores, self.left_gradients = scores + first // 2, gradients + first // 2
+        left = me.number * columns.apart + number * (me.shape.rows // 2)
+        self.left_scores, self.left_gradients = columns.scores.first + left, columns.gradients.first + left
         first_q = m * me.tiling.tile_m + self.row
         tile = ScoreTile(me.shape, self.values, me.work.b, me.head, first_q, me.first_kv)
         self.at = me.mods.evaluator(tile)

@@ -56,6 +56,10 @@ class KeyGroup(Fixed, abc.ABC):
         """This thread's first key, of those of the group from `first` on: warps have keys of their own."""
         return first + (self.thread // 32) * self.shape.warp_columns + self.shape.lane_column(self.lane)
 
+    def wait_for_keys(self, kv_slot) -> None:
+        """Until K and V are there."""
+        self.block.kv_edge.wait(kv_slot)
+
     def begin_head(self, mods: BackwardMods, head, leaves) -> None:
         self.head = head
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)

@@ -1,0 +1,250 @@
+"""The backward kernel for Blackwell by pairs of blocks: each has half of a tile's keys, and of all second operands."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
+
+from ...primitives.block_pair import LEADER, PairCopies, PairWarps, meet, rank
+from ...primitives.kv_source import partition
+from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot, Warps
+from ...primitives.swizzled_tiles import tile_layout
+from ...primitives.tile_queue import TileQueue
+from ..fused.kernels.pair_rows import Moving, PairDqRows, PairRows
+from .backward import BlackwellBackward
+from .backward_products import Steps
+from .key_tile import Block
+from .roles import WARPGROUP
+from .tcgen05 import PairCommits, after_wait, instruction
+from .tiling import ROWS
+
+
+class PairBlock(Block):
+    """Edges, beside those of `Block`, as the products of both blocks are issued by the leader, and wait there:
+
+        q, do           loads to products       half of the rows of Q, of dO, in each block
+        q_across        loads to products       all rows, half of the columns
+        do_across
+        statistics      loads to compute        LSE and D of a query tile
+        scores_done     compute to products     dSᵀ is in tensor memory
+        exchanged       compute to products     each block has dSᵀ of its half of the queries, from the keys of both
+        dq              products to dQ          dQ of its half is there; to compute: dSᵀ has been read
+
+    Who computes waits for dQ of the tile before, which read dS where the next one goes.
+    """
+
+    q_across: BoundEdge
+    do_across: BoundEdge
+    statistics: BoundEdge
+    exchanged: BoundEdge
+
+    def made_edges(self) -> dict[str, Edge]:
+        compute, out = PairWarps(self.tiling.groups * WARPGROUP), PairWarps(WARPGROUP)
+        commits = PairCommits()
+        return {
+            "kv_edge": Edge(1, PairCopies(self.bytes("k", "v", "k_across")), commits),
+            "q_edge": Edge(1, PairCopies(self.bytes("q")), commits),
+            "do_edge": Edge(1, PairCopies(self.bytes("do")), commits),
+            "q_across": Edge(1, PairCopies(self.bytes("q_across")), commits),
+            "do_across": Edge(1, PairCopies(self.bytes("do_across")), commits),
+            "statistics": Edge(self.tiling.row_stages, Copies(self.row_bytes), Warps(compute.count)),
+            "scores": Edge(1, commits, None),
+            "probabilities": Edge(1, compute, None),
+            "gradients": Edge(1, commits, None),
+            "scores_done": Edge(1, compute, None),
+            "exchanged": Edge(1, compute, None),
+            "dq": Edge(1, commits, out),
+            "sums": Edge(1, commits, None),
+        }
+
+    @property
+    def rows_edge(self) -> BoundEdge:
+        return self.statistics
+
+
+class PairProducts(Steps):
+    """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
+
+        S0 [Q] | dP0 [dO] | dV0 [P0] | S1 [Q] | dK0 [dS0] | dP1 [dO] | dQ0 [P1, dS0 exchanged] | dV1 | S2 [dQ0 read] ...
+
+    P1 is computed under dK0 and dP1, dS1 under dQ0, dV1 and S2; dS0 is exchanged under dK0 and dP1. dQ0 comes where
+    the scores were that P1 was made of.
+    """
+
+    block: PairBlock
+
+    @cute.jit
+    def run(self, call):
+        first = Slot.first(1), Slot.first(1), Slot.first(1)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, first)
+
+    @cute.jit
+    def visit(self, call, work, slots):
+        block = self.block
+        kv_slot, sums_slot, at = slots
+        count = self.kernel.steps(call, work)
+        block.kv_edge.wait(kv_slot)
+        if count > 0:
+            self.scores(at)
+            self.gradients(at)
+            block.probabilities.wait(at)
+            self.add_dv(at)
+            for _ in cutlass.range(1, count, unroll=1):
+                following = at.next()
+                block.dq.wait_empty(at)
+                self.scores(following)
+                self.add_dk(at)
+                self.gradients(following)
+                block.probabilities.wait(following)
+                self.product_dq(at)
+                at = following
+                self.add_dv(at)
+            self.add_dk(at)
+            block.dq.wait_empty(at)
+            self.product_dq(at)
+            at = at.next()
+        block.sums.fill(sums_slot)
+        return kv_slot.next(), sums_slot.next(), at
+
+    def scores(self, at: Slot) -> None:
+        """Sᵀ = K Qᵀ."""
+        self.of_rows(at, self.map.scores, "k", "q", self.block.q_edge)
+        self.block.scores.fill(at)
+
+    def gradients(self, at: Slot) -> None:
+        """dPᵀ = V dOᵀ."""
+        self.of_rows(at, self.map.gradients, "v", "do", self.block.do_edge)
+        self.block.gradients.fill(at)
+
+    def of_rows(self, at: Slot, target, left: str, right: str, edge: BoundEdge) -> None:
+        """A product with rows that are used once."""
+        edge.wait(at)
+        after_wait()
+        self.issue(target, self.block.operands[left], 0, self.block.operands[right], 0)
+        edge.release(at, None)
+
+    def add_dv(self, at: Slot) -> None:
+        """dV += Pᵀ dO."""
+        self.onto(at, self.map.dv, self.map.scores, "do_across", self.block.do_across)
+
+    def add_dk(self, at: Slot) -> None:
+        """dK += dSᵀ Q."""
+        self.block.scores_done.wait(at)
+        self.onto(at, self.map.dk, self.map.gradients, "q_across", self.block.q_across)
+
+    def onto(self, at: Slot, target, left, right: str, edge: BoundEdge) -> None:
+        """A product of what the threads have left."""
+        edge.wait(at)
+        after_wait()
+        self.issue_onto(target, left, self.block.across[right], 0)
+        edge.release(at, None)
+
+    def product_dq(self, at: Slot) -> None:
+        """dQ = dS K: each block has its half of the queries, from the keys of both."""
+        block = self.block
+        block.exchanged.wait(at)
+        after_wait()
+        self.issue(self.map.dq, block.across["ds"], 0, block.across["k_across"], 0)
+        block.dq.fill(at)
+
+    def words(self, target, by_rows: bool, left_by_rows: bool = False) -> int:
+        # of dQ a block has 64 rows, whose columns lie in two halves of the lanes
+        rows, columns = (ROWS, 2 * target.count) if target == self.map.dq else (2 * ROWS, target.count)
+        return instruction(self.block.dtype, columns, by_rows, left_by_rows, rows)
+
+
+class BlackwellBackwardPair(BlackwellBackward):
+    """As `BlackwellBackward`, of 256 keys by two blocks, whose second operands each product takes half from each of.
+
+    dQ of a query tile wants the keys of both. So they exchange half of dS, and each computes half of the rows of dQ.
+    """
+
+    products = PairProducts
+    rows = PairRows
+    dq_rows = PairDqRows
+    meet = staticmethod(meet)
+
+    def __repr__(self):
+        return "backward_pair"  # becomes part of the kernel's name
+
+    def block(self, layouts, counter):
+        return PairBlock(self.tiling, self.dtype, self.plan.deterministic)
+
+    def first_number(self):
+        return cute.arch.block_idx()[0] // 2
+
+    def turn(self, call, work, head, m):
+        """Each block has its own: it adds to rows of its own."""
+        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
+
+    @cute.jit
+    def multiply(self, call, block):
+        if rank() == LEADER:
+            self.products(self, block, block.tensor_memory()).run(call)
+
+    # --- copies -----------------------------------------------------------------------------------------------
+
+    def loads(self, mQ, mdO, mK, mV, layouts) -> list:
+        return [self.paired(tensor, name) for tensor, name in ((mQ, "q"), (mdO, "do"), (mK, "k"), (mV, "v"))]
+
+    def loads_across(self, mQ, mdO, mK) -> list:
+        return [self.paired(tensor, f"{name}_across") for tensor, name in ((mQ, "q"), (mdO, "do"), (mK, "k"))]
+
+    def paired(self, tensor, name: str):
+        """A copy that may complete on the leader's barrier."""
+        rows, columns, _ = self.tiling.tiles[name]
+        load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO)
+        return cpasync.make_tiled_tma_atom(load, tensor, tile_layout(rows, columns), (rows, columns))
+
+    def moving(self, block, edge, name, tma, tensor, sequence, head, first=0, each=1) -> Moving:
+        """Tiles of `name`; its columns are those of this block where it has some of them."""
+        rows, columns, _ = self.tiling.tiles[name]
+        if name.endswith("_across"):
+            tensor = cute.domain_offset((0, rank() * columns, *(0,) * (cute.rank(tensor) - 2)), tensor)
+        target, source = partition(tma, block.shared[name], sequence.tiles(tensor, head, (rows, columns)))
+        return Moving(edge, tma, target, source, first, each)
+
+    @cute.jit
+    def produce(self, call, block):
+        first = Slot.first(1), block.statistics.first, Slot.first(1)
+        self.walk(call, block, lambda *work: self.produce_tile(block, *work), TileQueue.hear, first)
+
+    @cute.jit
+    def produce_tile(self, block, call, work, slots):
+        tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
+        kv_slot, row_slot, slot = slots
+        bar = block.kv_edge.acquire(kv_slot)
+        of = work.keys, work.kv_head
+        self.moving(block, None, "k", tmas.k, tensors.k, *of, rank(), 2).copy(work.n, bar)
+        self.moving(block, None, "v", tmas.v, tensors.v, *of, rank(), 2).copy(work.n, bar)
+        self.moving(block, None, "k_across", tmas.across[2], tensors.across[2], *of).copy(work.n, bar)
+        # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
+        cute.arch.griddepcontrol_wait()
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            rows = [
+                partition(tmas.rows, shared, cute.local_tile(statistic, (tiling.tile_m,), (None,)), modes=1)
+                for shared, statistic in (
+                    (block.sLse, tensors.rows[None, head, work.padded.b, 0]),
+                    (block.sDelta, tensors.rows[None, head, work.padded.b, 1]),
+                )
+            ]
+            of = work.queries, head
+            moving = (
+                self.moving(block, block.q_edge, "q", tmas.q, tensors.q, *of, rank(), 2),
+                self.moving(block, block.do_edge, "do", tmas.dout, tensors.dout, *of, rank(), 2),
+                self.moving(block, block.do_across, "do_across", tmas.across[1], tensors.across[1], *of),
+                self.moving(block, block.q_across, "q_across", tmas.across[0], tensors.across[0], *of),
+            )
+            for run in self.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    m = run.tile(i)
+                    bar = block.statistics.acquire(row_slot)
+                    for target, source in rows:
+                        place = target[None, row_slot.index]
+                        cute.copy(tmas.rows, source[None, work.padded.first + m], place, tma_bar_ptr=bar)
+                    row_slot = row_slot.next()
+                    for each in moving:
+                        each.start(m, slot)
+                    slot = slot.next()
+        return kv_slot.next(), row_slot, slot

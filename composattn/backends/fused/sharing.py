@@ -1,0 +1,60 @@
+"""Whether two blocks share a tile of keys in the backward: by the area that the mask leaves tiles of either size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...analysis.captured_gradient import Pattern
+from ...analysis.program import Program
+from ...analysis.tile_lists import QueryLists, reason_for_lists
+from ...call.problem import Problem
+from ...graph.expr import Dep
+from ...graph.gradient import derivative
+from .order import exchanged, mirror, of_mean_length
+from .plan import extent_of
+from .traits import sums_by
+from .work import visits_now
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """How many blocks share a tile of keys, and why, for people to read."""
+
+    blocks: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.blocks} for a tile of keys, {self.reason}"
+
+
+def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sharing:
+    """Two where tiles of twice the keys visit at most so many times the area of tiles of `rows` keys (and queries).
+
+    One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
+    that of sequences of their mean length.
+    """
+    if _fills_registers(program):
+        return Sharing(1, "as sums of gradients take the registers")
+    if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, rows)) is not None:
+        return Sharing(1, "as lists say what each visits")
+    areas = [_visited(problem, program, keys, rows) for keys in (rows, 2 * rows)]
+    if None in areas:
+        return Sharing(1, "as tensors decide what each visits")
+    one, two = areas
+    ratio = two / one if one else 1.0  # type: ignore[operator]
+    if ratio > most:
+        return Sharing(1, f"as larger ones visit {ratio:.2f} times the area, of {most:.2f} that would pay")
+    return Sharing(2, f"which visit {ratio:.2f} times the area of smaller ones, of {most:.2f} that would pay")
+
+
+def _fills_registers(program: Program) -> bool:
+    """Whether sums spilled by two: by row 10, by distance beside a derivative that sees the score 44, by pair 131."""
+    summed = [pattern for pattern in (Pattern.ROW, Pattern.DISTANCE, Pattern.PAIR) if sums_by(program, pattern)]
+    sees_score = program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
+    return Pattern.ROW in summed or len(summed) > 1 or (bool(summed) and sees_score)
+
+
+def _visited(problem: Problem, program: Program, keys: int, rows: int) -> int | None:
+    """Query tiles times keys that tiles of so many keys visit, of a head; None where tensors decide."""
+    visits = visits_now(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]), keys, rows)
+    return None if visits is None else int(visits.sum()) * keys
