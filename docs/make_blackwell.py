@@ -23,7 +23,7 @@ from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
-from composattn.mods import causal
+from composattn.mods import causal, sliding_window
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_name("blackwell.md")
@@ -31,6 +31,8 @@ KERNEL = ROOT / "composattn" / "backends" / "blackwell"
 COUNTED = "## The forward for Blackwell, as counted"
 SHAPES = (((64, 64), 4096), ((96, 96), 4096), ((128, 128), 4096), ((192, 128), 4096), ((192, 192), 4096),
           ((256, 256), 4096), ((128, 128), 1))  # fmt: skip
+
+NARROW = ((128, 128), causal() & sliding_window(128), ", window of 128")
 
 
 def planned(dims: tuple[int, int], q_len: int, arch: str) -> ForwardPlan:
@@ -43,12 +45,13 @@ def backward() -> Iterator[str]:
     """Tiles, stages and tensor memory of the backward by head dimension."""
     yield "| D / Dv | tiles | stages | tensor memory |"
     yield "|---|---|---|---|"
-    for dims, q_len in SHAPES[:-1]:
-        problem = Problem(1, 8, 8, q_len, 4096, *dims, torch.bfloat16, torch.device("cpu"))
-        plan = plan_backward(problem, ca.Attention(mask_mod=causal("bottom_right")).program, BLACKWELL)
-        said = said_of(plan.main)
+    mask = causal("bottom_right")
+    for dims, mod, words in (*((dims, mask, "") for dims, _ in SHAPES[:-1]), NARROW):
+        problem = Problem(1, 8, 8, 4096, 4096, *dims, torch.bfloat16, torch.device("cpu"))
+        said = said_of(plan_backward(problem, ca.Attention(mask_mod=mod).program, BLACKWELL).main)
         tiles, stages = said["tiles"].rpartition(", on chip")[0], said["roles"].rpartition("stages: ")[2]
-        yield f"| {' / '.join(map(str, dims))} | {tiles} | {stages} | {said['columns']} |"
+        tiles += ", by two blocks" if said.get("blocks", "").startswith("2") else ""
+        yield f"| {' / '.join(map(str, dims))}{words} | {tiles} | {stages} | {said['columns']} |"
 
 
 def said_of(plan: object) -> dict[str, str]:
@@ -95,6 +98,8 @@ def page() -> str:
         "counts": counts(),
         "wide": drawn(parts_of("backward_wide.py", "WideProducts"))[0],
         "backward": "\n".join(backward()),
+        "pairs": drawn(parts_of("backward_pair.py", "PairProducts"))[0],
+        "pair-edges": drawn(parts_of("backward_pair.py", "PairBlock"))[0],
     }
     text = PAGE.read_text()
     for name, part in generated.items():

@@ -83,13 +83,13 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     """Our kernel of a case; `packed`: documents as sequences, where they were a mask."""
     plan = plan_of(case, pattern, target_of(arch), packed)
     if case.direction == "forward":
-        queries, heads, pieces = plan.tiling.queries, plan.tiling.packed_heads, 1
+        queries, keys, heads, pieces = plan.tiling.queries, plan.tiling.tile_n, plan.tiling.packed_heads, 1
     else:
-        group = case.heads // case.kv_heads
-        queries, heads, pieces = plan.tiling.tile_m, group, 1 if plan.cut is None else plan.cut.pieces
+        queries, keys, heads = plan.tiling.tile_m, plan.tiling.block_keys, case.heads // case.kv_heads
+        pieces = 1 if plan.cut is None else plan.cut.pieces
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
-        made.cubin_path, made.threads, case.direction, cut.tile_m, queries, cut.tile_n, cut.d, cut.dv, heads,
+        made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
         pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide",
     )  # fmt: skip
 

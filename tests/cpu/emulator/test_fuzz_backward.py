@@ -19,6 +19,7 @@ from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
 from composattn.testing.tolerance import assert_case_close
 from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, held_in_every_mode, report, seeds
+from tests.pairs import sharing
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -26,20 +27,25 @@ pytestmark = pytest.mark.skipif(
 
 LEARNED = {"gradients": True, "learned": True, "layouts": ("dense", "dense", "varlen")}
 SPACES = tuple(dataclasses.replace(space, **LEARNED) for space in (FEW_ROWS, SEVERAL_TILES))  # type: ignore[arg-type]
+BY_TWO = (104, 112, 120, 128, 128, 128)  # head dimensions of which two blocks may share a tile of keys
 BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2}  # calls by default: ten seconds each, most to compile
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientCall:
-    """A case, and whether dQ is summed in a fixed order."""
+    """A case, whether dQ is summed in a fixed order, and how many blocks share a tile of keys if there is a choice."""
 
     case: Case
     in_order: bool
+    blocks: int
 
     @staticmethod
     def of(seed: int) -> GradientCall:
         choices = Seeded(seed)
-        return GradientCall(draw_case(choices, choices.choice(SPACES)), choices.integer(0, 2) == 0)
+        space, blocks = choices.choice(SPACES), choices.choice((1, 2))
+        if blocks == 2:
+            space = dataclasses.replace(space, head_dims=BY_TWO)
+        return GradientCall(draw_case(choices, space), choices.integer(0, 2) == 0, blocks)
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
@@ -47,9 +53,10 @@ class GradientCall:
 
         attention = functools.partial(ca.attention, backend=backend, deterministic=self.in_order)
         found = []
-        for mode in MODES:
-            with emulating(mode):
-                found.append(run(attention, self.case))
+        with sharing(self.blocks):
+            for mode in MODES:
+                with emulating(mode):
+                    found.append(run(attention, self.case))
         return found
 
     def check(self, backend: str) -> None:
