@@ -162,7 +162,6 @@ _BANKS = {
     "b128": "128",
 }
 _LABEL = re.compile(r"([$%\w]+)\s*:(?!:)")
-_NAME = re.compile(r"[%$_A-Za-z][\w$]*(?:\.[xyzw])?")
 
 
 class _Scope:

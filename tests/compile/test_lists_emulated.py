@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.picture import tiles_of
 from composattn.analysis.program import Program
+from composattn.backends.fused import emulated
 from composattn.backends.fused.emulated import EmulatedForward
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
+from composattn.emulator import program as programs
 from composattn.mods import masks, scores
 from composattn.mods.mask import Mask
 from tests.support import qkv, sampled
@@ -99,3 +103,19 @@ def test_pages_over_listed_blocks(generator: torch.Generator) -> None:
     table = torch.randperm(20, generator=generator)[:14].view(2, 7).int()
     paged = ca.Paged(table, 32, torch.tensor([200, 77]).int())
     agrees(mask, draw(generator, 2, 8, 3, 64), *(draw(generator, 20, 2, 32, 64) for _ in range(2)), paged=paged)
+
+
+def test_a_plan_holds_no_program_of_the_emulator(generator: torch.Generator) -> None:
+    q, k, v = qkv(generator=generator, batch=1, heads=1, dim=64, dtype=torch.bfloat16)
+    forward = EmulatedForward(plan_forward(Problem.of(q, k, v), Program(None, masks.causal().expr), HOPPER))
+    out = forward(q, k, v, 0.125)[0]
+    result, captured = forward.kernel.result, weakref.ref(forward.kernel.kernel)
+    assert result is not None
+    instructions, program = result.instructions, weakref.ref(result.program)
+    del result
+    emulated._kernels.clear()  # as others that are used later do
+    programs._PROGRAMS.clear()
+    gc.collect()
+    assert captured() is None and program() is None
+    assert forward.kernel.result.instructions == instructions
+    assert torch.equal(forward(q, k, v, 0.125)[0], out)

@@ -64,23 +64,35 @@ def check_size(problem: Problem) -> None:
 class EmulatedKernel:
     """Stands for a compiled kernel: called like one, with CPU tensors in the order of the plan's host function.
 
-    `result` is what the last run says beside what it wrote (instruction counts, time). Raises `Finding`s when called.
+    What is emulated it does not hold: one takes 30 to 50 MB, and plans that launch it are kept by the thousand. Raises
+    `Finding`s when called.
     """
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
-        self.kernel = _captured(plan)
-        self.result: Result | None = None
+        self._key = content_hash(plan)
+        _captured(plan, self._key)
+        self._ran: tuple[Any, ...] | None = None  # what the last run says, but for the program
+
+    @property
+    def result(self) -> Result | None:
+        """Of the last run; None before the first."""
+        return None if self._ran is None else Result(self.kernel.program, *self._ran)
+
+    @property
+    def kernel(self) -> Captured:
+        """What is emulated, captured again where it is not among those used last."""
+        return _captured(self.plan, self._key)
 
     def __call__(self, *arguments: Any) -> None:
-        target = self.plan.target
-        launch = self.kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
-        self.result = _stream.run(self.kernel.program, launch, _mode.get())
+        target, kernel = self.plan.target, self.kernel
+        launch = kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
+        found = _stream.run(kernel.program, launch, _mode.get())
+        self._ran = found.visits, found.blocks, found.seconds
 
 
-def _captured(plan: Any) -> Captured:
-    """The plan's kernel and host function, compiled once per process (the PTX once per cache folder)."""
-    key = content_hash(plan)
+def _captured(plan: Any, key: str) -> Captured:
+    """The plan's kernel and host function, of the `KEPT` used last (the PTX is compiled once per cache folder)."""
     kernel = _kernels.pop(key, None)
     if kernel is None:
         text = compile_offline(plan).ptx_path.read_text()
