@@ -17,9 +17,14 @@ def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
     """
     cute.arch.fence_view_async_shared()
     meet()
-    for mine, tma, shared, tiles, number in outputs:
-        source, target = partition(tma, shared, tiles)
-        _copy_if(mine, tma, source, target[None, number])
+    for output in outputs:
+        start(*output)
+
+
+def start(mine, tma, shared: cute.Tensor, tiles: cute.Tensor, number) -> None:
+    """Starts the copy of an output, see `send`."""
+    source, target = partition(tma, shared, tiles)
+    _copy_if(mine, tma, source, target[None, number])
 
 
 @cute.jit

@@ -81,7 +81,8 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
     check(case, folder, generator)
 
 
-STAY, LEAVE = {"persistent": True}, {"persistent": False}
+STAY, LEAVE, PASSING = {"persistent": True}, {"persistent": False}, {"passing": True}
+BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), LEAVE, (2, 0, 2)),
@@ -95,6 +96,15 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "stay-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), STAY, None),
     "stay-in-order": (("causal", torch.bfloat16, 2, 2, 300, 300, 64, 64, False, True), STAY, None),
     "stay-cut": (("plain", torch.bfloat16, 4, 2, 200, 270, 64, 64, False, False), STAY, (6, 4, 2)),
+    "stay-bulk": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), BULK | STAY, None),
+    "stay-bulk-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 128, 64, True, False), BULK | STAY, None),
+    "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
+    "passing-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), PASSING, None),
+    "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),
+    "passing-hidden": (("hidden", torch.bfloat16, 1, 1, 60, 250, 128, 128, True, False), PASSING, None),
+    "passing-documents": (("document", torch.bfloat16, 2, 1, 290, 290, 128, 128, True, False), PASSING, None),
+    "passing-bulk": (("causal", torch.bfloat16, 2, 1, 300, 300, 128, 128, True, False), BULK | STAY | PASSING, None),
+    "passing-cut": (("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), PASSING, (6, 4, 2)),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }
 
@@ -130,12 +140,13 @@ def test_sums_of_transposed_products_match_fp64(
     check(facts, folder, generator, mode=mode, **changes)
 
 
-BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 BULK_CASES: dict[str, tuple[Any, ...]] = {
     "plain-ragged": ("plain", torch.bfloat16, 1, 1, 250, 177, 128, 128, True, False),
     "causal-gqa2": ("causal", torch.bfloat16, 4, 2, 200, 200, 128, 128, False, False),
     "window": ("window", torch.float16, 1, 1, 300, 300, 128, 128, False, False),
     "hidden": ("hidden", torch.bfloat16, 1, 1, 60, 150, 128, 128, True, False),
+    "causal-gqa2-in-order": ("causal", torch.bfloat16, 4, 2, 200, 300, 128, 128, False, True),
+    "window-in-order": ("window", torch.float16, 1, 1, 300, 300, 128, 128, True, True),
 }
 
 

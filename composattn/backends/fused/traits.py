@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...analysis.bands import residual
+from ...analysis.bands import mirrored, residual
 from ...analysis.captured_gradient import GradientProgram, Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -35,6 +35,11 @@ def has_costly_test(mask: Expr | None) -> bool:
 def has_opaque_test(program: Program) -> bool:
     """Whether the mask has a condition on (q, kv) that is no bound on kv."""
     return program.mask is not None and residual(program.mask).opaque
+
+
+def bounds_queries(mask: Expr | None) -> bool:
+    """Whether bounds on queries say which of them see a key; documents by offsets have none, those by ids do."""
+    return mask is None or not residual(mirrored(mask)).opaque
 
 
 def sums_by(program: Program, pattern: Pattern) -> bool:

@@ -1,12 +1,17 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
+import dataclasses
+import functools
+import operator
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
+from ...primitives.emit_tiles import BandQueries
 from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
 from ...primitives.values import narrow, narrowed, permuted
@@ -37,7 +42,8 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         dQ to memory (while dK runs)
 
     `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
-    the loop, and drift apart until one has its exponentials under the other's products.
+    the loop, and drift apart until one has its exponentials under the other's products. One that is `passing` does only
+    that of a query tile that sees none of its keys, and writes a dS of zeros.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -58,9 +64,10 @@ class HopperBackward(Backward[HopperBackwardTiling]):
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
                 self.produce(call, block)
-            if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
-                if warp == 1:
-                    DqSemaphore(self).take(call, block)
+            if const_expr(self.plan.deterministic):
+                speakers = tiling.warpgroups if tiling.dq_in_bulk else 0
+                if warp == 1 + speakers:
+                    DqSemaphore(self, speakers).take(call, block)
             if const_expr(tiling.dq_in_bulk):  # noqa: SIM102  known when compiling
                 if (warp > 0) & (warp <= tiling.warpgroups):
                     DqSender(self, block, warp - 1).run(call)
@@ -116,7 +123,40 @@ class Consumer(KeyWarpgroup):
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
 
-    def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
+    def begin_head(self, mods, head, leaves) -> None:
+        super().begin_head(mods, head, leaves)
+        self.own = None
+        if self.tiling.passing and mods.mods.bounds:  # else lists say what is visited
+            first = leaves.first + self.number * self.apart
+            own = dataclasses.replace(leaves, first=first, last=cutlass.min(first + (self.apart - 1), leaves.last))
+            self.own = BandQueries(mods, self.tiling.tile_m).of(own, None)
+
+    def step(self, call, m, tested, *slots):
+        """One query tile, or what is left to do of one that sees none of the warpgroup's keys."""
+        if const_expr(self.own is None):
+            self.compute(call, m, tested, *slots)
+        else:
+            sees = functools.reduce(operator.or_, (run.visits(m) for run in self.own))
+            _compute_or_pass(sees, self, call, m, tested, *slots)
+
+    def pass_by(self, dq_slot, q_slot, do_slot, ds_slot, last):
+        """A query tile that sees no key of the warpgroup: dS is 0, and the part of dQ of the tile before is due."""
+        block = self.block
+        block.q_edge.wait(q_slot)
+        block.do_edge.wait(do_slot)
+        block.ds_edge.wait_empty(ds_slot)
+        tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
+        tKrdS.fill(0.0)
+        copy = self.store_ds
+        cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        block.ds_edge.fill(ds_slot, self.lane)
+        _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
+        block.do_edge.release(do_slot, self.lane)
+        block.q_edge.release(q_slot, self.lane)
+
+    def compute(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
         """One query tile: its part of dQ to memory, or that of the `last` one, its parts of dK and dV to registers."""
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -214,6 +254,7 @@ class Consumer(KeyWarpgroup):
         if const_expr(not self.tiling.dq_later):
             return slots
         dq_slot, _, _, ds_slot, last = slots
+        self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
         return *slots[:-1], LastDq.none()
 
@@ -224,7 +265,7 @@ class Consumer(KeyWarpgroup):
 
     def write_keys(self, call):
         if self.tiling.persistent:
-            self.send_keys(call)
+            (self.hand_keys if self.tiling.dq_in_bulk else self.send_keys)(call)
         else:
             self.round_keys(call)
 
@@ -232,6 +273,17 @@ class Consumer(KeyWarpgroup):
         for target, registers in zip(call.pieces.sums, (self.tKrdK, self.tVrdV), strict=True):
             store_part(target[self.work.piece.slot, None], registers, self.number, self.thread)
         call.pieces.note(self.work, (self.number == 0) & (self.thread == 0))
+
+    def hand_keys(self, call):
+        """Through this warpgroup's part of dQ's shared memory, one after the other; who sends dQ sends them."""
+        edge, slot = self.block.dq_edge, self.dq_slot
+        for which, mma, sums in ((1, self.mma_dv, self.tVrdV), (0, self.mma_dk, self.tKrdK)):
+            edge.wait_empty(slot)
+            put(mma, narrowed(sums, self.block.dtype), self.block.result_over_dq(which, self.number), self.thread)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            edge.fill(slot, self.lane)
+            slot = Slot(1, self.number, slot.phase ^ 1)
 
     def send_keys(self, call):
         """Through shared memory of their own, each warpgroup its keys, while the next tile's K and V arrive."""
@@ -286,6 +338,25 @@ class LastDq:
 
     def __new_from_mlir_values__(self, values):
         return LastDq(Int64(values[0]), Int32(values[1]))
+
+
+@cute.jit
+def _compute_or_pass(
+    sees: Boolean,
+    me: cutlass.Constexpr,
+    call: cutlass.Constexpr,
+    m: Int32,
+    tested: Boolean,
+    dq_slot: Slot,
+    q_slot: Slot,
+    do_slot: Slot,
+    ds_slot: Slot,
+    last: LastDq,
+):
+    if sees:
+        me.compute(call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last)
+    else:
+        me.pass_by(dq_slot, q_slot, do_slot, ds_slot, last)
 
 
 @cute.jit

@@ -12,11 +12,11 @@ from ...call.problem import Problem
 from ..fused.order import queries_of_a_key
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
-from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
+from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
 
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
-SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens
+SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
 class Share(NamedTuple):
@@ -41,8 +41,9 @@ class HopperBackwardTiling(BackwardTiling):
     runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
     derivative of a score looks at the score). `dq_later`: dQ of a query tile is computed a tile later, so that no
     warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
-    starting them for each warpgroup; else by reductions from registers. `distances`: numbers in shared memory of their
-    own through which sums of gradients by distance pass.
+    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
+    from registers. `passing`, then too: a warpgroup passes by query tiles that see none of its keys.
+    `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
     """
 
     q_stages: int
@@ -55,6 +56,7 @@ class HopperBackwardTiling(BackwardTiling):
     p_early: bool
     dq_later: bool = False
     dq_in_bulk: bool = False
+    passing: bool = False
     distances: int = 0
 
     @property
@@ -92,7 +94,7 @@ class HopperBackwardTiling(BackwardTiling):
         front = -(-(512 + 4 * self.statistic_stride * (self.q_stages + self.do_stages)) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
         dq = 4 * self.tile_m * self.d if self.dq_in_bulk else 0
-        if self.persistent:
+        if self.persistent and not self.dq_in_bulk:
             stationary *= 2
         return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
 
@@ -128,11 +130,14 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     tall = d <= 64 and dv <= 64 and not reads
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)
-    # where few queries see a key, what tiles that end on no multiple of 64 visit too much is more than they save
+    # where a mask leaves a key few queries, tiles that end on no multiple of 64 visit more than they save
     wide = d == 128 and not reads and program.score is None and not has_costly_test(program.mask)
-    wide = wide and (deterministic or queries_of_a_key(problem, program) > SHORT)
-    # D 96 gains nothing by it, a fixed order has each turn a tile later, and what a mask reads takes the registers
-    later = not deterministic and max(d, dv) != 96 and not (tall and reads_any(program.mask))
+    seen = queries_of_a_key(problem, program)
+    wide = wide and (deterministic or program.mask is None or seen > SHORT)
+    listed = reads_any(program.mask) and not bounds_queries(program.mask)
+    # D 96 gains nothing by it, in a fixed order each turn comes a tile later, which only senders of dQ wait for, and
+    # what is read of a listed tile takes the registers of 128 queries
+    later = max(d, dv) != 96 and (wide or not deterministic) and not (tall and listed)
     tiling = HopperBackwardTiling(
         tile_m=128 if tall else 80 if wide else 64,
         tile_n=128,
@@ -145,28 +150,31 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         dq_split="rows" if tall else "transposed" if wide else "columns",
         consumer_registers=240,
         producer_registers=24,
-        p_early=later or not wide,  # without `dq_later` it costs registers that tiles of 80 queries do not have
+        p_early=True,
         dq_later=later,
-        dq_in_bulk=wide and later,
+        dq_in_bulk=wide,
         l2=16 << 20,
         section_tiles=_section_tiles(target),
         heads_together=problem.schedule.heads_together,
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
+        passing=d == 128 and later and not wide and _leaves_halves(program, seen),
     )
     staying = dataclasses.replace(tiling, persistent=True)
-    gains = not wide and _staying_gains(program, tall, deterministic)
+    # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets spill 16 and lose
+    # 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a fixed order blocks wait
+    gains = program.score is None if tall else not deterministic
+    gains = gains and not listed and not (deterministic and reads_any(program.mask))
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling
 
 
-def _staying_gains(program: Program, tall: bool, deterministic: bool) -> bool:
-    """Whether blocks that stay for many tiles of keys are the faster ones, where shared memory has room for them.
+def _leaves_halves(program: Program, seen: float) -> bool:
+    """Whether many query tiles see one half of 128 keys alone: documents, windows, short causal calls.
 
-    The loop over tiles takes registers: masks that read tensors have none left (documents by offsets spill 12 and 29),
-    score mods lose 2 to 3 % on 128 queries. In a fixed order blocks wait, and D 128 wants tiles of 80 queries.
+    Of causal calls 1k gains 0.6 %, 4k loses 2 %: the branch costs what is passed by.
     """
-    if reads_any(program.mask):
+    if program.mask is None or program.score is not None or not bounds_queries(program.mask):
         return False
-    return program.score is None if tall else not deterministic
+    return reads_any(program.mask) or seen < SHORT / 2
 
 
 def _section_tiles(target: Target) -> int:

@@ -1,21 +1,26 @@
-"""A warp of the backward that adds one warpgroup's parts of dQ, which lie in shared memory, to device memory."""
+"""A warp of the backward that sends what one warpgroup leaves in shared memory: parts of dQ, and its dK and dV."""
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
+from cutlass import Boolean, const_expr
 
+from ...primitives.bulk_stores import start, wait_read
 from ...primitives.bulk_sums import add_if, wait_sums
 from ...primitives.pipelines import Slot
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed
+from ..fused.kernels.dq_semaphore import say
+from .key_tile import AHEAD
+from .wgmma import ROWS
 
 
 class DqSender(Fixed):
     """What the warp does for warpgroup `number`: the walk of the kernel again, a bulk copy that adds for each tile.
 
-    So the load/store unit of those who compute is free: they write to shared memory, and wait for nothing.
+    So the load/store unit of those who compute is free: they write to shared memory, and wait for nothing. Where a
+    block stays, dV and dK of its keys follow through the same place.
     """
 
     def __init__(self, kernel: Any, block: Any, number: Any):
@@ -24,11 +29,14 @@ class DqSender(Fixed):
 
     @cute.jit
     def run(self, call):
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, Slot.first(1))
+        slots = Slot.first(1), Slot.first(AHEAD)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
 
     @cute.jit
-    def visit(self, call, work, slot):
-        edge, first = self.block.dq_edge, self.number * self.part
+    def visit(self, call, work, slots):
+        slot, turn_slot = slots
+        edge, turns, lane = self.block.dq_edge, self.block.turn_edge, cute.arch.lane_idx()
+        first = self.number * self.part
         source = (self.block.sdQ.iterator + first).toint()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
@@ -38,8 +46,34 @@ class DqSender(Fixed):
                     target = call.dq_accum[padded.b, head, padded.first + run.tile(i), None].iterator
                     mine = Slot(1, self.number, slot.phase)
                     edge.wait(mine)
+                    if const_expr(turns is not None):
+                        turns.wait(turn_slot)
+                        turns.release(turn_slot, lane)
+                        turn_slot = turn_slot.next()
                     add_if(Boolean(True), source, target + first, 4 * self.part)
                     wait_sums(Boolean(True), read=True)
-                    edge.release(mine, cute.arch.lane_idx())
+                    edge.release(mine, lane)
+                    if const_expr(turns is not None):
+                        wait_sums(Boolean(True), read=False)
+                        say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
                     slot = slot.next()
-        return slot
+        if const_expr(self.kernel.tiling.persistent):
+            if const_expr(work.piece is None):
+                self.send_keys(call, work, slot)
+            else:
+                if work.piece.is_whole:
+                    self.send_keys(call, work, slot)
+        return slot, turn_slot
+
+    def send_keys(self, call, work, slot) -> None:
+        """dV and dK: two more laps of a ring of one stage, so `slot` is the next one again."""
+        block, tiling = self.block, self.kernel.tiling
+        for which in (1, 0):
+            mine = Slot(1, self.number, slot.phase)
+            tiles = work.keys.tiles(call.tensors.results[which], work.kv_head, (ROWS, (tiling.d, tiling.dv)[which]))
+            number = work.n * tiling.warpgroups + self.number
+            block.dq_edge.wait(mine)
+            start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), tiles, number)
+            wait_read(Boolean(True))
+            block.dq_edge.release(mine, cute.arch.lane_idx())
+            slot = slot.next()

@@ -15,6 +15,8 @@ from .backward_tiling import HopperBackwardTiling
 from .dq import key_columns
 from .wgmma import ROWS, WARPGROUP, Warpgroup, fragment_shape, product, row_column_view, tile_layout, warps_of
 
+AHEAD = 2  # query tiles whose turn it is before they are added to
+
 
 class Layouts(NamedTuple):
     """Of tiles in shared memory: (rows, columns), then stages, or warpgroups; kept tiles have neither."""
@@ -53,7 +55,7 @@ class Block(Fixed):
     def __init__(
         self, tiling: HopperBackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor
     ):
-        self.dtype = dtype
+        self.dtype, self.parts = dtype, tiling.warpgroups
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         statistic = 4 * tiling.tile_m
@@ -62,8 +64,9 @@ class Block(Fixed):
             "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
             "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
         }
-        if deterministic:  # full: this block may add to dQ; empty: it has
-            edges["turn"] = Edge(1, Copies(0), consumers)
+        if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
+            senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
+            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), consumers)
         if tiling.dq_later:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
@@ -99,13 +102,14 @@ class Block(Fixed):
         self.sP = tiles(layouts.ds) if tiling.transposed else None
         # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
         self.sdK = self.sdV = None
-        if tiling.persistent:
+        if tiling.persistent and not tiling.dq_in_bulk:
             self.sdK, self.sdV = tiles(layouts.dk), tiles(layouts.dv)
         # dQ on its way out, in the order of registers, a warpgroup's part after the other's
         self.sdQ = None
         if tiling.dq_in_bulk:
-            room = smem.allocate_array(Float32, tiling.tile_m * tiling.d, byte_alignment=128)
+            room = smem.allocate_array(Float32, tiling.tile_m * tiling.d, byte_alignment=1024)
             self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.tile_m * tiling.d))
+            self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
         self.sLines = None
         if tiling.distances:
             self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
@@ -113,6 +117,15 @@ class Block(Fixed):
         self.sW = None
         if tiling.shared_keys:
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
+
+    def result_over_dq(self, which: int, number) -> cute.Tensor:
+        """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""
+        layout = self.results[which]
+        part = cute.size(self.sdQ) // self.parts
+        assert cute.cosize(layout.outer) * self.dtype.width <= part * Float32.width, "a result larger than a part of dQ"
+        place = (self.sdQ.iterator + number * part).toint()
+        start = cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(start, swizzle_=layout.inner), layout.outer)
 
 
 class KeyWarpgroup(Warpgroup, KeyGroup):

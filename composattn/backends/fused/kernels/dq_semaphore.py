@@ -1,12 +1,13 @@
 """Turns of the backward in a fixed order: a tile of dQ is added to by one tile of keys after another, the last first.
 
 A warp of its own waits in device memory until as many blocks as come before this one have added to a query tile, lets
-the consumers add theirs, and says so. A block waits only for blocks that started before it.
+the consumers add theirs, and says so; or whoever adds does, each of several (`say`). A block waits only for blocks that
+started before it.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
@@ -15,10 +16,13 @@ from ....primitives.values import Fixed
 
 
 class DqSemaphore(Fixed):
-    """What the warp that waits does, in a backward kernel, whose walk it repeats."""
+    """What the warp that waits does, in a backward kernel, whose walk it repeats.
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    `speakers`: how many of a block say that they have added; 0: this warp says it for all.
+    """
+
+    def __init__(self, kernel, speakers: int = 0):
+        self.kernel, self.speakers = kernel, speakers
 
     @cute.jit
     def take(self, call, block):
@@ -35,13 +39,14 @@ class DqSemaphore(Fixed):
                     m = run.tile(i)
                     turn = self.kernel.turn(call, work, head, m)
                     before = self.before(call, work, head, run, i, lane)
-                    _wait_for(turn, before)
+                    _wait_for(turn, before * max(1, self.speakers))
                     cute.arch.sync_warp()
                     block.turn_edge.acquire(slot)
                     slot = slot.next()
-                    # empty again: all consumers have added their parts
-                    block.turn_edge.wait_empty(slot)
-                    _publish_if(turn, before + 1, lane == 0)
+                    if const_expr(not self.speakers):
+                        # empty again: all consumers have added their parts
+                        block.turn_edge.wait_empty(slot)
+                        _publish_if(turn, before + 1, lane == 0)
         return slot
 
     def before(self, call, work, head, run, i, lane):
@@ -65,10 +70,19 @@ class DqSemaphore(Fixed):
 
 
 @cute.jit
+def say(turn: cute.Pointer, condition: Boolean):
+    """One more has added, and what it added is there."""
+    if condition:
+        cute.arch.inline_ptx(
+            "{\n\tfence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.s32 [{$r0}], 1;\n\t}", read_only_args=[turn]
+        )
+
+
+@cute.jit
 def _wait_for(turn: cute.Pointer, wanted: Int32):
-    """Until the number there is `wanted`; what was done before it was put there is seen from now on."""
+    """Until the number there is `wanted` or more; what was done before it was put there is seen from now on."""
     found = _read(turn)
-    while found != wanted:
+    while found < wanted:
         found = _read(turn)
 
 
