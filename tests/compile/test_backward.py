@@ -150,6 +150,22 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, folder: Path) -> None:
         assert loop["BAR"] == loop["NANOSLEEP"] == 0
 
 
+@pytest.mark.parametrize(
+    ("mods", "length", "passing"),
+    [
+        ("plain-full", 1024, False),
+        ("plain-causal", 1024, True),
+        ("plain-causal", 8192, False),
+        ("alibi-causal", 1024, False),
+        ("causal-documents", LENGTH, True),
+        ("documents-by-offsets", LENGTH, False),
+    ],
+)
+def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(mods: str, length: int, passing: bool) -> None:
+    assert plans(mods, 128, length=length).main.tiling.passing is passing
+    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.passing
+
+
 def loops_over_queries(made: Artifact) -> list[Counter[str]]:
     return [loop.counts for loop in inner_loops(made.instructions) if loop.multiplies]
 
