@@ -20,17 +20,18 @@ Array = np.ndarray[Any, Any]
 class Knowledge:
     """Vectors of clocks, rows of `clocks`: what its owner may rely on, and passes on.
 
-    `all`: writes and reads known; `fenced`: writes visible to the async proxy (fence.proxy.async); `inits`: mbarriers
-    whose initialisation is visible to the async proxy and the cluster (fence.mbarrier_init); `offers`: uses of tensor
-    memory that tcgen05.fence::before_thread_sync has put before what follows it. What the owner's own tcgen05
-    instructions may rely on, `tensor`, is not passed on.
+    `all`: writes and reads known; `fenced`: writes to their own block's memory that are visible to the async proxy
+    (fence.proxy.async), `far`: those to another block's; `inits`: mbarriers whose initialisation is visible to the
+    async proxy and the cluster (fence.mbarrier_init); `offers`: uses of tensor memory that
+    tcgen05.fence::before_thread_sync has put before what follows it. What the owner's own tcgen05 instructions may rely
+    on, `tensor`, is not passed on.
     """
 
-    ROWS = 4
+    ROWS = 5
 
     def __init__(self, clocks: Array) -> None:
         self.clocks = clocks
-        self.all, self.fenced, self.inits, self.offers = clocks
+        self.all, self.fenced, self.inits, self.offers, self.far = clocks
         self.tensor = np.zeros_like(self.all)
         self._released = np.zeros_like(clocks)  # at the last fence that orders what comes before it
 

@@ -102,6 +102,16 @@ class Block:
     def units_of(self, low: int, high: int) -> list[MatrixUnit]:
         return self.units[low // 4 : (high + 3) // 4]
 
+    def unfenced(self, words: Any, fenced: Array, far: Array) -> Any:
+        """Which of these words were last written by plain stores that are none of those fenced for the async proxy."""
+        memory = self.shared
+        plain = memory.plain[words]
+        if not plain.any():
+            return plain
+        writer = memory.writer[words]
+        own = writer // self.cluster.warps_per_block == self.rank
+        return plain & (memory.written[words] > np.where(own, fenced[writer], far[writer]))
+
     def knowledge(self, warp: int) -> Knowledge:
         return self.cluster.knowledge[self.first_agent + warp]
 

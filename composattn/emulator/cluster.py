@@ -74,7 +74,7 @@ class Cluster:
         self.agents = self._next_agent + MAX_BARRIERS
         clocks = np.zeros((warps, Knowledge.ROWS, self.agents), np.int32)
         self.knowledge = [Knowledge(mine) for mine in clocks]
-        self.known, self.fenced = clocks[:, 0], clocks[:, 1]
+        self.known, self.fenced, self.far = clocks[:, 0], clocks[:, 1], clocks[:, 4]
         self.known[np.arange(warps), np.arange(warps)] = 1
         self.barrier = NamedBarrier("cluster", self.agents)
         self.pending: list[Pending] = []

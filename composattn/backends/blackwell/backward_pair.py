@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ...primitives.block_pair import LEADER, PairCopies, PairWarps, meet, rank
 from ...primitives.kv_source import partition
-from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot, Warps
+from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
 from ..fused.kernels.pair_rows import Moving, PairDqRows, PairRows
@@ -47,7 +47,7 @@ class PairBlock(Block):
             "do_edge": Edge(1, PairCopies(self.bytes("do")), commits),
             "q_across": Edge(1, PairCopies(self.bytes("q_across")), commits),
             "do_across": Edge(1, PairCopies(self.bytes("do_across")), commits),
-            "statistics": Edge(self.tiling.row_stages, Copies(self.row_bytes), Warps(compute.count)),
+            "statistics": Edge(self.tiling.row_stages, Copies(self.row_bytes), None),
             "scores": Edge(1, commits, None),
             "probabilities": Edge(1, compute, None),
             "gradients": Edge(1, commits, None),
@@ -239,7 +239,9 @@ class BlackwellBackwardPair(BlackwellBackward):
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
-                    bar = block.statistics.acquire(row_slot)
+                    # free: the step before has waited for dK of the one before it, which waits for who reads these
+                    block.statistics.fill(row_slot)
+                    bar = block.statistics.full + row_slot.index
                     for target, source in rows:
                         place = target[None, row_slot.index]
                         cute.copy(tmas.rows, source[None, work.padded.first + m], place, tma_bar_ptr=bar)

@@ -12,7 +12,7 @@ import numpy as np
 from composattn.emulator.barriers import Knowledge
 from composattn.emulator.cluster import Pending
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
-from composattn.emulator.memory import SharedMemory, covering
+from composattn.emulator.memory import covering
 from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, own_offset, resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
 from composattn.emulator.ptx import Instr, Mem
@@ -64,17 +64,14 @@ def _map_of(g: Any, warp: int, addr: int) -> TensorMap:
     return found
 
 
-def _check_fenced(g: Any, memory: SharedMemory, words: slice, knowledge: Knowledge) -> None:
-    """Raises unless the plain stores that last wrote `words` have been fenced for the async proxy."""
-    plain = memory.plain[words]
-    if not plain.any():
-        return
-    unfenced = plain & (memory.written[words] > knowledge.fenced[memory.writer[words]])
+def _check_fenced(block: Any, words: slice, knowledge: Knowledge) -> None:
+    """Raises unless the plain stores that last wrote `words` of a block have been fenced for the async proxy."""
+    memory, unfenced = block.shared, block.unfenced(words, knowledge.fenced, knowledge.far)
     if unfenced.any():
         first = words.start + int(np.flatnonzero(unfenced)[0])
         raise MissingProxyFence(
             f"{int(unfenced.sum())} words from shared address {first * 4:#x} were written by plain stores of "
-            f"{g.block.cluster.agent_name(int(memory.writer[first]))}, no fence.proxy.async before the copy"
+            f"{block.cluster.agent_name(int(memory.writer[first]))}, no fence.proxy.async before the copy"
         )
 
 
@@ -93,7 +90,7 @@ def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int]
         bar.check_visible(knowledge)
         words = covering(dst, count)
         block.shared.order_write(words, knowledge.all)
-        _check_fenced(g, block.shared, words, knowledge)
+        _check_fenced(block, words, knowledge)
         bar.issued += 1
         stamp = bar.issued
         block.shared.write(words, bar.agent, stamp, False)
@@ -214,7 +211,7 @@ def read_shared(g: Any, warp: int, start: int, size: int) -> None:
     words = covering(start, size)
     knowledge = g.block.knowledge(warp)
     memory.order_read(words, knowledge.all)
-    _check_fenced(g, memory, words, knowledge)
+    _check_fenced(g.block, words, knowledge)
     unit = g.block.bulk[warp]
     memory.stamp_read(words, unit.agent, unit.committed + 1)
 

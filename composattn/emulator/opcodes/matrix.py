@@ -140,8 +140,8 @@ def _read(g: Any, unit: Any, operand: Operand) -> None:
     """The four warps of the warpgroup must all know of what is read."""
     block = g.block
     agents = slice(block.first_agent + g.low, block.first_agent + g.low + 4)
-    known, fenced = block.cluster.known[agents].min(0), block.cluster.fenced[agents].min(0)
-    read_operand(block, operand, known, fenced, unit.agent, unit.committed + 1)
+    known, *fenced = (of[agents].min(0) for of in (block.cluster.known, block.cluster.fenced, block.cluster.far))
+    read_operand(block, operand, known, tuple(fenced), unit.agent, unit.committed + 1)
 
 
 @sync("wgmma.fence.sync.aligned")

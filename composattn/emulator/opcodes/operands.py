@@ -17,6 +17,7 @@ from composattn.emulator.findings import BadDescriptor, MissingProxyFence
 from composattn.emulator.opcodes.floats import E4M3, E5M2, bf16_to_f32
 
 Array = np.ndarray[Any, Any]
+Fenced = tuple[Array, Array]  # writes that may be read, of the own block and of others: `Knowledge`
 ELEMENT = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}
 _SWIZZLE = {0: 0, 1: 128, 2: 64, 3: 32}  # of wgmma, bits 62 and 63
 _SWIZZLE_5 = {0: 0, 2: 128, 4: 64, 6: 32}  # of tcgen05, bits 61 to 63
@@ -149,21 +150,19 @@ def gather(shared: Any, operands: list[Operand]) -> Array:
     return values if first.k_major else values.T
 
 
-def read_operand(block: Any, operand: Operand, knows: Array, fenced: Array, agent: int, clock: int) -> None:
+def read_operand(block: Any, operand: Operand, knows: Array, fenced: Fenced, agent: int, clock: int) -> None:
     """Notes that `agent` reads it. Whoever starts that must know of the writes; plain ones must have been fenced."""
     memory = block.shared
     words = operand.words()
     memory.check(int(words.min()) * 4, int(words.max()) * 4 + 4)
     memory.order_read(words, knows)
-    plain = memory.plain[words]
-    if plain.any():
-        late = plain & (memory.written[words] > fenced[memory.writer[words]])
-        if late.any():
-            first = int(words[late][0])
-            raise MissingProxyFence(
-                f"{int(late.sum())} words from shared address {first * 4:#x} were written by plain stores of "
-                f"{block.cluster.agent_name(int(memory.writer[first]))} with no fence.proxy.async before this multiply"
-            )
+    late = block.unfenced(words, *fenced)
+    if late.any():
+        first = int(words[late][0])
+        raise MissingProxyFence(
+            f"{int(late.sum())} words from shared address {first * 4:#x} were written by plain stores of "
+            f"{block.cluster.agent_name(int(memory.writer[first]))} with no fence.proxy.async before this multiply"
+        )
     memory.stamp_read(words, agent, clock)
 
 

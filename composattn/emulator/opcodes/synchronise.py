@@ -315,7 +315,22 @@ def _fence(learn: Callable[[Knowledge, int], Any]) -> Handler:
 @effect("fence.proxy.async")
 def fence_async(instr: Instr, program: Any) -> Handler:
     words_of(program, instr.op, {"fence", "proxy", "async", "shared::cta", "shared::cluster", "global"}, instr)
-    return _fence(lambda k, me: np.maximum(k.fenced, k.all, out=k.fenced))
+    if "global" in instr.parts:
+        return _nothing
+    own = "shared::cta" in instr.parts
+
+    def run(g: Any, m: Any) -> None:
+        mine = slice(g.block.first_agent, g.block.first_agent + g.block.warps)
+        for w in g.active_warps(m):
+            k = g.block.knowledge(w)
+            far = k.far[mine].copy()
+            np.maximum(k.fenced, k.all, out=k.fenced)
+            np.maximum(k.far, k.all, out=k.far)
+            if own:  # what this block's warps wrote elsewhere is not in its memory
+                k.far[mine] = far
+            g.block.tick(w)
+
+    return run
 
 
 @effect("fence.mbarrier_init")

@@ -223,7 +223,7 @@ def _uses(block: Any, warp: int, op: TensorMultiply, each: Any, agent: int, cloc
         in_order(block, tensor.order_write, cells, warp, agent)
     for side in (op.left, op.right):
         if isinstance(side, Operand):
-            read_operand(each, side, knowledge.all, knowledge.fenced, agent, clock)
+            read_operand(each, side, knowledge.all, (knowledge.fenced, knowledge.far), agent, clock)
             continue
         for cells in _groups(each, side.lane, side.column, rows, side.columns):
             in_order(block, tensor.order_read, cells, warp, agent)

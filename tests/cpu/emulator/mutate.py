@@ -68,6 +68,10 @@ def _wait_skipped(text: str) -> str:
     return re.sub(r"mbarrier\.try_wait[\w.:]*\s+([%\w$]+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", text)
 
 
+def _of_the_own_block(text: str) -> str:
+    return text.replace("::cluster", "::cta")
+
+
 def _weaker(text: str) -> str:
     return re.sub(r"(\d+)\s*;$", lambda m: f"{int(m[1]) + 1};", text)
 
@@ -102,6 +106,7 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait dropped", r"wgmma\.wait_group|cp\.async\.bulk\.wait_group", lambda t: ""),
     ("barrier dropped", r"bar(rier)?(\.cta)?\.sync", lambda t: ""),
     ("proxy fence dropped", r"fence\.proxy\.async", lambda t: ""),
+    ("proxy fence narrowed", r"fence\.proxy\.async\.shared::cluster", _of_the_own_block),
     ("init fence dropped", r"fence\.mbarrier_init", lambda t: ""),
     ("commit dropped", r"wgmma\.commit_group|cp\.async\.bulk\.commit_group|tcgen05\.commit", lambda t: ""),
     ("registers kept", r"setmaxnreg\.dec", lambda t: ""),

@@ -87,6 +87,31 @@ def test_a_remote_arrival_releases(mode: Mode) -> None:
     assert run(body, mode).tolist() == [1000 + i for i in range(32)] + list(range(32))
 
 
+COPY_OUT = """@%p1 cp.async.bulk.global.shared::cta.bulk_group [%d2], [smem], 128;
+@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"""
+STORE_OTHER = "st.shared::cluster.b32 [%r6], %r8;"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("fence", ["fence.proxy.async;", "fence.proxy.async.shared::cluster;"])
+def test_copies_read_what_the_other_block_stored_and_fenced(fence: str, mode: Mode) -> None:
+    out = run(f"{STORE_OTHER} {fence} {MEET} {COPY_OUT}", mode)
+    assert out.tolist() == [1000 + i for i in range(32)] + list(range(32))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_fence_of_the_own_memory_covers_what_the_other_block_stored_there(mode: Mode) -> None:
+    out = run(f"{STORE_OTHER} {MEET} fence.proxy.async.shared::cta; {COPY_OUT}", mode)
+    assert out.tolist() == [1000 + i for i in range(32)] + list(range(32))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("fence", ["", "fence.proxy.async.shared::cta;", "fence.proxy.async.global;"])
+def test_a_fence_of_other_memory_does_not_cover_stores_to_the_other_block(fence: str, mode: Mode) -> None:
+    with pytest.raises(findings.MissingProxyFence):
+        run(f"{STORE_OTHER} {fence} {MEET} {COPY_OUT}", mode)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_block_that_skips_the_cluster_barrier_is_waited_for(mode: Mode) -> None:
     with pytest.raises(findings.Deadlock, match="barrier cluster: 32 of 64 threads"):

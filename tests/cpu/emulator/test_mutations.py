@@ -1,7 +1,7 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
-`python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell|blackwell-backward|blackwell-wide] [head dim]
-[kind] [I/N]` prints every verdict (of each N-th mutant from the I-th on), see docs/emulator.md.
+`python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell|blackwell-backward|blackwell-pair|
+blackwell-wide] [head dim] [kind] [I/N]` prints every verdict (of each N-th mutant from the I-th on): docs/emulator.md.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from composattn.emulator.launch import Result, run
 from composattn.emulator.program import Program
 from composattn.mods import causal
 from tests.cpu.emulator.mutate import MODES, Trial, Verdict, judge
+from tests.pairs import sharing
 
 HAS_DSL = importlib.util.find_spec("cutlass") is not None
 NEEDS_DSL = pytest.mark.skipif(not HAS_DSL, reason="nvidia-cutlass-dsl is not installed")
@@ -45,8 +46,8 @@ ON_BLACKWELL = ((384, 384, 1), (256, 128, 1), (384, 128, 1), (257, 129, 2), (640
 # several, ends in the middle of both, one key.
 OF_KEYS = ((400, 300, 2), (256, 256, 1), (130, 321, 1), (129, 128, 2), (200, 1, 1))
 SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL, "blackwell-backward": OF_KEYS,
-          "blackwell-wide": OF_KEYS}  # fmt: skip
-WIDTHS = {"blackwell-wide": 192}  # of a row, by default 64
+          "blackwell-pair": OF_KEYS, "blackwell-wide": OF_KEYS}  # fmt: skip
+WIDTHS = {"blackwell-pair": 128, "blackwell-wide": 192}  # of a row, by default 64
 
 
 def _inputs(dim: int, queries: int, keys: int, heads: int) -> tuple[torch.Tensor, ...]:
@@ -91,7 +92,7 @@ def forward_trial(
     return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
 
 
-def backward_trial(dim: int, *shape: int, target: Target = FEW) -> tuple[str, Trial]:
+def backward_trial(dim: int, *shape: int, target: Target = FEW, blocks: int = 1) -> tuple[str, Trial]:
     from composattn.backends.fused.arguments import MainArguments
     from composattn.backends.fused.launch_backward import BackwardLauncher
     from composattn.backends.fused.plan_backward import COUNTER, plan_backward
@@ -100,7 +101,8 @@ def backward_trial(dim: int, *shape: int, target: Target = FEW) -> tuple[str, Tr
     program = ca.Attention(mask_mod=causal()).program
     out, lse = ca.Attention(mask_mod=causal(), backend="streaming")(q, k, v, return_lse=True)
     calls = Calls()
-    plans = plan_backward(Problem.of(q, k, v), program, target, has_dlse=False)
+    with sharing(blocks):
+        plans = plan_backward(Problem.of(q, k, v), program, target, has_dlse=False)
     BackwardLauncher(plans, calls.kernel_of)(q, k, v, out, lse, dout, None, dim**-0.5)
     arguments = MainArguments(*calls.arguments[plans.main.step])
     arguments = arguments._replace(dq_accum=torch.zeros_like(arguments.dq_accum))
@@ -140,6 +142,7 @@ TRIALS = {
     "backward": backward_trial,
     "blackwell": functools.partial(forward_trial, target=BLACKWELL, align="bottom_right", first_key=30.0),
     "blackwell-backward": functools.partial(backward_trial, target=BLACKWELL),
+    "blackwell-pair": functools.partial(backward_trial, target=BLACKWELL, blocks=2),
     "blackwell-wide": functools.partial(backward_trial, target=BLACKWELL),
 }
 

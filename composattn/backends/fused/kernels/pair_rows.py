@@ -43,7 +43,6 @@ class PairRows(KeyRows):
         block = self.block
         self.memory.written()
         cute.arch.sync_warp()
-        block.statistics.release(q_slot, self.lane)
         block.scores_done.fill(slot, self.lane)
         block.dq.wait(slot.before())  # the last ones have been read
         there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, self.number), block.sdS.layout)
