@@ -42,15 +42,21 @@ class Allocation:
 
 
 class GlobalMemory:
-    """Every tensor of a launch by address. Whatever lies between them is out of bounds."""
+    """Every tensor of a launch by address (of two that lie in each other, the outer one).
+
+    Whatever lies between them is out of bounds.
+    """
 
     def __init__(self) -> None:
         self._allocations: list[Allocation] = []
         self._starts: list[int] = []
 
     def add(self, start: int, data: Array, name: str) -> None:
-        if data.size == 0:
+        end = start + data.size
+        if data.size == 0 or any(a.start <= start and end <= a.end for a in self._allocations):
             return
+        self._allocations = [a for a in self._allocations if a.start < start or end < a.end]
+        self._starts = [a.start for a in self._allocations]
         at = bisect.bisect(self._starts, start)
         self._starts.insert(at, start)
         self._allocations.insert(at, Allocation(start, data, name))

@@ -76,6 +76,11 @@ def test_forward_is_as_close_as_plain_pytorch(name: str) -> None:
             check(attend, case)
 
 
+def test_values_may_lie_in_the_keys() -> None:
+    case = dense(heads=16, q_len=2, kv_len=150, dim=576, v_dim=512, mask_mod=causal("bottom_right"))
+    check(functools.partial(ca.attention, backend="hopper-emulated"), dataclasses.replace(case, v=case.k[..., :512]))
+
+
 @pytest.mark.parametrize(
     "layout, extra", sampled([("dense", "sinks"), ("packed", "sinks"), ("packed", "dropout"), ("paged", "dropout")])
 )

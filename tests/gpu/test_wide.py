@@ -58,6 +58,7 @@ CASES: dict[str, Any] = {
     "mla-decode": lambda: (dense(q_len=1, kv_len=3000, **MLA), {}),
     "mla-two-tokens": lambda: (dense(q_len=2, kv_len=700, mask_mod=causal("bottom_right"), **MLA), {}),
     "mla-prefill": lambda: (dense(q_len=200, kv_len=300, batch=1, mask_mod=causal("bottom_right"), **MLA), {}),
+    "values-in-keys": lambda: (_latent(dense(q_len=2, kv_len=3000, **MLA)), {}),
     "parts-of-kv": lambda: (dense(q_len=1, kv_len=5000), {"schedule": Schedule(split_kv=7)}),
     "packed": lambda: (packed(mask_mod=causal()), {}),
     "packed-heads": lambda: (packed(), {"schedule": Schedule(pack_gqa=True)}),
@@ -69,6 +70,10 @@ CASES: dict[str, Any] = {
         {},
     ),
 }
+
+
+def _latent(case: Case) -> Case:
+    return dataclasses.replace(case, v=case.k[..., :512])
 
 
 def _bias(values: torch.Tensor) -> Any:
