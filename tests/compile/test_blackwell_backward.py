@@ -11,21 +11,17 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-import composattn as ca
-from composattn.analysis.captured_gradient import GradientProgram, fused_reads
+from composattn.analysis.captured_gradient import GradientProgram
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans, plan_backward
+from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans
 from composattn.backends.fused.target import BLACKWELL, TARGETS
-from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import alibi, causal, document, sliding_window, softcap
-from composattn.mods.mask import Mask
-from composattn.mods.score import Score
 from tests.compile.blackwell_matrix import frees_what_it_allocates
+from tests.compile.blackwell_plans import PACKED, backward_plans
 from tests.pairs import sharing
 
 B300 = TARGETS[10, 3]
-PACKED = Layout("packed", "packed")
 DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
 FA4_LOOP = 583  # instructions of flash-attn-4 4.0.0b36 of 64 queries and 32 keys of a warp, D 128, causal
 
@@ -49,59 +45,47 @@ def by_distance(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return 5 * torch.tanh((s + BIAS[h, q - kv + 2048]) / 5)
 
 
-def plans(
-    score: Score | None = None,
-    mask: Mask | None = None,
-    d: int = 128,
-    dv: int | None = None,
-    target: object = BLACKWELL,
-    layout: Layout = DENSE,
-    in_order: bool = False,
-    learned: bool = False,
-) -> BackwardPlans:
-    problem = Problem(2, 8, 8, 2048, 2048, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout)
-    program = ca.Attention(score_mod=score, mask_mod=mask).program
-    program = GradientProgram(program, fused_reads(program)) if learned else program
-    return plan_backward(problem, program, target, deterministic=in_order, cut=None)  # type: ignore[arg-type]
-
-
 def by_one(**given: Any) -> BackwardPlans:
     with sharing(1):
-        return plans(**given)
+        return backward_plans(**given)
 
 
-CAUSAL, CAUSAL_BY_ONE = plans(mask=causal()), by_one(mask=causal())
-PLANS = {"causal-d128-by-two": CAUSAL, "causal-d128": CAUSAL_BY_ONE, "causal-d256": plans(mask=causal(), d=256)}
+CAUSAL, CAUSAL_BY_ONE = backward_plans(mask=causal()), by_one(mask=causal())
+PLANS = {
+    "causal-d128-by-two": CAUSAL,
+    "causal-d128": CAUSAL_BY_ONE,
+    "causal-d256": backward_plans(mask=causal(), d=256),
+}
 MORE = {
-    "plain-d128-by-two": plans(),
-    "causal-d128-by-two-sm103": plans(mask=causal(), target=B300),
-    "causal-packed-d128-by-two": plans(mask=causal(), layout=PACKED),
-    "plain-d128-by-two-in-order": plans(in_order=True),
-    "alibi-causal-d128-by-two": plans(alibi(8), causal()),
-    "softcap-causal-d128-by-two": plans(softcap(30.0), causal()),
-    "by-column-d128-by-two": plans(by_column, causal(), learned=True),
-    "by-distance-d128-by-two": plans(by_distance_alone, causal(), learned=True),
+    "plain-d128-by-two": backward_plans(),
+    "causal-d128-by-two-sm103": backward_plans(mask=causal(), target=B300),
+    "causal-packed-d128-by-two": backward_plans(mask=causal(), layout=PACKED),
+    "plain-d128-by-two-in-order": backward_plans(in_order=True),
+    "alibi-causal-d128-by-two": backward_plans(alibi(8), causal()),
+    "softcap-causal-d128-by-two": backward_plans(softcap(30.0), causal()),
+    "by-column-d128-by-two": backward_plans(by_column, causal(), learned=True),
+    "by-distance-d128-by-two": backward_plans(by_distance_alone, causal(), learned=True),
     "plain-d128": by_one(),
-    "plain-d64": plans(d=64),
-    "causal-packed-d64-sm103": plans(mask=causal(), d=64, layout=PACKED, target=B300),
+    "plain-d64": backward_plans(d=64),
+    "causal-packed-d64-sm103": backward_plans(mask=causal(), d=64, layout=PACKED, target=B300),
     "causal-d128-sm103": by_one(mask=causal(), target=B300),
-    "window-d96-in-order": plans(mask=sliding_window(512), d=96, in_order=True),
+    "window-d96-in-order": backward_plans(mask=sliding_window(512), d=96, in_order=True),
     "window-d128-in-order": by_one(mask=causal() & sliding_window(512), in_order=True),
-    "documents-d128": plans(mask=document(DOCUMENTS)),
-    "documents-packed-d64": plans(mask=document(DOCUMENTS) & causal(), d=64, layout=PACKED),
+    "documents-d128": backward_plans(mask=document(DOCUMENTS)),
+    "documents-packed-d64": backward_plans(mask=document(DOCUMENTS) & causal(), d=64, layout=PACKED),
     "alibi-causal-d128": by_one(score=alibi(8), mask=causal()),
     "softcap-causal-d128": by_one(score=softcap(30.0), mask=causal()),
-    "softcap-d64-dv128": plans(softcap(30.0), d=64, dv=128),
-    "plain-d256": plans(d=256),
-    "causal-d192-dv128": plans(mask=causal(), d=192, dv=128),
-    "causal-packed-d192-sm103": plans(mask=causal(), d=192, layout=PACKED, target=B300),
-    "window-d256-in-order": plans(mask=causal() & sliding_window(512), d=256, in_order=True),
-    "softcap-causal-d256": plans(softcap(30.0), causal(), d=256),
-    "documents-d256-dv64": plans(mask=document(DOCUMENTS) & causal(), d=256, dv=64),
-    "by-row-d64": plans(by_row, causal(), d=64, learned=True),
-    "by-row-d128": plans(by_row, causal(), d=128, learned=True),
-    "by-column-d256": plans(by_column, causal(), d=256, learned=True),
-    "by-distance-in-softcap-d256": plans(by_distance, causal(), d=256, learned=True),
+    "softcap-d64-dv128": backward_plans(softcap(30.0), d=64, dv=128),
+    "plain-d256": backward_plans(d=256),
+    "causal-d192-dv128": backward_plans(mask=causal(), d=192, dv=128),
+    "causal-packed-d192-sm103": backward_plans(mask=causal(), d=192, layout=PACKED, target=B300),
+    "window-d256-in-order": backward_plans(mask=causal() & sliding_window(512), d=256, in_order=True),
+    "softcap-causal-d256": backward_plans(softcap(30.0), causal(), d=256),
+    "documents-d256-dv64": backward_plans(mask=document(DOCUMENTS) & causal(), d=256, dv=64),
+    "by-row-d64": backward_plans(by_row, causal(), d=64, learned=True),
+    "by-row-d128": backward_plans(by_row, causal(), d=128, learned=True),
+    "by-column-d256": backward_plans(by_column, causal(), d=256, learned=True),
+    "by-distance-in-softcap-d256": backward_plans(by_distance, causal(), d=256, learned=True),
 }
 
 
