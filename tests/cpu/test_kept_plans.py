@@ -380,7 +380,7 @@ def test_tensors_that_come_and_go_are_told_apart(inputs: list[torch.Tensor]) -> 
             torch.testing.assert_close(found, ca.Attention(mask_mod=document(table), backend="reference")(*inputs))
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.Tensor]) -> None:
     q, k, v = (t[:1, :1, :4] for t in inputs)
     slopes = torch.rand(1)  # lives through all of it
@@ -395,9 +395,10 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
     assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
 
 
-def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor]) -> None:
+def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEPT_LIMIT", len(kept._plans) + 20)
     q, k, v = (t[:1, :1, :4] for t in inputs)
-    for step in range(kept.KEPT_LIMIT + 50):
+    for step in range(70):
         ca.attention(q, k, v, scale=1.0 + step)
     assert len(kept._plans) <= kept.KEPT_LIMIT
 

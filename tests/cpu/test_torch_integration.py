@@ -218,7 +218,7 @@ def test_torch_func_grad_and_vjp(generator: torch.Generator) -> None:
 
 
 def test_double_backward_on_the_streaming_backend(generator: torch.Generator) -> None:
-    inputs = [t.detach().double().requires_grad_() for t in draw(generator, 7)]
+    inputs = [t.detach()[:1, :, :, :4].double().requires_grad_() for t in draw(generator, 7)]
     attention = ca.Attention(mask_mod=causal(), score_mod=softcap(2.0))
     assert torch.autograd.gradgradcheck(lambda *x: attention(*x), inputs)
 
