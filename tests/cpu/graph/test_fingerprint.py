@@ -125,7 +125,11 @@ def test_a_helper_with_other_code_is_seen() -> None:
     assert before is not None and after is not None and before[0] != after[0]
 
 
-@pytest.mark.parametrize("value", [[1], {"a": 1}, Holder(1), object(), torch.tensor([1.0]).sum, print], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [[1], {"a": 1}, Holder(1), object(), torch.tensor([1.0]).sum, print],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_can_change_unseen_has_no_fingerprint(value: Any) -> None:
     assert fingerprint(over(value)) is None
 
