@@ -139,10 +139,21 @@ def test_of_packed_sequences_the_mean_length_decides() -> None:
     assert "blocks     2" in blocks_of(causal(), 4096, packed) and "blocks     1" in blocks_of(causal(), 500, packed)
 
 
-def test_one_block_has_a_tile_where_sums_take_the_registers() -> None:
-    row = torch.randn(2, 4096, requires_grad=True)
-    bare = ca.Attention(score_mod=lambda s, b, h, q, kv: s + row[h, q] * (q - kv)).program
-    said = blocks_of(None, 4096, program=GradientProgram(bare, fused_reads(bare)))
+SUMMED, PAIRS = (torch.zeros(*size, requires_grad=True) for size in ((2, 2048), (2, 1024, 1024)))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, kv: s + SUMMED[h, q] * (q - kv),
+        lambda s, b, h, q, kv: s + PAIRS[h, q, kv],
+        lambda s, b, h, q, kv: torch.tanh(s + SUMMED[h, q - kv + 1024]),
+    ],
+    ids=["by row", "by pair", "by distance in a tanh"],
+)
+def test_one_block_has_a_tile_where_sums_take_the_registers(score: Any) -> None:
+    bare = ca.Attention(score_mod=score).program
+    said = blocks_of(None, 1024, program=GradientProgram(bare, fused_reads(bare)))
     assert "1 for a tile of keys, as sums of gradients take the registers" in said
 
 

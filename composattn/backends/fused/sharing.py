@@ -48,10 +48,11 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sh
 
 
 def _fills_registers(program: Program) -> bool:
-    """Whether sums spilled by two: by row 10, by distance beside a derivative that sees the score 44, by pair 131."""
-    summed = [pattern for pattern in (Pattern.ROW, Pattern.DISTANCE, Pattern.PAIR) if sums_by(program, pattern)]
+    """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44."""
+    if sums_by(program, Pattern.ROW) or sums_by(program, Pattern.PAIR):
+        return True
     sees_score = program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
-    return Pattern.ROW in summed or len(summed) > 1 or (bool(summed) and sees_score)
+    return sees_score and sums_by(program, Pattern.DISTANCE)
 
 
 def _visited(problem: Problem, program: Program, keys: int, rows: int) -> int | None:
