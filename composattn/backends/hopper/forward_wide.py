@@ -40,7 +40,7 @@ class HopperForwardWide(Forward[WideTiling]):
 
         Sw = Q Kwᵀ | maxima, meet, the other's maxima | softmax, Pw to shared memory, meet | Ow += [P0 P1] Vw
 
-    Nothing lies under the softmax, and slices come in all the time: loads from L2 are what limits 64 rows.
+    Nothing lies under the softmax (what was tried gained 0 to 5 %, see benchmarks/LOG.md): loads limit 64 rows.
     """
 
     rows = ROWS
