@@ -33,13 +33,16 @@ def active(q: torch.Tensor) -> Shard | None:
     """
     if _entered:
         return _entered[-1].shard
-    if not torch.compiler.is_dynamo_compiling() and _left:
-        _refuse_recomputed(q.shape[-2] if q.ndim == 4 else q.shape[0])
+    if not torch.compiler.is_dynamo_compiling() and _left and torch._C._current_graph_task_id() != -1:
+        _refuse_recomputed(q)
     return None
 
 
-def _refuse_recomputed(rows: int) -> None:
-    if rows in _left and torch._C._current_graph_task_id() != -1:
+def _refuse_recomputed(q: torch.Tensor) -> None:
+    if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
+        return  # which is refused by the call itself
+    rows = q.shape[-2] if q.ndim == 4 else q.shape[0]
+    if rows in _left:
         raise errors.OutsideContextParallel(
             f"a backward computes an attention of {rows} rows again (activation checkpointing), after the "
             "`with cp:` of as many rows was left; this rank would attend to its own rows only. Keep loss.backward() "

@@ -12,6 +12,7 @@ import torch
 
 import composattn as ca
 from composattn.mods import causal, document, sliding_window
+from composattn.parallel import context
 from composattn.parallel.describe import describe
 from composattn.parallel.division import divide
 from composattn.parallel.exchange import Ranks
@@ -30,6 +31,23 @@ def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
         (rank, *case) for rank, cases in enumerate(found) for case in cases if not (case[1] < TOLERANCE and case[2])
     ]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("during", ["a call", "a backward"])
+def test_bad_input_keeps_its_name_after_sequences_were_shared(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_left", [8])
+    k = torch.zeros(1, 1, 8, 16)
+
+    def call(*_: Any) -> None:
+        with pytest.raises(ca.errors.NotATensor, match="q is a list"):
+            ca.attention([1.0], k, k)  # type: ignore[arg-type]
+
+    if during == "a call":
+        call()
+    else:
+        x = torch.zeros(1, requires_grad=True)
+        x.register_hook(call)
+        x.sum().backward()
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 12), (3, 12), (4, 6), (8, 3)])
