@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
 REGISTERS = 1 << 16  # of a multiprocessor
-KEPT = 12  # programs kept for another launch; one takes 50 to 100 MB, its register files included
+KEPT = 6  # programs kept for another launch, a forward and its gradient; one takes 50 to 100 MB with its registers
 _PROGRAMS: dict[str, Program] = {}
 
 
