@@ -1,7 +1,7 @@
 """One small call of every kind of generated kernel, with gradients where it has them: what compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck python -m benchmarks.sanitized
-    compute-sanitizer --tool racecheck python -m benchmarks.sanitized
+    compute-sanitizer --tool racecheck python -m benchmarks.sanitized --only "fixed order"
 
 Compile first by a run without the sanitizer: under it the compiler is slow. Results are held to the tolerance rule.
 """
@@ -9,7 +9,9 @@ Compile first by a run without the sanitizer: under it the compiler is slow. Res
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +36,16 @@ def cases() -> Iterator[tuple[str, Case, dict[str, Any]]]:
 
     for dim, v_dim in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)):
         yield f"causal, D {dim}/{v_dim}", dense(333, dim, v_dim=v_dim, mask_mod=causal()), {}
-    yield "causal, a fixed order", dense(333, 128, mask_mod=causal()), {"deterministic": True}
-    yield "causal, blocks that stay", dense(333, 64, mask_mod=causal()), {"schedule": ca.Schedule(persistent=True)}
+    for dim in (96, 128):
+        yield f"a fixed order, D {dim}", dense(333, dim, mask_mod=causal()), {"deterministic": True}
+    for dim in (64, 128):
+        staying = {"schedule": ca.Schedule(persistent=True)}
+        yield f"blocks that stay, D {dim}", dense(333, dim, mask_mod=causal()), staying
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    plain = dense(333, 128, mask_mod=causal())
+    yield "sinks and dropout", dataclasses.replace(plain, sinks=sinks, dropout=(0.1, 7)), {}
+    yield "wide heads", dense(333, 512, mask_mod=causal()), {}
+    yield "wide heads, V narrower", dense(200, 576, v_dim=512, mask_mod=causal()), {}
     yield "ALiBi with its gradient", dense(300, 64, score_mod=alibi(slopes), mask_mod=causal()), {}
     relative = dense(400, 64, score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 400])
     yield "a table by distance with its gradient", relative, {}
@@ -55,11 +65,15 @@ def cases() -> Iterator[tuple[str, Case, dict[str, Any]]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", default="", help="regular expression on the case's name")
+    only = made.parse_args().only
     torch.manual_seed(0)
     wrong, backend = 0, ca.backends.default_for(torch.device("cuda"))
     most = ARCHITECTURES[backend].max_gradient_dim
     for name, case, options in cases():
+        if not re.search(only, name):
+            continue
         attend = functools.partial(ca.attention, backend=backend, **options)
         try:
             learns = max(case.q.shape[-1], case.v.shape[-1]) <= most
