@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results") / "parallel"
-KEPT = RESULTS / "h200x4.json"
 NAMES = {"documents": "40 documents of mixed lengths, causal", "window": "window 4096", "causal": "causal"}
 PEERS = ("torch flex", "flex gathered", "torch ring", "fa4 gathered")
 MIB = 2**20
@@ -23,9 +22,12 @@ def kept_of(lines: list[str]) -> dict[str, Any]:
     """A run's rows with its provenance."""
     rows = [json.loads(line) for line in lines if line.strip()]
     facts = next(row["provenance"] for row in rows if "provenance" in row)
-    ranks = next(row["ranks"] for row in rows if "ranks" in row)
-    facts["machine"] = facts["machine"].replace("one ", f"{ranks} of one host, each ", 1)
+    facts["machine"] = facts["machine"].replace("one ", f"{ranks_of(rows)} of one host, each ", 1)
     return facts | {"rows": [row for row in rows if "provenance" not in row and "done" not in row]}
+
+
+def ranks_of(rows: list[Row]) -> int:
+    return int(next(row["ranks"] for row in rows if "ranks" in row))
 
 
 def found(rows: list[Row], name: str, mask: str) -> Row:
@@ -46,7 +48,7 @@ def peer_cell(row: Row, ours: Row) -> str:
 def times(rows: list[Row]) -> str:
     """A line for each mask: one GPU, all of them, peers."""
     peers = [name for name in PEERS if any(row.get("name") == name for row in rows)]
-    head = ["ms", "one GPU", "4 GPUs", "of linear", "nothing moved", *peers]
+    head = ["ms", "one GPU", f"{ranks_of(rows)} GPUs", "of linear", "nothing moved", *peers]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for mask, words in NAMES.items():
         one, ours, still = (found(rows, name, mask) for name in ("one GPU", "ours", "nothing moved"))
@@ -99,13 +101,13 @@ def checks(rows: list[Row]) -> str:
 def generated(kept: dict[str, Any]) -> str:
     """What docs/parallel.md says of a run."""
     rows = kept["rows"]
-    run = f"Commit {kept['commit'][:7]}, {kept['date']}, torch {kept['versions']['torch']}."
-    return "\n\n".join(part for part in (times(rows), checks(rows), memory(rows), run) if part)
+    run = f"**{ranks_of(rows)} GPUs**, commit {kept['commit'][:7]}, {kept['date']}, torch {kept['versions']['torch']}:"
+    return "\n\n".join(part for part in (run, times(rows), checks(rows), memory(rows)) if part)
 
 
-def newest() -> str:
-    """What docs/parallel.md says of the kept run."""
-    return generated(json.loads(KEPT.read_text()))
+def all_kept() -> str:
+    """What docs/parallel.md says of the kept runs, each number of GPUs for itself."""
+    return "\n\n".join(generated(json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json")))
 
 
 def main() -> None:

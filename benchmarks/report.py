@@ -329,7 +329,7 @@ def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]
         README: between(README.read_text(), headline(results) or NOTHING, "results"),
         GALLERY: with_speeds(GALLERY.read_text(), results),
         MORE: between(MORE.read_text(), newest("planning", results), "planning"),
-        PARALLEL: between(PARALLEL.read_text(), context_parallel_report.newest(), "results"),
+        PARALLEL: between(PARALLEL.read_text(), context_parallel_report.all_kept(), "results"),
     }
 
 
