@@ -94,24 +94,36 @@ class Run:
 # --- one step -------------------------------------------------------------------------------------------------
 
 
+SAMPLE_MS = 60.0  # of steps behind each other: the host runs ahead, as in training, where attention is a part of a step
+
+
 def in_turns(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank, round by round, each of them once a round; the first round warms."""
+    """Milliseconds of a step on the slowest rank, round by round; each has a sample of some steps in each round."""
+    counts = {}
+    for name, each in contestants.items():
+        milliseconds_of(each, 1)  # warms
+        counts[name] = max(1, round(SAMPLE_MS / milliseconds_of(each, 1)))
     found: dict[str, list[float]] = {name: [] for name in contestants}
-    clock: Any = torch.cuda.Event if here().type == "cuda" else _HostClock
-    for n in range(rounds + 1):
+    for _ in range(rounds):
         for name, each in contestants.items():
-            begin, end = (clock(enable_timing=True) for _ in range(2))
-            settle()
-            dist.barrier()
-            begin.record()
-            each.step()
-            end.record()
-            settle()
-            slowest = torch.tensor([begin.elapsed_time(end)], device=here())
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if n:
-                found[name].append(float(slowest))
+            found[name].append(milliseconds_of(each, counts[name]) / counts[name])
     return found
+
+
+def milliseconds_of(each: Contestant, count: int) -> float:
+    """What `count` steps take on the slowest rank, the same number on every rank."""
+    clock: Any = torch.cuda.Event if here().type == "cuda" else _HostClock
+    begin, end = (clock(enable_timing=True) for _ in range(2))
+    settle()
+    dist.barrier()
+    begin.record()
+    for _ in range(count):
+        each.step()
+    end.record()
+    settle()
+    slowest = torch.tensor([begin.elapsed_time(end)], device=here())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 class _HostClock:
