@@ -126,6 +126,16 @@ def milliseconds_of(each: Contestant, count: int) -> float:
     return float(slowest)
 
 
+def issued_in(each: Contestant, count: int = 4) -> float:
+    """Milliseconds of this rank's host for a step: it runs ahead of the GPU if these are fewer than a step takes."""
+    settle()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(count):
+        each.step()
+    return (time.perf_counter() - begin) * 1e3 / count
+
+
 class _HostClock:
     """An event of a CPU, to try a run where there is no GPU."""
 
@@ -249,7 +259,10 @@ def ours(run: Run, case: Case, rounds: int) -> Contestant | None:
         if name != "one GPU":
             more["scaling"] = one / statistics.median(times[name]) / run.size
         if name == "ours":
-            more |= facts_of(each.shard) | {"errors_out_dq_dk_dv": errors_beside(there["one GPU"][0], each)}
+            more |= facts_of(each.shard) | {
+                "host_ms": issued_in(each),
+                "errors_out_dq_dk_dv": errors_beside(there["one GPU"][0], each),
+            }
         run.write(row_of(name, case, times[name], **more, **memory_of(case, each)))
     found: Contestant = there["ours"][0]
     return found
