@@ -73,38 +73,25 @@ class PairProducts(Steps):
 
     block: PairBlock
 
-    @cute.jit
-    def run(self, call):
-        first = Slot.first(1), Slot.first(1), Slot.first(1)
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, first)
+    def begin(self, at: Slot) -> None:
+        self.scores(at)
+        self.gradients(at)
+        self.block.probabilities.wait(at)
+        self.add_dv(at)
 
-    @cute.jit
-    def visit(self, call, work, slots):
-        block = self.block
-        kv_slot, sums_slot, at = slots
-        count = self.kernel.steps(call, work)
-        block.kv_edge.wait(kv_slot)
-        if count > 0:
-            self.scores(at)
-            self.gradients(at)
-            block.probabilities.wait(at)
-            self.add_dv(at)
-            for _ in cutlass.range(1, count, unroll=1):
-                following = at.next()
-                block.dq.wait_empty(at)
-                self.scores(following)
-                self.add_dk(at)
-                self.gradients(following)
-                block.probabilities.wait(following)
-                self.product_dq(at)
-                at = following
-                self.add_dv(at)
-            self.add_dk(at)
-            block.dq.wait_empty(at)
-            self.product_dq(at)
-            at = at.next()
-        block.sums.fill(sums_slot)
-        return kv_slot.next(), sums_slot.next(), at
+    def go_on(self, at: Slot, following: Slot) -> None:
+        self.block.dq.wait_empty(at)
+        self.scores(following)
+        self.add_dk(at)
+        self.gradients(following)
+        self.block.probabilities.wait(following)
+        self.product_dq(at)
+        self.add_dv(following)
+
+    def end(self, at: Slot) -> None:
+        self.add_dk(at)
+        self.block.dq.wait_empty(at)
+        self.product_dq(at)
 
     def scores(self, at: Slot) -> None:
         """Sᵀ = K Qᵀ."""

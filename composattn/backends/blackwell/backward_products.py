@@ -1,5 +1,8 @@
 """The backward's warp that multiplies: Sᵀ, dPᵀ, dV, dK and dQ of the query tiles that a tile of keys visits."""
 
+import abc
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -10,6 +13,7 @@ from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Bundle, Fixed
 from .key_tile import Block
 from .tcgen05 import Operand, after_wait, instruction, multiply
+from .tensor_memory import Columns
 from .tiling import STEP
 
 
@@ -25,8 +29,8 @@ class At(Bundle):
         return At(self.q.next(), self.do.next(), self.step.next())
 
 
-class Steps(Fixed):
-    """How a warp issues a product: a few of its steps at a time, in a loop.
+class Steps(Fixed, abc.ABC):
+    """The order in which a warp issues products, and how: a few of their steps at a time, in a loop.
 
     Descriptors of all of them, held along the walk over query tiles, spilled 30 of 64 registers.
     """
@@ -34,6 +38,45 @@ class Steps(Fixed):
     def __init__(self, kernel, block: Block, memory: Int32):
         self.kernel, self.block, self.memory, self.tiling = kernel, block, memory, kernel.tiling
         self.map = self.tiling.columns
+
+    @cute.jit
+    def run(self, call):
+        first = Slot.first(1), Slot.first(1), self.first_step()
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, first)
+
+    def first_step(self) -> Any:
+        """Where rings are at the first query tile."""
+        return Slot.first(1)
+
+    @cute.jit
+    def visit(self, call, work, slots):
+        """All query tiles of a tile of keys."""
+        block = self.block
+        kv_slot, sums_slot, at = slots
+        count = self.kernel.steps(call, work)
+        block.kv_edge.wait(kv_slot)
+        if count > 0:
+            self.begin(at)
+            for _ in cutlass.range(1, count, unroll=1):
+                following = at.next()
+                self.go_on(at, following)
+                at = following
+            self.end(at)
+            at = at.next()
+        block.sums.fill(sums_slot)
+        return kv_slot.next(), sums_slot.next(), at
+
+    @abc.abstractmethod
+    def begin(self, at: Any) -> None:
+        """The first query tile's scores, dP and dV."""
+
+    @abc.abstractmethod
+    def go_on(self, at: Any, following: Any) -> None:
+        """dK and dQ of a query tile, and the following one's scores, dP and dV."""
+
+    @abc.abstractmethod
+    def end(self, at: Any) -> None:
+        """dK and dQ of the last one."""
 
     @cute.jit
     def issue(self, target, left: Operand, left_stage, right: Operand, right_stage, onto: cutlass.Constexpr = False):
@@ -76,62 +119,21 @@ class Products(Steps):
     been read, not dP1.
     """
 
-    @cute.jit
-    def run(self, call):
-        block = self.block
-        first = Slot.first(1), Slot.first(1), At(block.q_edge.first, block.do_edge.first, Slot.first(1))
-        self.kernel.walk(call, block, lambda *work: self.visit(*work), TileQueue.hear, first)
+    def first_step(self) -> At:
+        return At(self.block.q_edge.first, self.block.do_edge.first, Slot.first(1))
 
-    @cute.jit
-    def visit(self, call, work, slots):
-        """All query tiles of a tile of keys."""
-        block = self.block
-        kv_slot, sums_slot, at = slots
-        count = self.kernel.steps(call, work)
-        block.kv_edge.wait(kv_slot)
-        if count > 0:
-            self.scores(at)
-            self.gradients(at)
-            self.add_dv(at)
-            for _ in cutlass.range(1, count, unroll=1):
-                following = at.next()
-                self.scores(following)
-                self.add_dk_and_dq(at)
-                at = following
-                self.gradients(at)
-                self.add_dv(at)
-            self.add_dk_and_dq(at)
-            at = at.next()
-        block.sums.fill(sums_slot)
-        return kv_slot.next(), sums_slot.next(), at
+    def begin(self, at: At) -> None:
+        self.scores(at)
+        self.gradients(at)
+        self.add_dv(at)
 
-    def scores(self, at: At) -> None:
-        """Sᵀ = K Qᵀ."""
-        block = self.block
-        block.q_edge.wait(at.q)
-        after_wait()
-        self.issue(self.map.scores, block.operands["k"], 0, block.operands["q"], at.q.index)
-        block.scores.fill(at.step)
+    def go_on(self, at: At, following: At) -> None:
+        self.scores(following)
+        self.end(at)
+        self.gradients(following)
+        self.add_dv(following)
 
-    def gradients(self, at: At) -> None:
-        """dPᵀ = V dOᵀ."""
-        block = self.block
-        block.do_edge.wait(at.do)
-        if not self.map.dq_is_apart:
-            block.dq.wait_empty(at.step)
-        after_wait()
-        self.issue(self.map.gradients, block.operands["v"], 0, block.operands["do"], at.do.index)
-        block.gradients.fill(at.step)
-
-    def add_dv(self, at: At) -> None:
-        """dV += Pᵀ dO."""
-        block = self.block
-        block.probabilities.wait(at.step)
-        after_wait()
-        self.issue_onto(self.map.dv, self.map.scores, block.across["do"], at.do.index)
-        block.do_edge.release(at.do, None)
-
-    def add_dk_and_dq(self, at: At) -> None:
+    def end(self, at: At) -> None:
         """dK += dSᵀ Q, and dQ = dS K."""
         block = self.block
         block.scores_done.wait(at.step)
@@ -143,3 +145,33 @@ class Products(Steps):
             after_wait()
         self.issue(self.map.dq, block.across["ds"], 0, block.across["k"], 0)
         block.dq.fill(at.step)
+
+    def scores(self, at: At) -> None:
+        """S = Q Kᵀ, as `of_rows` has it."""
+        block = self.block
+        block.q_edge.wait(at.q)
+        after_wait()
+        self.of_rows(self.map.scores, "k", "q", at.q)
+        block.scores.fill(at.step)
+
+    def gradients(self, at: At) -> None:
+        """dP = dO Vᵀ, likewise."""
+        block = self.block
+        block.do_edge.wait(at.do)
+        if not self.map.dq_is_apart:
+            block.dq.wait_empty(at.step)
+        after_wait()
+        self.of_rows(self.map.gradients, "v", "do", at.do)
+        block.gradients.fill(at.step)
+
+    def of_rows(self, target: Columns, keys: str, queries: str, slot: Slot) -> None:
+        """The product of a tile of keys with one of queries, transposed: keys are lanes."""
+        self.issue(target, self.block.operands[keys], 0, self.block.operands[queries], slot.index)
+
+    def add_dv(self, at: At) -> None:
+        """dV += Pᵀ dO."""
+        block = self.block
+        block.probabilities.wait(at.step)
+        after_wait()
+        self.issue_onto(self.map.dv, self.map.scores, block.across["do"], at.do.index)
+        block.do_edge.release(at.do, None)

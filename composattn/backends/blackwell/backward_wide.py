@@ -1,9 +1,7 @@
 """The backward kernel for Blackwell of rows over 128 wide, and its warp that multiplies."""
 
-import cutlass
-import cutlass.cute as cute
-
 from ...primitives.emit_backward import BackwardMods
+from ...primitives.pipelines import Slot
 from ..fused.kernels.query_lanes import QueryLanes
 from ..fused.plan_backward import BackwardPlan
 from .backward import BlackwellBackward
@@ -22,45 +20,20 @@ class WideProducts(Products):
     last to read. Where dQ comes at once there is no dQ0b.
     """
 
-    @cute.jit
-    def visit(self, call, work, slots):
-        block = self.block
-        kv_slot, sums_slot, at = slots
-        count = self.kernel.steps(call, work)
-        block.kv_edge.wait(kv_slot)
-        if count > 0:
-            self.scores(at)
-            self.gradients(at)
-            self.add_dv(at)
-            for _ in cutlass.range(1, count, unroll=1):
-                following = at.next()
-                self.add_dk(at)
-                self.scores(following)
-                self.rest_of_dq(at)
-                at = following
-                self.gradients(at)
-                self.add_dv(at)
-            self.add_dk(at)
-            self.rest_of_dq(at)
-            at = at.next()
-        block.sums.fill(sums_slot)
-        return kv_slot.next(), sums_slot.next(), at
+    def go_on(self, at: At, following: At) -> None:
+        self.add_dk(at)
+        self.scores(following)
+        self.rest_of_dq(at)
+        self.gradients(following)
+        self.add_dv(following)
 
-    def scores(self, at: At) -> None:
-        """S = Q Kᵀ, whose place was read before dS was there."""
-        block = self.block
-        block.q_edge.wait(at.q)
-        after_wait()
-        self.issue(self.map.scores, block.operands["q"], at.q.index, block.operands["k"], 0)
-        block.scores.fill(at.step)
+    def end(self, at: At) -> None:
+        self.add_dk(at)
+        self.rest_of_dq(at)
 
-    def gradients(self, at: At) -> None:
-        """dP = dO Vᵀ."""
-        block = self.block
-        block.do_edge.wait(at.do)
-        after_wait()
-        self.issue(self.map.gradients, block.operands["do"], at.do.index, block.operands["v"], 0)
-        block.gradients.fill(at.step)
+    def of_rows(self, target: Columns, keys: str, queries: str, slot: Slot) -> None:
+        """Queries are lanes. The place of scores was read before dS was there."""
+        self.issue(target, self.block.operands[queries], slot.index, self.block.operands[keys], 0)
 
     def add_dv(self, at: At) -> None:
         """dVᵀ += dOᵀ P."""

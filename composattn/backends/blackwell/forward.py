@@ -39,10 +39,11 @@ class BlackwellForward(Forward[BlackwellTiling]):
     """
 
     rows = ROWS
+    arithmetic = IN_PAIRS
     keeps_shared_base = False  # kept for all roles it went to the stack: 35 to 56 reloads of pages at D 192
 
     def __init__(self, plan: ForwardPlan[BlackwellTiling]):
-        super().__init__(plan, fragment_shape(plan.tiling.tile_n), IN_PAIRS)
+        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
         self.threads = plan.tiling.roles.threads
         bands = self.tiling.query_tiles > 1 and not plan.is_split and isinstance(self.visited, BandTiles)
         self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own

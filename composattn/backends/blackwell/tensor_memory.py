@@ -199,6 +199,8 @@ class WideBackwardTensorMemory(ColumnMap):
     dk: Columns
     dq_parts: tuple[Columns, ...]
 
+    dq_is_apart = True
+
     @staticmethod
     def of(keys: int, d: int, dv: int) -> WideBackwardTensorMemory:
         """For tiles of so many keys."""

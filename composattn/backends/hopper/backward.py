@@ -17,11 +17,11 @@ from ...primitives.register_chunks import add_chunks_if, first_number, store_par
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
+from ..fused.kernels.dq_sender import DqSender
 from ..fused.kernels.key_tile import KeyTile
 from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
-from .dq_sender import DqSender
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
@@ -289,11 +289,11 @@ class Consumer(KeyWarpgroup):
         """Through shared memory of their own, each warpgroup its keys, while the next tile's K and V arrive."""
         block = self.block
         self.drain_stores()  # the last tile's copies have read it
-        self.sync_warpgroup()
+        self.sync_group()
         shared = [t[None, None, self.number] for t in (block.sdK, block.sdV)]
         self.put_keys(shared)
         number = self.work.n * self.tiling.warpgroups + self.number
-        send(self.outputs(call, shared, ROWS, number, self.is_first_warp), self.sync_warpgroup)
+        send(self.outputs(call, shared, ROWS, number, self.is_first_warp), self.sync_group)
 
     def round_keys(self, call):
         """Through the shared memory of K and V, which all warpgroups have read."""

@@ -91,7 +91,7 @@ class Side(KeyWarpgroup):
         shared, columns = ((block.sK, tiling.d), (block.sV, tiling.dv))[self.result]
         self.sync_consumers()  # K has been read by all products
         put(self.mma_sum, narrowed(self.total, block.dtype), shared, self.thread)
-        send(self.outputs(call, shared, columns), self.sync_warpgroup)
+        send(self.outputs(call, shared, columns), self.sync_group)
 
     def outputs(self, call, shared, columns: int):
         work = self.work

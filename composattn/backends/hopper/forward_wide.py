@@ -3,36 +3,24 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic, tree
+from ...primitives.arithmetic import IN_ORDER, tree
 from ...primitives.barriers import Barriers
 from ...primitives.kv_source import kv_source, partition
 from ...primitives.lanes import add
 from ...primitives.online_softmax import largest_scores
-from ...primitives.pipelines import BoundEdge, Copies, Edge, start_edges
+from ...primitives.pipelines import BoundEdge, Copies, Edge
 from ...primitives.values import Fixed, choose, narrowed, permuted
-from ..fused.kernels.forward import Forward, Role, prefetch
+from ..fused.kernels.forward import Role
+from ..fused.kernels.output_rows import OutputRows, RowGroup
 from ..fused.plan import ForwardPlan
-from .output_rows import OutputRows
-from .wgmma import (
-    MN,
-    ROWS,
-    WARPGROUP,
-    Warpgroup,
-    fragment_shape,
-    issue,
-    product,
-    put,
-    row_column_view,
-    tile_layout,
-    warps_of,
-)
+from .forward import WarpgroupForward
+from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, put, tile_layout, warps_of
 from .wide_tiling import GROUPS, SLICE, STAGE, WideTiling
 
 
-class HopperForwardWide(Forward[WideTiling]):
+class HopperForwardWide(WarpgroupForward[WideTiling]):
     """Roles: warps 0 and 1 copy (one thread each) for warpgroups 0 and 1, warp 0 also Q; both have the same 64 rows.
 
     Edges: q (1 stage), and a ring of slices for each warpgroup. Of a kv tile these are K of its half of the keys, by
@@ -43,34 +31,24 @@ class HopperForwardWide(Forward[WideTiling]):
     Nothing lies under the softmax (what was tried gained 0 to 5 %, see benchmarks/LOG.md): loads limit 64 rows.
     """
 
-    rows = ROWS
     threads = (GROUPS + 1) * WARPGROUP
-    arithmetic: Arithmetic = ONE_BY_ONE
 
     def __init__(self, plan: ForwardPlan[WideTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n // GROUPS))
 
-    def tile_layout(self, rows, columns):
-        return tile_layout(self.dtype, rows, columns)
+    def block(self):
+        return Block(self.tiling, self.dtype)
+
+    def products(self, block, number):
+        return Products(self.tiling, block, number)
 
     @cute.jit
-    def roles(self, call):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        prefetch(call, warp == 0)
-        block = Block(self.tiling, self.dtype)
-        start_edges(block.edges, warp)
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
-            if warp < GROUPS:
-                Load(self, call, block, warp).run()
-        else:
-            cute.arch.setmaxregister_increase(self.tiling.consumer_registers)
-            self.consume(call, block)
+    def copy(self, call, block, warp):
+        if warp < GROUPS:
+            Load(self, call, block, warp).run()
 
     @cute.jit
-    def consume(self, call, block):
-        thread = cute.arch.thread_idx()[0] - WARPGROUP
-        scale_log2 = self.mods.softmax_scale_log2(call.scale)
+    def consume(self, call, block, thread, scale_log2):
         Consume(self, call, Consumer(self, block, thread, scale_log2)).run()
 
 
@@ -144,7 +122,7 @@ class Block(Fixed):
         self.edges = Edge.allocate(smem, edges)
         self.q_edge, *self.rings = self.edges
         barriers = Barriers()
-        self.of_warpgroup = barriers.row(GROUPS, WARPGROUP)
+        self.of_groups = barriers.row(GROUPS, WARPGROUP)
         self.of_consumers = barriers.one(GROUPS * WARPGROUP)
         start = smem.allocate_array(dtype, ROWS * max(tiling.d, tiling.dv), byte_alignment=1024)
         self.sQ = self._tensor(start, tile_layout(dtype, ROWS, tiling.d))
@@ -176,7 +154,7 @@ class Block(Fixed):
         return Ring(*(BoundEdge(kind, start) for kind in self.kinds))
 
 
-class Products(Fixed):
+class Products(WarpgroupProducts):
     """S = Q Kᵀ and O += P V of one warpgroup, slice by slice: issued, not waited for."""
 
     def __init__(self, tiling, block, number):
@@ -193,6 +171,7 @@ class Products(Fixed):
         self.tOrV = pv.make_fragment_B(pv.partition_B(permuted(sV, 1, 0, 2)))
         self.scores_shape = qk.partition_shape_C((ROWS, keys))
         self.output_shape = pv.partition_shape_C((ROWS, columns))
+        self.ring = block.ring(number)
 
     def probabilities(self) -> None:
         """They lie in shared memory."""
@@ -204,19 +183,15 @@ class Products(Fixed):
         issue(self.pv, tOrO, self.tOrP[None, None, None, i], self.tOrV[None, None, None, slot.index], accumulate)
 
 
-class Consumer(Warpgroup):
-    """One warpgroup, which stays for all work tiles of its block."""
+class Consumer(RowGroup):
+    """A warpgroup with a ring of its own, and half of each tile's keys."""
 
     def __init__(self, kernel, block, thread, scale_log2):
-        super().__init__(block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
-        plan = kernel.plan
-        self.plan, self.tiling, self.heads, self.shape = plan, plan.tiling, kernel.heads, kernel.fragment
-        self.arithmetic, self.scale_log2 = kernel.arithmetic, scale_log2
-        self.products = Products(plan.tiling, block, self.number)
-        self.ring = block.ring(self.number)
-        # row and column of this thread's first element in a score tile
-        self.row = (self.thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
-        self.column = self.number * plan.tiling.key_box[0] + self.shape.lane_column(self.lane)
+        super().__init__(kernel, block, thread, scale_log2)
+        self.ring = self.products.ring
+
+    def first_column(self):
+        return self.number * self.tiling.key_box[0]
 
     @cute.jit
     def clear_values(self, first, stop: cutlass.Constexpr[int], slot):
@@ -227,7 +202,7 @@ class Consumer(Warpgroup):
                 for column in cutlass.range(self.thread, self.tiling.output_columns, WARPGROUP, unroll=1):
                     sV[row, column] = self.block.dtype(0.0)
             cute.arch.fence_view_async_shared()
-            self.sync_warpgroup()
+            self.sync_group()
 
 
 class Consume(Role):
@@ -310,16 +285,16 @@ class SharedRows(OutputRows[WideTiling]):
             ring.wait(slot)
             issue_slice(i, slot)
             if before is not None:
-                warpgroup.wait_group(1)
+                self.products.wait(1)
                 ring.release(before, self.me.lane)
             before, slot = slot, slot.next()
-        warpgroup.wait_group(0)
+        self.products.wait(0)
         ring.release(before, self.me.lane)
         return slot
 
     def probabilities(self, tSrS, n, ahead, test, first):
         """Scores of kv tile `n` to probabilities, rounded and in shared memory, where both warpgroups have met."""
-        tile = self.tile(row_column_view(tSrS), n)
+        tile = self.tile(self.products.rows_of(tSrS), n)
         self.mods.apply_score(tile, ahead)
         if test is not None:
             test(tile)

@@ -10,12 +10,12 @@ from ...primitives.barriers import Barriers
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
+from ..fused.kernels.dq_sender import AHEAD
+from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
 from .backward_tiling import HopperBackwardTiling
 from .dq import key_columns
-from .wgmma import ROWS, WARPGROUP, Warpgroup, fragment_shape, product, row_column_view, tile_layout, warps_of
-
-AHEAD = 2  # query tiles whose turn it is before they are added to
+from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, tile_layout, warps_of
 
 
 class Layouts(NamedTuple):
@@ -85,7 +85,7 @@ class Block(Fixed):
         barriers = Barriers()
         self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
-        self.of_warpgroup = barriers.row(tiling.warpgroups, WARPGROUP)
+        self.of_groups = barriers.row(tiling.warpgroups, WARPGROUP)
 
         def row_statistics(stages):
             layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
@@ -128,7 +128,7 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, swizzle_=layout.inner), layout.outer)
 
 
-class KeyWarpgroup(Warpgroup, KeyGroup):
+class KeyWarpgroup(Group, KeyGroup):
     """What the consumers of all backward kernels share: how their scores lie.
 
     They are those of a product with keys as rows, unless `columns` says how many keys are columns.

@@ -9,10 +9,10 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...primitives.bulk_stores import wait_read
 from ...primitives.pipelines import Warps
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
+from ..fused.kernels.output_rows import OutputProducts
 
 ROWS = 64  # of one warpgroup's product
 WARPGROUP = 128  # threads
@@ -22,31 +22,6 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode:
 
 def warps_of(warpgroups: int) -> Warps:
     return Warps(warpgroups * WARPGROUP // 32)
-
-
-class Warpgroup(Fixed):
-    """One of a block's consumers: its number among them, and this thread's number in it.
-
-    `block` has the barriers where a warpgroup (`of_warpgroup`) and where all consumers (`of_consumers`) meet.
-    """
-
-    def __init__(self, block, number, thread):
-        self.block, self.number, self.thread = block, number, thread
-        self.lane = cute.arch.lane_idx()
-
-    def is_first_warp(self):
-        """Of the warpgroup."""
-        return self.thread // 32 == 0
-
-    def sync_warpgroup(self) -> None:
-        self.block.of_warpgroup[self.number].meet()
-
-    def sync_consumers(self) -> None:
-        self.block.of_consumers.meet()
-
-    def drain_stores(self) -> None:
-        """Shared memory stays until this warpgroup's copies have read it."""
-        wait_read(self.is_first_warp())
 
 
 # --- operands in shared memory ----------------------------------------------------------------------------------
@@ -117,6 +92,21 @@ def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, t
     """A product's registers to its tile in shared memory."""
     copy = store_matrix(mma, rounded.element_type, thread, transposed)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+
+
+class WarpgroupProducts(OutputProducts):
+    """Those of which `pv` gives the output."""
+
+    pv: cute.TiledMma
+
+    def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
+        return row_column_view(sums)
+
+    def wait(self, running: int) -> None:
+        warpgroup.wait_group(running)
+
+    def put_output(self, rounded: cute.Tensor, shared: cute.Tensor, thread) -> None:
+        put(self.pv, rounded, shared, thread)
 
 
 @dataclasses.dataclass

@@ -35,16 +35,15 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     threads: int  # of a block
     blocks = 1  # on a multiprocessor at once
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
+    arithmetic: Arithmetic = ONE_BY_ONE
     dtype: Any  # of q, k and v
 
-    def __init__(
-        self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape, arithmetic: Arithmetic = ONE_BY_ONE
-    ):
+    def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
         """`fragment`: how scores lie in a thread's registers."""
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment)
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured, arithmetic)
+        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured, self.arithmetic)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):

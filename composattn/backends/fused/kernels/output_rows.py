@@ -1,4 +1,4 @@
-"""A warpgroup's rows of one work tile with their output in registers, and how that leaves."""
+"""A group's rows of one work tile with their output in registers, and how that leaves."""
 
 import abc
 from collections.abc import Iterator
@@ -8,19 +8,59 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from ...primitives.bulk_stores import send
-from ...primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
-from ...primitives.values import narrow, narrowed, smaller
-from ..fused.kernels.forward_call import Call
-from ..fused.kernels.query_rows import QueryRows, of_part
-from ..fused.plan import AnyForwardTiling
-from .wgmma import ROWS, put, row_column_view
+from ....primitives.bulk_stores import send
+from ....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
+from ....primitives.register_chunks import THREADS
+from ....primitives.values import Fixed, narrow, narrowed, smaller
+from ..plan import AnyForwardTiling
+from .forward_call import Call
+from .groups import Group
+from .query_rows import QueryRows, of_part
+
+
+class OutputProducts(Fixed, abc.ABC):
+    """S = Q Kᵀ and O += P V of a group, whose threads have two rows each, and of each 8 columns a pair."""
+
+    output_shape: Any
+
+    @abc.abstractmethod
+    def probabilities(self) -> cute.Tensor | None:
+        """Registers for them, as the left operand of the output's product; None where they lie in shared memory."""
+
+    @abc.abstractmethod
+    def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
+        """A product's registers as (row, column)."""
+
+    @abc.abstractmethod
+    def wait(self, running: int) -> None:
+        """Until no more than so many of those issued last are running."""
+
+    @abc.abstractmethod
+    def put_output(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
+        """The output's registers to its tile in shared memory."""
+
+
+class RowGroup(Group):
+    """A group with `rows` of a kernel's query rows, which stays for all work tiles of its block."""
+
+    def __init__(self, kernel: Any, block: Any, thread: Any, scale_log2: Float32) -> None:
+        super().__init__(block, cute.arch.make_warp_uniform(thread // THREADS), thread % THREADS)
+        self.plan, self.tiling, self.heads, self.shape = kernel.plan, kernel.tiling, kernel.heads, kernel.fragment
+        self.rows, self.arithmetic, self.scale_log2 = kernel.rows, kernel.arithmetic, scale_log2
+        self.products: Any = kernel.products(block, self.number)
+        # row and column of this thread's first element in a tile of scores
+        self.row = (self.thread // 32) * self.shape.warp_rows + self.shape.lane_row(self.lane)
+        self.column = self.first_column() + self.shape.lane_column(self.lane)
+
+    def first_column(self) -> Any:
+        """Of the group, where groups share the columns of a tile of scores."""
+        return 0
 
 
 class OutputRows(QueryRows[AnyForwardTiling]):
     """Output tOrO, probabilities tOrP if registers have them, and the softmax's statistics of the rows from `first` on.
 
-    `me` is the warpgroup. It has all columns of the output, or as many as others that have the same rows; `beside` of
+    `me` is a `RowGroup`. It has all columns of the output, or as many as others that have the same rows; `beside` of
     these have the columns before.
     """
 
@@ -33,7 +73,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         # product (its warning C7510)
         self.tOrO = cute.make_rmem_tensor(me.products.output_shape, Float32)
         self.tOrP = me.products.probabilities()
-        self.output = row_column_view(self.tOrO)
+        self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
         self.rescale = cute.make_rmem_tensor(2, Float32)
@@ -69,12 +109,12 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         sO = self.block.sO[None, None, self.me.number]
         rounded = narrowed(self.tOrO, self.block.dtype)
         self.wait_store_read()
-        put(self.products.pv, rounded, sO, self.me.thread)
-        send(self.outputs(call, sO), self.me.sync_warpgroup)
+        self.products.put_output(rounded, sO, self.me.thread)
+        send(self.outputs(call, sO), self.me.sync_group)
 
     def outputs(self, call: Call, sO: cute.Tensor) -> Iterator[tuple[Any, ...]]:
         work: Any = self.work
-        box = (self.me.heads.box(ROWS), self.tiling.output_columns)
+        box = (self.me.heads.box(self.me.rows), self.tiling.output_columns)
         gO = work.queries.tiles(call.tensors.out, work.h, box, self.beside)
         tile = self.row_tile()
         yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
@@ -94,7 +134,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         """Before O's shared memory is written again: the last tile's store has read it."""
         if self.tiling.persistent:
             self.me.drain_stores()
-            self.me.sync_warpgroup()
+            self.me.sync_group()
 
 
 @cute.jit

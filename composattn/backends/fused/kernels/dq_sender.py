@@ -1,4 +1,4 @@
-"""A warp of the backward that sends what one warpgroup leaves in shared memory: parts of dQ, and its dK and dV."""
+"""A warp of the backward that sends what one group leaves in shared memory: parts of dQ, and its dK and dV."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, const_expr
 
-from ...primitives.bulk_stores import start, wait_read
-from ...primitives.bulk_sums import add_if, wait_sums
-from ...primitives.pipelines import Slot
-from ...primitives.tile_queue import TileQueue
-from ...primitives.values import Fixed
-from ..fused.kernels.dq_semaphore import say
-from .key_tile import AHEAD
-from .wgmma import ROWS
+from ....primitives.bulk_stores import start, wait_read
+from ....primitives.bulk_sums import add_if, wait_sums
+from ....primitives.pipelines import Slot
+from ....primitives.tile_queue import TileQueue
+from ....primitives.values import Fixed
+from .dq_semaphore import say
+
+AHEAD = 2  # query tiles whose turn it is before they are added to
 
 
 class DqSender(Fixed):
-    """What the warp does for warpgroup `number`: the walk of the kernel again, a bulk copy that adds for each tile.
+    """What the warp does for group `number`: the walk of the kernel again, a bulk copy that adds for each tile.
 
     So the load/store unit of those who compute is free: they write to shared memory, and wait for nothing. Where a
     block stays, dV and dK of its keys follow through the same place.
@@ -25,7 +25,7 @@ class DqSender(Fixed):
 
     def __init__(self, kernel: Any, block: Any, number: Any):
         self.kernel, self.block, self.number = kernel, block, number
-        self.part = kernel.tiling.tile_m * kernel.tiling.d // kernel.tiling.warpgroups
+        self.part = kernel.tiling.tile_m * kernel.tiling.d // block.parts
 
     @cute.jit
     def run(self, call):
@@ -70,8 +70,9 @@ class DqSender(Fixed):
         block, tiling = self.block, self.kernel.tiling
         for which in (1, 0):
             mine = Slot(1, self.number, slot.phase)
-            tiles = work.keys.tiles(call.tensors.results[which], work.kv_head, (ROWS, (tiling.d, tiling.dv)[which]))
-            number = work.n * tiling.warpgroups + self.number
+            box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
+            tiles = work.keys.tiles(call.tensors.results[which], work.kv_head, box)
+            number = work.n * block.parts + self.number
             block.dq_edge.wait(mine)
             start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), tiles, number)
             wait_read(Boolean(True))

@@ -1,0 +1,160 @@
+"""A forward whose groups of threads have rows apart, with scores and output in registers: who copies, who computes."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from ....primitives.kv_source import partition
+from ....primitives.ping_pong import PingPong
+from ....primitives.values import narrow
+from .forward import KeyCopies, Role
+from .output_rows import OutputRows, RowGroup
+
+
+class Load(Role):
+    """The copying warp: Q once per work tile, after the first K."""
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        tiling, block, call, rows = self.tiling, self.block, self.call, self.kernel.rows
+        tiles = self.kernel.kv_tiles(call, work)
+        gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(rows), tiling.d))
+        copies = KeyCopies(self, work, block.k_edge, block.v_edge)
+        if tiles.count > 0:
+            before = copies.source.locate(tiles.first)
+            copies.start_keys(before, k_slot)
+            bar = block.q_edge.acquire(q_slot)
+            for g in cutlass.range_constexpr(block.groups):
+                tQsQ, tQgQ = partition(call.tmas.q, block.sQ[None, None, g], gQ)
+                cute.copy(call.tmas.q, tQgQ[None, work.m * block.groups + g], tQsQ, tma_bar_ptr=bar)
+            q_slot = q_slot.next()
+            k_slot = k_slot.next()
+            for run in tiles.runs:
+                for i in cutlass.range(run.count, unroll=1):
+                    at = copies.source.locate(run.tile(i))
+                    k_slot, v_slot = copies.follow(at, before, k_slot, v_slot)
+                    before = at
+            copies.start_values(before, v_slot)
+            v_slot = v_slot.next()
+        return q_slot, k_slot, v_slot
+
+
+class Consumer(RowGroup):
+    """A group that takes turns with the others where the tiling says so."""
+
+    def __init__(self, kernel, block, thread, scale_log2):
+        super().__init__(kernel, block, thread, scale_log2)
+        self.turns = PingPong(block.groups if self.tiling.pingpong else 1, block.turns)
+
+    @cute.jit
+    def clear_values(self, n, kv_len, v_slot):
+        """V of kv tile `n` beyond the last key to zeros: a page holds anything there, and 0 * NaN is NaN."""
+        self.block.v_edge.wait(v_slot)
+        sV = self.block.sV[None, None, v_slot.index]
+        first = kv_len - n * self.tiling.tile_n
+        for row in cutlass.range(first + self.number, self.tiling.tile_n, self.block.groups, unroll=1):
+            if self.thread < self.tiling.dv // 2:
+                for column in cutlass.range_constexpr(2):
+                    sV[row, self.thread * 2 + column] = self.block.dtype(0.0)
+        cute.arch.fence_view_async_shared()
+        self.sync_consumers()
+
+
+class Consume(Role):
+    """A group's rows of each work tile: `me`."""
+
+    def __init__(self, kernel, call, me):
+        super().__init__(kernel, call, me.block)
+        self.me = me
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        if tiles.count > 0:
+            me.block.q_edge.wait(q_slot)
+            rows.first_scores(tiles.first, k_slot)
+            if const_expr(self.plan.layout.kv == "paged"):
+                me.clear_values(tiles.first, work.keys.length, v_slot)
+            k_slot = k_slot.next()
+            for run in tiles.runs:
+                for segment in run.segments():
+                    for test, count in rows.tests(segment):
+                        for i in cutlass.range(count, unroll=1):
+                            rows.step(segment.tile(i), test, k_slot, v_slot)
+                            k_slot = k_slot.next()
+                            v_slot = v_slot.next()
+            me.block.q_edge.release(q_slot, me.lane)
+            q_slot = q_slot.next()
+            rows.last_product(v_slot)
+            v_slot = v_slot.next()
+        rows.finish(call)
+        return q_slot, k_slot, v_slot
+
+
+class GroupRows(OutputRows[Any]):
+    """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics."""
+
+    def __init__(self, me: Consumer, mods, work, leaves):
+        super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
+        self.tOrO.fill(0.0)
+
+    def probabilities(self, tSrS, n, ahead, test, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
+        tile = self.tile(self.products.rows_of(tSrS), n)
+        self.mods.apply_score(tile, ahead)
+        if test is not None:
+            test(tile)
+        self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
+        self.mods.drop(tile)
+
+    def first_scores(self, n, k_slot):
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        self.block.k_edge.wait(k_slot)
+        tSrS = self.products.issue_scores(k_slot)
+        self.products.wait(0)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
+
+    def step(self, n, test, k_slot, v_slot):
+        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+        early = self.tiling.rescale_early
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        self.block.k_edge.wait(k_slot)
+        self.me.turns.take(self.me.number)
+        tSrS = self.products.issue_scores(k_slot)
+        if early:
+            self.rescale_output()
+        self.block.v_edge.wait(v_slot)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
+        self.me.turns.give(self.me.number)
+        self.products.wait(1)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        self.probabilities(tSrS, n, ahead, test, first=False)
+        self.products.wait(0)
+        self.block.v_edge.release(v_slot, self.me.lane)
+        narrow(self.tOrP, tSrS)
+        if not early:
+            self.rescale_output()
+
+    def last_product(self, v_slot):
+        if self.tiling.rescale_early:
+            self.rescale_output()
+        self.block.v_edge.wait(v_slot)
+        self.products.issue_output(self.tOrO, self.tOrP, v_slot)
+        self.products.wait(0)
+        self.block.v_edge.release(v_slot, self.me.lane)
+
+    def row_tile(self):
+        return self.work.m * self.block.groups + self.me.number
+
+    def finish(self, call):
+        """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
+        row_lse = self.store(call)
+        self.store_statistics(call, self.softmax, row_lse, self.me.lane)
