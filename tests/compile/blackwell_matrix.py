@@ -5,19 +5,22 @@
     python -m tests.compile.blackwell_matrix --backward ...           the same of the kernels of gradients
     python -m tests.compile.blackwell_matrix --part 3/48 --record 3.json      each 48th cell from the third on
     python -m tests.compile.blackwell_matrix --gather 1.json 2.json ...       rows of several records into one
+    python -m tests.compile.blackwell_matrix --check --part 1/60              are cells still as the record says?
 
 `benchmarks/results/compiled/blackwell.json` keeps what was made of each cell (`blackwell-backward.json`: of gradients),
-if no other record is named. Rows of other sources are dropped.
+if no other record is named. Rows of other sources are dropped, but for `--check`: of most changes kernels know nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,15 +189,17 @@ Row = dict[str, object]
 
 
 def row(cell: Cell) -> Row:
-    """What the compiler made of a cell, in numbers, and what is wrong with it."""
+    """What the compiler made of a cell, in numbers, what is wrong with it, and a hash of its PTX (entry: `kernel`)."""
     plan = cell.plan
-    made = compile_offline(plan)
-    return {
-        "spills": made.spills, "stack": made.stack, "registers": made.registers, "shared": made.shared_memory,
-        "columns": allocated(plan),
-        "instructions": len(made.instructions), **{name: made.mnemonics[name] for name in UNITS},
-        "faults": list(faults(made)),
-    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="composattn-") as aside:  # 200 kB each, which nobody asks for again
+        made = compile_offline(plan, Path(aside))
+        text = made.ptx.replace(made.entry, "kernel")
+        return {
+            "spills": made.spills, "stack": made.stack, "registers": made.registers, "shared": made.shared_memory,
+            "columns": allocated(plan),
+            "instructions": len(made.instructions), **{name: made.mnemonics[name] for name in UNITS},
+            "faults": list(faults(made)), "ptx": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -208,14 +213,17 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """Of what compiles here: without rows that other sources made."""
-        here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        same = (kept.get("language"), kept.get("sources")) == (here.language, here.sources)
-        if not same:
-            return here
+        """As it is kept."""
+        kept = json.loads(path.read_text())
         rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
-        return dataclasses.replace(here, commit=kept["commit"], rows=rows)
+        return Record(kept["language"], kept["sources"], kept["commit"], rows)
+
+    @staticmethod
+    def of_these_sources(path: Path) -> Record:
+        """Without rows that other sources made."""
+        here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
+        kept = Record.read(path) if path.exists() else here
+        return kept if (kept.language, kept.sources) == (here.language, here.sources) else here
 
     def write(self, path: Path) -> None:
         """A line a row, its values in the order of `fields`."""
@@ -229,9 +237,9 @@ class Record:
 
 def gather(paths: list[Path], record: Path, every: list[Cell]) -> Record:
     """All rows of several records, in the order of cells."""
-    found = Record.read(record)
+    found = Record.of_these_sources(record)
     for path in paths:
-        found.rows |= Record.read(path).rows
+        found.rows |= Record.of_these_sources(path).rows
     found.rows = {str(cell): found.rows[str(cell)] for cell in every if str(cell) in found.rows}
     found.write(record)
     return found
@@ -255,6 +263,19 @@ def compiled(left: list[Cell], record: Record, path: Path, seconds: float) -> No
         print(f"{cell}: {time.monotonic() - begun:.1f} s {found}", flush=True)
 
 
+def check(asked: list[Cell], record: Record) -> int:
+    """Compiles cells that the record has, and prints which are not as it says; 1 where one is not."""
+    known = [cell for cell in asked if str(cell) in record.rows]
+    other = 0
+    for cell in known:
+        was, now = record.rows[str(cell)], row(cell)
+        if was != now:
+            other += 1
+            print(f"{cell}: {now}, was {was}", flush=True)
+    print(f"of {len(known)} cells {len(known) - other} are as in the record of {record.commit[:7]}")
+    return int(other > 0)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
@@ -262,15 +283,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--backward", action="store_true", help="of gradients")
     parser.add_argument("--record", type=Path, help="file that keeps the rows")
     parser.add_argument("--gather", type=Path, nargs="+", default=[], help="records whose rows go to it")
+    parser.add_argument("--check", action="store_true", help="compile cells of the record again; 1 where one differs")
     parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
     asked = parser.parse_args(arguments)
     every = cells(asked.backward)
     asked.record = asked.record or (BACKWARD_RECORD if asked.backward else RECORD)
     cells_asked = wanted(asked.words, asked.part, every)
+    if asked.check:
+        return check(cells_asked, Record.read(asked.record))
     if asked.gather:
         record = gather(asked.gather, asked.record, every)
     else:
-        record = Record.read(asked.record)
+        record = Record.of_these_sources(asked.record)
         left = [cell for cell in cells_asked if str(cell) not in record.rows]
         compiled(left, record, asked.record, asked.seconds)
     rows = [record.rows[str(cell)] for cell in cells_asked if str(cell) in record.rows]
