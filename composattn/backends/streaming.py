@@ -43,26 +43,6 @@ from .tiles import Mask, Step, Tile, steps
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    score: Expr | None = None,
-    mask: Expr | None = None,
-    sink: Expr | None = None,
-    keep: Expr | None = None,
-    scale: float,
-) -> Pair:
-    """Attention in tiles.
-
-    q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv) in q's dtype, lse (B, Hq, Sq),
-    natural logarithm, fp32 (fp64 for fp64 tensors). `score`, `mask`, `sink` and `keep` are graphs over the leaves
-    of `composattn.graph`. Differentiable, twice too, in q, k, v and captured float tensors, through out and lse.
-    """
-    return _attention(Mods(Program(score, mask, sink, keep), scale), q, k, v)[:2]
-
-
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
     return StreamingCall(Mods(program, scale))

@@ -81,16 +81,16 @@ def describe(division: Division, seen: torch.Tensor, traffic: Traffic) -> Descri
     return Described(division, traffic, tuple(rows))
 
 
-def spans(numbers: list[int], most: int = 6) -> str:
-    """Runs of numbers in words: 0-3, 8, 10-11."""
+def spans(numbers: list[int]) -> str:
+    """Runs of numbers in words, the first six: 0-3, 8, 10-11."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    words = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:most]]
-    return ", ".join(words) + (f", … ({len(runs)} runs)" if len(runs) > most else "")
+    words = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:6]]
+    return ", ".join(words) + (f", … ({len(runs)} runs)" if len(runs) > 6 else "")
 
 
 def _overlap(traffic: Traffic) -> str:

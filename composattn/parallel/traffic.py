@@ -14,6 +14,7 @@ from .division import Division
 from .movement import GATHER_FROM, Movement
 
 METHODS = ("auto", "exchange", "gather", "heads")
+RECEIVED, COMPUTED = 300e9, 500e12  # bytes and FLOP per second of a rank, which times are estimated with
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,6 @@ class Shape:
     def flops(self, pairs: float) -> float:
         """Of the forward, over pairs of all heads and batches."""
         return 2 * pairs * (self.head_dim + self.head_dim_v)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What times are estimated with: bytes per second that a rank receives, FLOP per second that it computes."""
-
-    link: float = 300e9
-    flops: float = 500e12
 
 
 @dataclass(frozen=True)
@@ -92,9 +85,8 @@ def chosen(method: str, parts: int | None, division: Division, seen: torch.Tenso
     return Traffic(method, parts, received, shape)
 
 
-def parts_for(received: tuple[int, ...], division: Division, shape: Shape, machine: Machine | None = None) -> int:
+def parts_for(received: tuple[int, ...], division: Division, shape: Shape) -> int:
     """Two where the fetch takes a tenth of the computation or more: hiding it then pays for merging two results."""
-    machine = machine or Machine()
     heads = shape.heads * shape.batch
-    computing = shape.flops(max(division.pairs, default=0.0) * heads) / machine.flops
-    return 2 if max(received, default=0) / machine.link > 0.1 * computing else 1
+    computing = shape.flops(max(division.pairs, default=0.0) * heads) / COMPUTED
+    return 2 if max(received, default=0) / RECEIVED > 0.1 * computing else 1

@@ -38,10 +38,6 @@ class HeadRows(Fixed):
         """The shape of `rows` packed rows of a `view`."""
         return rows if self.heads == 1 else (self.slots, rows // self.slots)
 
-    def tiles(self, view: cute.Tensor, rows: int, columns: int) -> cute.Tensor:
-        """(rows, columns, tile) of a part of a `view` of two modes."""
-        return cute.local_tile(view, (self.box(rows), columns), (None if self.heads == 1 else (0, None), 0))
-
     def place(self, row: Any) -> tuple[Any, Any]:
         """(query, which of the heads) of a packed row."""
         return (row, 0) if self.heads == 1 else (row // self.slots, row % self.slots)

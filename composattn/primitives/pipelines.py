@@ -144,10 +144,10 @@ class BoundEdge(Fixed):
             if self.edge.consumers is not None:
                 cute.arch.mbarrier_init(self.empty + stage, self.edge.consumers.arrivals)
 
-    def acquire(self, slot: Slot, lane: Any = None) -> cute.Pointer:
+    def acquire(self, slot: Slot) -> cute.Pointer:
         """Producer warp: wait until the stage is free, and arrive; gives the mbarrier that copies complete on."""
         self.wait_empty(slot)
-        self.fill(slot, lane)
+        self.fill(slot)
         return self.full + slot.index
 
     def fill(self, slot: Slot, lane: Any = None) -> None:

@@ -7,17 +7,28 @@ from cutlass import Int32
 
 
 def swizzled(columns: int) -> int:
-    """How many 16-bit columns lie together in shared memory: 64 (128 bytes) where they fit, else 32."""
-    return 64 if columns % 64 == 0 else 32
+    """How many 16-bit columns lie together in shared memory: the most, up to 64 (128 bytes), that divide `columns`."""
+    return next(wide for wide in (64, 32, 16) if columns % wide == 0)
 
 
-def tile_layout(rows: int, columns: int, stages: int | None = None):
-    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other."""
-    wide = swizzled(columns)
-    pattern = cute.make_swizzle(3 if wide == 64 else 2, 4, 3)
+def tile_layout(rows: int, columns: int, stages: int | None = None, together: int | None = None):
+    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other.
+
+    `together`: of so many columns, where those are read apart.
+    """
+    wide = swizzled(together or columns)
+    pattern = cute.make_swizzle(wide.bit_length() - 4, 4, 3)
     atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def tensor_of(start: cute.Pointer, layout, dtype, *modes: tuple[int, int]) -> cute.Tensor:
+    """Shared memory from `start` on as tiles of a swizzled layout, in further modes (size, stride)."""
+    outer = layout.outer
+    for size, stride in modes:
+        outer = cute.append(outer, cute.make_layout(size, stride=stride))
+    return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=dtype), outer)
 
 
 def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:

@@ -43,45 +43,29 @@ class _Drawn:
         return options[self.draw(st.integers(0, len(options) - 1))]
 
 
-def cases(space: Space = SMALL) -> st.SearchStrategy[Case]:
-    """Whole calls: shapes, dtype, tensors, mask, score mod, scale, gradients of the outputs."""
-    return _cases(space)
-
-
-def sites(space: Space = SMALL) -> st.SearchStrategy[Site]:
-    """Shapes and dtypes that mods can be drawn for."""
-    return _sites(space)
-
-
-def masks(site: Site) -> st.SearchStrategy[Mask]:
-    """Masks for the shapes of `site`."""
-    return _masks(site)
-
-
-def score_mods(site: Site) -> st.SearchStrategy[Score]:
-    """Score mods for the shapes of `site`."""
-    return _scores(site)
-
-
 @st.composite
-def _cases(draw: st.DrawFn, space: Space) -> Case:
+def cases(draw: st.DrawFn, space: Space = SMALL) -> Case:
+    """Whole calls: shapes, dtype, tensors, mask, score mod, scale, gradients of the outputs."""
     return draw_case(_Drawn(draw), space)
 
 
 @st.composite
-def _sites(draw: st.DrawFn, space: Space) -> Site:
+def sites(draw: st.DrawFn, space: Space = SMALL) -> Site:
+    """Shapes and dtypes that mods can be drawn for."""
     return draw_site(_Drawn(draw), space)
 
 
-def _here(site: Site, draw: st.DrawFn) -> Site:
-    return dataclasses.replace(site, choices=_Drawn(draw))
-
-
 @st.composite
-def _masks(draw: st.DrawFn, site: Site) -> Mask:
+def masks(draw: st.DrawFn, site: Site) -> Mask:
+    """Masks for the shapes of `site`."""
     return draw_mask(_here(site, draw))
 
 
 @st.composite
-def _scores(draw: st.DrawFn, site: Site) -> Score:
+def score_mods(draw: st.DrawFn, site: Site) -> Score:
+    """Score mods for the shapes of `site`."""
     return draw_score(_here(site, draw))
+
+
+def _here(site: Site, draw: st.DrawFn) -> Site:
+    return dataclasses.replace(site, choices=_Drawn(draw))

@@ -16,11 +16,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from composattn.backends.hopper.wgmma import tile_layout
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
 from composattn.primitives.kv_source import partition
 from composattn.primitives.seqlen import PackedRows
+from composattn.primitives.swizzled_tiles import tile_layout
 
 TILE = 32
 
@@ -37,7 +37,7 @@ class CopySequences:
     ):
         rows = PackedRows(starts, used)
         shape, self.dtype = (TILE, self.columns), x.element_type
-        layout = tile_layout(self.dtype, *shape)
+        layout = tile_layout(*shape)
         tma_x, tX = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows.for_copies(x), layout, shape)
         tma_y, tY = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), rows.for_copies(y), layout, shape)
         self.kernel(tma_x, tX, tma_y, tY, seen, rows, layout).launch(

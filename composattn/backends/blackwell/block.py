@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Int128
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
-from ...primitives.swizzled_tiles import tile_layout
+from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed
 from .roles import WARPGROUP
 from .take_over import BYTES, TakeOver
@@ -61,20 +61,17 @@ class Block(Fixed):
         # O's rows lie where Q's were: all products of them are done by then
         region = ROWS * tiling.region
         rows = smem.allocate_array(dtype, tiles * region, byte_alignment=1024)
-        self.q_rows = [self._tile(rows + t * region, tile_layout(ROWS, tiling.d)) for t in range(tiles)]
-        self.o_rows = [self._tile(rows + t * region, tile_layout(ROWS, tiling.dv)) for t in range(tiles)]
+        self.q_rows = [tensor_of(rows + t * region, tile_layout(ROWS, tiling.d), dtype) for t in range(tiles)]
+        self.o_rows = [tensor_of(rows + t * region, tile_layout(ROWS, tiling.dv), dtype) for t in range(tiles)]
         self.o_start = [(rows + t * region).toint() for t in range(tiles)]
         k = smem.allocate_array(dtype, tiling.k_stages * tiling.tile_n * tiling.d, byte_alignment=1024)
         v = smem.allocate_array(dtype, tiling.v_stages * tiling.tile_n * tiling.dv, byte_alignment=1024)
-        self.sK = self._tile(k, tile_layout(tiling.tile_n, tiling.d, tiling.k_stages))
-        self.sV = self._tile(v, tile_layout(tiling.tile_n, tiling.dv, tiling.v_stages))
+        self.sK = tensor_of(k, tile_layout(tiling.tile_n, tiling.d, tiling.k_stages), dtype)
+        self.sV = tensor_of(v, tile_layout(tiling.tile_n, tiling.dv, tiling.v_stages), dtype)
         self.q_operands = [Operand(start, ROWS, tiling.d) for start in self.o_start]
         self.k_operand = Operand(k.toint(), tiling.tile_n, tiling.d)
         self.v_start = v.toint()
         self.v_operand = Operand(self.v_start, tiling.tile_n, tiling.dv, by_rows=True)
-
-    def _tile(self, start, layout) -> cute.Tensor:
-        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
 
     def tensor_memory(self) -> Int32:
         """The address of the first column, once all threads have met after it was asked for.

@@ -10,7 +10,6 @@ from ...primitives.emit import Leaves
 from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
-from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose
 from ..fused.kernels.correction import Correction
 from ..fused.kernels.forward import Forward, prefetch
@@ -47,9 +46,6 @@ class BlackwellForward(Forward[BlackwellTiling]):
         self.threads = plan.tiling.roles.threads
         bands = self.tiling.query_tiles > 1 and not plan.is_split and isinstance(self.visited, BandTiles)
         self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own
-
-    def tile_layout(self, rows, columns):
-        return tile_layout(rows, columns)
 
     def memory(self, block, thread) -> Lane:
         """Of a thread of a warpgroup: who asks has it in a register, so each role does."""

@@ -8,7 +8,7 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Warps
-from ...primitives.swizzled_tiles import tile_layout
+from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed
 from .backward_tiling import BlackwellBackwardTiling
 from .roles import WARPGROUP
@@ -125,8 +125,7 @@ class Block(Fixed):
         self.shared, self.operands, self.across = {}, {}, {}
         for name, (rows, columns, stages) in self.tiling.tiles.items():
             start = smem.allocate_array(self.dtype, rows * columns * (stages or 1), byte_alignment=1024)
-            layout = tile_layout(rows, columns, stages)
-            self.shared[name] = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), layout.outer)
+            self.shared[name] = tensor_of(start, tile_layout(rows, columns, stages), self.dtype)
             self.operands[name] = Operand(start.toint(), rows, columns)
             self.across[name] = Operand(start.toint(), rows, columns, by_rows=True)
         self.sK, self.sV, self.sQ, self.sdO, self.sdS = [self.shared[name] for name in ("k", "v", "q", "do", "ds")]

@@ -5,7 +5,6 @@ from typing import Any
 import cutlass.cute as cute
 
 from ...primitives.register_chunks import THREADS
-from ...primitives.swizzled_tiles import tile_layout
 from ..fused.kernels.backward_gather import RowGather
 from ..fused.kernels.postprocess import COLUMNS, RowPostprocess
 from ..fused.kernels.rounding import LineSums, RowSums, Sums
@@ -17,8 +16,6 @@ ROWS_OF_BLOCK = ROWS // 2  # of a pair
 
 class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
     """Of a pair each block has left half of the rows, its upper threads the right half of the columns."""
-
-    tile_layout = staticmethod(tile_layout)
 
     def sums(self) -> RowSums:
         return FoldedSums(COLUMNS) if self.tiling.sharing == 2 else super().sums()
@@ -39,7 +36,7 @@ class FoldedSums(RowSums):
 
 
 class BlackwellGather(RowGather[BlackwellBackwardTiling]):
-    tile_layout = staticmethod(tile_layout)
+    """Of wide rows what lanes have left are columns."""
 
     def sums(self, columns: int) -> Sums:
         wide = isinstance(self.tiling, WideBackwardTiling)

@@ -147,20 +147,48 @@ def free(address: Int32, columns: int, blocks: int = 1) -> None:
     cute.arch.dealloc_tmem(pointer, columns, is_two_cta=blocks == 2)
 
 
-def load(address: Int32, count: int) -> tuple:
-    """This thread's lane of `count` columns, fp32, when they are there.
-
-    Loads and the wait for them are one piece of assembly, so that no compiler moves a use between them.
-    """
-    return _load(address, count, "ld")
+def after_wait() -> None:
+    """Behind a wait for others: what follows of tensor memory and products stays behind it."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
 
 
-def load_with_maxima(address: Int32, count: int) -> tuple:
-    """What `load` gives, then the largest of each piece of it, NaN left out; for targets that have such loads."""
-    return _load(address, count, "ld.red")
+class Lane(Fixed):
+    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.matrix_memory`."""
+
+    def __init__(self, memory: Int32, warp: Int32) -> None:
+        self.address = memory + ((warp & 3) << 21)
+
+    def read(self, column: Any, count: int) -> tuple:
+        return _load(self.address + column, count, "ld")
+
+    def read_with_maxima(self, column: Any, count: int) -> tuple:
+        return _load(self.address + column, count, "ld.red")
+
+    def write(self, column: Any, words: Any) -> None:
+        address = self.address + column
+        for start, size in _pieces(cute.size(words)):
+            names = ", ".join(f"{{$r{1 + i}}}" for i in range(size))
+            cute.arch.inline_ptx(
+                f"tcgen05.st.sync.aligned.32x32b.x{size}.b32 [{{$r0}}], {{{names}}};",
+                read_only_args=[address + start, *(words[start + i] for i in range(size))],
+            )
+
+    def written(self) -> None:
+        cute.arch.fence_view_async_tmem_store()
+        self.have_read()
+
+    def have_read(self) -> None:
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+
+    def heard(self) -> None:
+        after_wait()
 
 
 def _load(address: Int32, count: int, kind: str) -> tuple:
+    """This thread's `count` columns; "ld.red": then the largest of each piece of them, for targets that have it.
+
+    Loads and the wait for them are one piece of assembly, so that no compiler moves a use between them.
+    """
     starts = _pieces(count)
     lines = []
     for n, (start, size) in enumerate(starts):
@@ -173,57 +201,6 @@ def _load(address: Int32, count: int, kind: str) -> tuple:
         write_only_types=[Float32] * (count + (len(starts) if kind == "ld.red" else 0)),
         read_only_args=[address + start for start, _ in starts],
     )
-
-
-def store(address: Int32, words: Any) -> None:
-    """32-bit registers to this thread's lane; there after `wait_stores`."""
-    for start, size in _pieces(cute.size(words)):
-        names = ", ".join(f"{{$r{1 + i}}}" for i in range(size))
-        cute.arch.inline_ptx(
-            f"tcgen05.st.sync.aligned.32x32b.x{size}.b32 [{{$r0}}], {{{names}}};",
-            read_only_args=[address + start, *(words[start + i] for i in range(size))],
-        )
-
-
-def wait_stores() -> None:
-    """Until this warp's stores are there; what it arrives at next tells others."""
-    cute.arch.fence_view_async_tmem_store()
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
-
-
-def after_wait() -> None:
-    """Behind a wait for others: what follows of tensor memory and products stays behind it."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
-
-
-def before_arrival() -> None:
-    """In front of an arrival that tells others: loads of tensor memory before it stay there."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
-
-
-class Lane(Fixed):
-    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.matrix_memory`."""
-
-    def __init__(self, memory: Int32, warp: Int32) -> None:
-        self.address = memory + ((warp & 3) << 21)
-
-    def read(self, column: Any, count: int) -> tuple:
-        return load(self.address + column, count)
-
-    def read_with_maxima(self, column: Any, count: int) -> tuple:
-        return load_with_maxima(self.address + column, count)
-
-    def write(self, column: Any, words: Any) -> None:
-        store(self.address + column, words)
-
-    def written(self) -> None:
-        wait_stores()
-
-    def have_read(self) -> None:
-        before_arrival()
-
-    def heard(self) -> None:
-        after_wait()
 
 
 def _pieces(count: int) -> list[tuple[int, int]]:

@@ -110,13 +110,11 @@ def plan_backward(
     has_dlse: bool = False,
     deterministic: bool = False,
     tiling: BackwardTiling | None = None,
-    intervals: tuple[TileInterval, ...] | None = None,
     cut: Cut | Literal["auto"] | None = "auto",
 ) -> BackwardPlans:
     """The backward kernels for `problem` on `target`; `tiling` overrides the architecture's choice.
 
     `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
-    `intervals`: which queries a tile of keys visits, by default derived from the mask.
     `cut`: which tiles of keys several blocks share, by default as keeps the multiprocessors busy.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
@@ -127,10 +125,8 @@ def plan_backward(
     program = program.without_sink
     chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
     visited, limits = program.of_keys
-    lists = None
-    if intervals is None:
-        lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
-        intervals = visited if lists is None else ()
+    lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
+    intervals = visited if lists is None else ()
     ends = ends_of(intervals, limits)
     at_once = target.sms // chosen.sharing
     if lists is not None or not problem.layout.is_dense:

@@ -52,7 +52,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         self.stored_rows = ROWS if plan.tiling.persistent else plan.tiling.tile_n
 
     def layouts(self):
-        return Layouts.of(self.tiling, self.dtype)
+        return Layouts.of(self.tiling)
 
     def block(self, layouts, counter):
         return Block(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)

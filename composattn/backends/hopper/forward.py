@@ -10,13 +10,14 @@ from cutlass.memory import SmemAllocator
 from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.pipelines import Copies, Edge, start_edges
+from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
 from ..fused.kernels.group_rows import Consume, Consumer, Load
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, tile_layout, warps_of
+from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
 from .wide_tiling import WideTiling
 
 AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
@@ -26,9 +27,6 @@ class WarpgroupForward(Forward[AnyTiling]):
     """Some warps of the first warpgroup copy; each further one has rows of queries, and most of the registers."""
 
     rows = ROWS
-
-    def tile_layout(self, rows, columns):
-        return tile_layout(self.dtype, rows, columns)
 
     @abc.abstractmethod
     def block(self) -> Any:
@@ -105,9 +103,9 @@ class Block(Fixed):
 
     def __init__(self, tiling, dtype):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
-        q_layout, o_layout = tile_layout(dtype, ROWS, tiling.d), tile_layout(dtype, ROWS, tiling.dv)
-        k_layout = tile_layout(dtype, tiling.tile_n, tiling.d, tiling.stages)
-        v_layout = tile_layout(dtype, tiling.tile_n, tiling.dv, tiling.stages)
+        q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
+        k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages)
+        v_layout = tile_layout(tiling.tile_n, tiling.dv, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         edges = (
@@ -125,17 +123,13 @@ class Block(Fixed):
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
         start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sQ = self._regions(start, q_layout, region)  # (64, D, warpgroup)
+        self.sQ = tensor_of(start, q_layout, dtype, (self.groups, region))  # (64, D, warpgroup)
         if tiling.separate_o:
             region = ROWS * tiling.dv
             start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sO = self._regions(start, o_layout, region)  # (64, Dv, warpgroup)
+        self.sO = tensor_of(start, o_layout, dtype, (self.groups, region))  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
         self.sV = smem.allocate_tensor(dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
-
-    def _regions(self, start, layout, region: int) -> cute.Tensor:
-        outer = cute.append(layout.outer, cute.make_layout(self.tiling.warpgroups, stride=region))
-        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
 
 class Products(WarpgroupProducts):

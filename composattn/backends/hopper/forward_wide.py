@@ -11,12 +11,13 @@ from ...primitives.kv_source import kv_source, partition
 from ...primitives.lanes import add
 from ...primitives.online_softmax import largest_scores
 from ...primitives.pipelines import BoundEdge, Copies, Edge
+from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed, choose, narrowed, permuted
 from ..fused.kernels.forward import Role
 from ..fused.kernels.output_rows import OutputRows, RowGroup
 from ..fused.plan import ForwardPlan
 from .forward import WarpgroupForward
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, put, tile_layout, warps_of
+from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, put, warps_of
 from .wide_tiling import GROUPS, SLICE, STAGE, WideTiling
 
 
@@ -125,24 +126,17 @@ class Block(Fixed):
         self.of_groups = barriers.row(GROUPS, WARPGROUP)
         self.of_consumers = barriers.one(GROUPS * WARPGROUP)
         start = smem.allocate_array(dtype, ROWS * max(tiling.d, tiling.dv), byte_alignment=1024)
-        self.sQ = self._tensor(start, tile_layout(dtype, ROWS, tiling.d))
+        self.sQ = tensor_of(start, tile_layout(ROWS, tiling.d), dtype)
         columns = tiling.output_columns
-        self.sO = self._tensor(start, tile_layout(dtype, ROWS, columns), (GROUPS, ROWS * columns))
+        self.sO = tensor_of(start, tile_layout(ROWS, columns), dtype, (GROUPS, ROWS * columns))
         rings = (tiling.stages, STAGE), (GROUPS, tiling.stages * STAGE)
         start = smem.allocate_array(dtype, GROUPS * tiling.stages * STAGE, byte_alignment=1024)
-        self.sK = self._tensor(start, tile_layout(dtype, *tiling.key_box), *rings)
-        self.sV = self._tensor(start, tile_layout(dtype, *tiling.value_box), *rings)
-        layout = tile_layout(dtype, ROWS, tiling.tile_n)
+        self.sK = tensor_of(start, tile_layout(*tiling.key_box), dtype, *rings)
+        self.sV = tensor_of(start, tile_layout(*tiling.value_box), dtype, *rings)
+        layout = tile_layout(ROWS, tiling.tile_n)
         self.sP = smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         # a number of each row and warpgroup
         self.sRows = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS)), 128)
-
-    def _tensor(self, start, layout, *modes) -> cute.Tensor:
-        """Tiles of a layout, in further modes (size, stride)."""
-        outer = layout.outer
-        for size, stride in modes:
-            outer = cute.append(outer, cute.make_layout(size, stride=stride))
-        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.dtype), outer)
 
     def of_group(self, slices: cute.Tensor, number) -> cute.Tensor:
         """(keys, columns, stage) of a warpgroup's ring."""

@@ -8,6 +8,7 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
 from ..fused.kernels.dq_sender import AHEAD
@@ -15,7 +16,7 @@ from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
 from .backward_tiling import HopperBackwardTiling
 from .dq import key_columns
-from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, tile_layout, warps_of
+from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, warps_of
 
 
 class Layouts(NamedTuple):
@@ -30,21 +31,21 @@ class Layouts(NamedTuple):
     dv: Any
 
     @staticmethod
-    def of(tiling: HopperBackwardTiling, dtype) -> "Layouts":
-        k = tile_layout(dtype, tiling.tile_n, tiling.d, slice_columns=key_columns(tiling))
-        v = tile_layout(dtype, tiling.tile_n, tiling.dv)
+    def of(tiling: HopperBackwardTiling) -> "Layouts":
+        k = tile_layout(tiling.tile_n, tiling.d, together=key_columns(tiling))
+        v = tile_layout(tiling.tile_n, tiling.dv)
         # what a warpgroup writes of transposed scores are whole swizzles, else they are rows
         scores = tiling.tile_n // tiling.warpgroups if tiling.transposed else None
         leaving = k, v
         if tiling.persistent:
-            dk, dv = (tile_layout(dtype, ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
+            dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
         return Layouts(
-            tile_layout(dtype, tiling.tile_m, tiling.d, tiling.q_stages),
-            tile_layout(dtype, tiling.tile_m, tiling.dv, tiling.do_stages),
+            tile_layout(tiling.tile_m, tiling.d, tiling.q_stages),
+            tile_layout(tiling.tile_m, tiling.dv, tiling.do_stages),
             k,
             v,
-            tile_layout(dtype, tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores),
+            tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores),
             *leaving,
         )
 

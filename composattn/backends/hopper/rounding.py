@@ -2,13 +2,14 @@
 
 import cutlass.cute as cute
 
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import permuted
 from ..fused.kernels.backward_gather import BackwardGather
 from ..fused.kernels.postprocess import Postprocess
 from ..fused.plan_backward import GatherPlan, PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
-from .wgmma import MN, ROWS, WarpgroupSums, product, tile_layout
+from .wgmma import MN, ROWS, WarpgroupSums, product
 
 
 class HopperPostprocess(Postprocess[HopperBackwardTiling]):
@@ -20,7 +21,7 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
 
     def layout(self):
         tiling = self.tiling
-        return tile_layout(self.dtype, tiling.tile_m, tiling.d, slice_columns=dq_columns(tiling))
+        return tile_layout(tiling.tile_m, tiling.d, together=dq_columns(tiling))
 
     def sums(self) -> WarpgroupSums:
         mma, part = dq_product(self.tiling, self.dtype)
@@ -36,9 +37,6 @@ class HopperGather(BackwardGather[HopperBackwardTiling]):
     def __init__(self, plan: GatherPlan[HopperBackwardTiling]):
         super().__init__(plan)
         self.rows = plan.tiling.tile_n if plan.tiling.transposed else ROWS
-
-    def layout(self, columns: int):
-        return tile_layout(self.dtype, self.rows, columns)
 
     def part(self, shared: cute.Tensor) -> cute.Tensor:
         return permuted(shared, 1, 0) if self.tiling.transposed else shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -88,11 +89,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_n = asked or min(by_registers, by_memory, 96 if gathers else 128)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
-    return HopperTiling(
+    return _tiling(
+        problem,
+        heads,
         tile_m=tile_m,
         tile_n=_whole_pages(tile_n) if paged else tile_n,
-        d=d,
-        dv=dv,
         stages=2,
         warpgroups=warpgroups,
         consumer_registers=consumers,
@@ -100,16 +101,21 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         pingpong=widest <= 128,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
-        l2=32 << 20,
-        packed_heads=heads,
-        heads_together=problem.schedule.heads_together,
         persistent=persistent,
-        kernel=_kernel(problem),
     )
 
 
-def _kernel(problem: Problem) -> str:
-    return "forward_in_order" if problem.schedule.batch_invariant else "forward"
+def _tiling(problem: Problem, heads: int, **chosen: Any) -> HopperTiling:
+    """With what hangs on the problem alone."""
+    return HopperTiling(
+        kernel="forward_in_order" if problem.schedule.batch_invariant else "forward",
+        d=padded(problem.head_dim),
+        dv=padded(problem.head_dim_v),
+        l2=32 << 20,
+        packed_heads=heads,
+        heads_together=problem.schedule.heads_together,
+        **chosen,
+    )
 
 
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
@@ -136,22 +142,18 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
         tile_n = min(tile_n, 64)
     if invariant:
         tile_n = invariant_keys(max(d, dv), program)
-    return HopperTiling(
+    return _tiling(
+        problem,
+        heads,
         tile_m=ROWS,
         tile_n=tile_n,
-        d=d,
-        dv=dv,
         stages=2,
         warpgroups=1,
         consumer_registers=registers,
         producer_registers=24 if narrow else 40,
         rescale_early=narrow,
         blocks=3 if narrow else 2,
-        l2=32 << 20,
-        packed_heads=heads,
-        heads_together=problem.schedule.heads_together,
         persistent=problem.schedule.persistent or False,
-        kernel=_kernel(problem),
     )
 
 
@@ -165,21 +167,17 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
     tile_n = invariant_keys(max(d, dv), program) if problem.schedule.batch_invariant else 64
     blocks = 2 if max(d, dv) <= (128 if tile_n == 64 else 96) and not persistent else 1
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
-    return HopperTiling(
+    return _tiling(
+        problem,
+        heads,
         tile_m=ROWS,
         tile_n=tile_n,
-        d=d,
-        dv=dv,
         stages=min(8, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
         consumer_registers=240 if blocks == 1 else 216,
         producer_registers=40,  # page numbers beside what all copies need
-        l2=32 << 20,
-        packed_heads=heads,
-        heads_together=problem.schedule.heads_together,
         persistent=persistent,
         blocks=blocks,
-        kernel=_kernel(problem),
     )
 
 

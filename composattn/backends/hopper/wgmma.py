@@ -7,7 +7,6 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from ...primitives.pipelines import Warps
 from ...primitives.score_tile import FragmentShape
@@ -22,17 +21,6 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode:
 
 def warps_of(warpgroups: int) -> Warps:
     return Warps(warpgroups * WARPGROUP // 32)
-
-
-# --- operands in shared memory ----------------------------------------------------------------------------------
-
-
-def tile_layout(dtype, rows: int, columns: int, stages: int | None = None, slice_columns: int | None = None):
-    """Shared-memory layout of row-major tiles with the widest swizzle that the columns (or slices of them) take."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, slice_columns or columns)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    shape = (rows, columns) if stages is None else (rows, columns, stages)
-    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
 # --- products ---------------------------------------------------------------------------------------------------

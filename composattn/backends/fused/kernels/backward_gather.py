@@ -1,7 +1,6 @@
 """After the backward kernel: fp32 sums of the pieces of tiles of keys, added up and rounded to dK and dV."""
 
 import abc
-from collections.abc import Callable
 from typing import Any, Generic
 
 import cutlass
@@ -11,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import DenseRows
+from ....primitives.swizzled_tiles import tile_layout
 from ..arguments import GatherArguments
 from ..plan_backward import AnyTiling, GatherPlan
 from .backward import pieces_of
@@ -32,9 +32,9 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
     def __repr__(self):
         return "backward_gather"  # becomes part of the kernel's name
 
-    @abc.abstractmethod
     def layout(self, columns: int) -> Any:
         """Of `rows` keys in shared memory."""
+        return tile_layout(self.rows, columns)
 
     @abc.abstractmethod
     def sums(self, columns: int) -> Sums:
@@ -94,14 +94,9 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
 class RowGather(BackwardGather[AnyTiling]):
     """Of sums that lie one row per thread: whole rows of a tile of keys."""
 
-    tile_layout: Callable[[int, int], Any]  # of so many rows and columns in shared memory
-
     def __init__(self, plan: GatherPlan[AnyTiling]):
         super().__init__(plan)
         self.rows = plan.tiling.block_keys
-
-    def layout(self, columns: int) -> Any:
-        return self.tile_layout(self.rows, columns)
 
     def sums(self, columns: int) -> Sums:
         return RowSums(columns)

@@ -50,10 +50,6 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
         return "forward"  # becomes part of the kernel's name
 
     @abc.abstractmethod
-    def tile_layout(self, rows: int, columns: int) -> Any:
-        """Of a tile in shared memory."""
-
-    @abc.abstractmethod
     def roles(self, call: Call) -> None:
         """What the warps of a block do."""
 
@@ -61,7 +57,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
         self.dtype = given.q.element_type
-        found = launched(self.plan, given, self.heads, self.rows, self.tile_layout)
+        found = launched(self.plan, given, self.heads, self.rows)
         self.kernel(
             found.tmas,
             found.tensors,

@@ -1,7 +1,6 @@
 """What a generated forward kernel is called with: bulk copies of its operands, and its work in order."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,6 +13,7 @@ from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
+from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
 from ..arguments import ForwardArguments
@@ -45,13 +45,8 @@ class Launched(NamedTuple):
         return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
 
 
-def launched(
-    plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int, layout: Callable[[int, int], Any]
-) -> Launched:
-    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work.
-
-    `layout` gives the shared memory of so many rows and columns.
-    """
+def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int) -> Launched:
+    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work."""
     tiling, dtype = plan.tiling, given.q.element_type
     queries: Any  # never in pages
     queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
@@ -61,11 +56,11 @@ def launched(
     q_rows, mQ = mQ.shape[0], heads.view(mQ)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     box = heads.box(rows)
-    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, layout(rows, tiling.d), (box, tiling.d))
+    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d), (box, tiling.d))
     (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
     k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, layout(*k_box), k_box)
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, layout(*v_box), v_box)
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(*k_box), k_box)
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(*v_box), v_box)
     tma_o, splits = None, None
     if plan.is_split:
         tO, splits = given.out, Int32(given.out.shape[0])
@@ -74,7 +69,7 @@ def launched(
     else:
         mO = heads.view(queries.for_copies(given.out))
         columns = tiling.output_columns
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, layout(rows, columns), (box, columns))
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, columns), (box, columns))
     kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
     section = (tiling.l2, tiling.heads_together)
     if given.work is None:

@@ -1,7 +1,6 @@
 """After the backward kernel: the fp32 sums of dQ, scaled and rounded, into the tensor."""
 
 import abc
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import cutlass.cute as cute
@@ -11,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
+from ....primitives.swizzled_tiles import tile_layout
 from ..arguments import PostprocessArguments
 from ..plan_backward import AnyTiling, PostprocessPlan
 from ..tiling import RowBackwardTiling
@@ -32,9 +32,9 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
     def __repr__(self):
         return "postprocess"  # becomes part of the kernel's name
 
-    @abc.abstractmethod
     def layout(self) -> Any:
         """Of a tile of dQ in shared memory."""
+        return tile_layout(self.tiling.tile_m, self.tiling.d)
 
     @abc.abstractmethod
     def sums(self) -> Sums:
@@ -92,14 +92,9 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
 class RowPostprocess(Postprocess[AnyRowTiling]):
     """Of sums that lie one row per thread, four columns together (`DqRows`): a group has `COLUMNS` of them."""
 
-    tile_layout: Callable[[int, int], Any]  # of so many rows and columns in shared memory
-
     def __init__(self, plan: PostprocessPlan[AnyRowTiling]):
         super().__init__(plan)
         self.groups = plan.tiling.d // COLUMNS
-
-    def layout(self) -> Any:
-        return self.tile_layout(self.tiling.tile_m, self.tiling.d)
 
     def sums(self) -> RowSums:
         return RowSums(COLUMNS)
