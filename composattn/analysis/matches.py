@@ -9,17 +9,29 @@ from ..graph.linear import FAR
 from .derived import Derived, countable, derive
 
 START, FULL_END, END, FULL_START = range(4)
-LARGEST_OF_TILE = (END, FULL_START)  # what rows see together begins at the smallest START, what all see at the largest
+FIRST, STOP = range(2)
 
 
 class Matches(Derived):
-    """A table of `matches`."""
+    """A table of `matches` or `reached`: pairs of ends, outer and inner, the first with the last, and so on.
+
+    What rows see together begins at the smallest START, what all see at the largest: a tile asks for the smallest of
+    the first half of the ends, for the largest of the others.
+    """
 
     __slots__ = ()
 
     @property
     def range(self) -> tuple[int, int]:
         return 0, FAR
+
+    @property
+    def half(self) -> int:
+        return self.tensor.shape[0] // 2
+
+    def without_gaps(self, end: int) -> int:
+        """The end that is the same one where nothing between does not match."""
+        return end if end % 2 == 0 else 2 * self.half - 1 - end
 
 
 def matches(
@@ -57,14 +69,35 @@ def matches(
     return derive((op, rows_order, columns_order), bounds_of_matches, rows, columns, kind=Matches)
 
 
+def reached(columns: Capture, columns_order: tuple[int, ...], strictly: bool) -> Matches:
+    """int32 (2, B|1, H|1, Skv + 1): per position, FIRST and STOP: columns before FIRST have a value that is not above
+    it (`strictly`: that is below it), columns from STOP on have not.
+
+    They are the same where values ascend. The last entry serves all positions from Skv on. `columns_order` as in
+    `matches`; here too columns beyond the end repeat the last one.
+    """
+
+    def ends(c: torch.Tensor) -> torch.Tensor:
+        c = _arranged(c, columns_order).to(torch.int64)
+        n = c.shape[-1]
+        at = torch.arange(n + 1, device=c.device).expand(*c.shape[:2], n + 1).contiguous()
+        largest, smallest_after = c.cummax(-1).values, c.flip(-1).cummin(-1).values.flip(-1).contiguous()
+        first, stop = (torch.searchsorted(x, at, right=not strictly) for x in (largest, smallest_after))
+        stop[..., n] = n  # larger values than there are columns may lie anywhere
+        found = torch.stack([first, stop])
+        return found.masked_fill_(found == n, FAR).to(torch.int32)
+
+    return derive(("reached", columns_order, strictly), ends, columns, kind=Matches)
+
+
 def without_gaps(table: Matches) -> Derived:
-    """Of a table of `matches`, int32 (B|1, H|1): whether the columns that match a row have no gaps, in any row."""
+    """Of a table of `matches` or `reached`, int32 (B|1, H|1): whether no row has gaps in the columns that match it."""
     return derive(("without gaps",), _without_gaps, table)
 
 
 def _without_gaps(table: torch.Tensor) -> torch.Tensor:
-    # START and FULL_END against FULL_START and END
-    return (table[:END] == table[END:].flip(0)).amin((0, -1)).to(torch.int32)
+    half = table.shape[0] // 2
+    return (table[:half] == table[half:].flip(0)).amin((0, -1)).to(torch.int32)
 
 
 def _equal(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

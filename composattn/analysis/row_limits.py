@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..graph.expr import Expr, const, index, read, substitute, walk
-from .matches import END, FULL_END, FULL_START, START, Matches
+from .matches import Matches
 from .matches import without_gaps as are_without_gaps
 from .solve import Constraint, High, Low, Piece
 
@@ -43,7 +43,7 @@ def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:
     for node in walk(*(e for c in bounds for e in (c.outer, c.inner))):
         if node.op == "read" and isinstance(node.attr, Matches):
             which, *at = node.args
-            plain[node] = read(node.attr, (const(_OUTER[int(which.attr)]), *at))
+            plain[node] = read(node.attr, (const(node.attr.without_gaps(int(which.attr))), *at))
             tables[read(are_without_gaps(node.attr), tuple(at[:2]))] = None
     if not plain:
         return piece
@@ -51,6 +51,3 @@ def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:
         c: type(c)(substitute(c.outer, plain), substitute(c.inner, plain)) for c in bounds
     }
     return Piece(tuple(moved.get(c, c) for c in piece.constraints))
-
-
-_OUTER = {START: START, END: END, FULL_START: START, FULL_END: END}

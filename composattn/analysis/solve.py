@@ -18,7 +18,7 @@ from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const, index, read
 from ..graph.linear import Linear, bounds, build, difference, linear
 from ..graph.ops import MIRRORED, NEGATED, apply
 from .derived import Derived, derive
-from .matches import END, FULL_END, FULL_START, START, matches
+from .matches import END, FIRST, FULL_END, FULL_START, START, STOP, matches, reached
 
 MOST_PIECES = 8  # a mask that needs more is analysed by intervals over tiles instead
 
@@ -255,9 +255,12 @@ class _Solver:
         return self.unsolved("eq", Linear(0, {t: 1}).plus(value, -1))
 
     def compared_reads(self, op: str, x: Expr, y: Expr, e: Expr, holds: bool) -> Pieces:
-        """A captured value of the column compared with one of the row, or with a constant: x op y."""
+        """A captured value of the column compared with one of the row, with its position, or a constant: x op y."""
         column, row = (x, y) if x.deps & self.dep else (y, x)
         op = op if column is x else MIRRORED[op]
+        bound = _reached(op, column) if self.name == "kv" and row is index("q") else None
+        if bound is not None:
+            return [Piece((bound,))]
         ends = None if self.name != "kv" else _matches("eq" if op == "ne" else op, row, column)
         if ends is None:
             return [Piece((Opaque(e, holds),))]
@@ -323,12 +326,27 @@ def _order(node: Expr, position: str) -> tuple[int, int, int] | None:
     return b, h, p
 
 
+def _columns_order(column: Expr) -> tuple[int, int, int] | None:
+    """`_order` of a table that is read at kv; None for anything else."""
+    found = _order(column, "kv") if _is_table(column) and column.attr.tensor.numel() else None
+    return found if found is not None and found[2] >= 0 else None
+
+
+def _reached(op: str, column: Expr) -> Low | High | None:
+    """Where the columns with `column op q` end, exact where values ascend, as those of documents by offsets do."""
+    columns_order = _columns_order(column)
+    if columns_order is None or op not in ("lt", "le", "gt", "ge"):
+        return None
+    table = reached(column.attr, columns_order, strictly=op in ("lt", "ge"))
+    at = (*(const(0) if d < 0 else index(name) for name, d in zip("bh", columns_order, strict=False)), index("q"))
+    first, stop = (read(table, (const(i), *at)) for i in (FIRST, STOP))
+    return High(stop, first) if op in ("lt", "le") else Low(first, stop)
+
+
 def _matches(op: str, row: Expr, column: Expr) -> tuple[Expr, Expr, Expr, Expr] | None:
     """Where the columns with `column op row` begin and end: outer and inner."""
-    if not _is_table(column) or column.attr.tensor.numel() == 0:
-        return None
-    columns_order = _order(column, "kv")
-    if columns_order is None or columns_order[2] < 0:
+    columns_order = _columns_order(column)
+    if columns_order is None:
         return None
     if row.is_const:
         rows, rows_order = _constant(column.attr, int(row.attr)), (-1, -1, -1)

@@ -69,8 +69,8 @@ def reason_for_lists(kind: type[TileLists], mask: Expr | None, extent: Extent, t
     """Why lists visit fewer tiles than the mask's bands do, in words; None where bands serve, or lists are too large.
 
     Bands serve where all of the mask is solved for kv (for `QueryLists`: for q). They don't where a condition on
-    (q, kv) stays (a test in every tile of the band), where visible positions are a tile or more apart, or where equal
-    values of a captured tensor lie apart: this looks at the tensor, once.
+    (q, kv) stays (a test in every tile of the band), where visible positions are a tile or more apart, or where values
+    of a captured tensor that match lie apart: this looks at the tensor, once.
 
     Raises: `UnknownLength` where lists would be too large for want of an upper bound of the sequences' lengths.
     """
@@ -97,7 +97,7 @@ def _reason(mask: Expr, size: int, of: str) -> str | None:
     ends = ends_of(tile_intervals(mask))
     read = captures(*ends)
     if any(map(_has_gaps, dict.fromkeys(c for c in (*read, *behind(read)) if isinstance(c, Matches)))):
-        return "equal values of a captured tensor lie apart"
+        return "matching values of a captured tensor lie apart"
     return None
 
 

@@ -11,7 +11,7 @@ from ..graph.expr import Capture, Expr, const, read, size
 from ..graph.linear import larger, smaller
 from ..graph.ops import apply
 from .derived import Derived, countable, derive, plain_tensors
-from .matches import END, LARGEST_OF_TILE, Matches
+from .matches import Matches
 
 LEVELS = 9  # windows of 1, 2, 4, ... 256 rows: exact for ranges up to 512 rows; the last level is the whole
 
@@ -28,9 +28,9 @@ def range_extreme(capture: Capture, dim: int, others: tuple[Expr, ...], low: Exp
     # of a dimension read at a constant only that part is needed
     fixed = tuple(i.attr if i.is_const and d != dim else None for d, i in enumerate(given))
     recipe = _WindowsOf(dim, largest, fixed)
-    if isinstance(capture, Matches) and largest is (fixed[0] in LARGEST_OF_TILE):
-        fixed = (None, *fixed[1:])  # but all of the four ends, which a tile asks for: one table for them
-        recipe = _WindowsOf(dim, False, fixed, turned=END)
+    if isinstance(capture, Matches) and fixed[0] is not None and largest is (fixed[0] >= capture.half):
+        fixed = (None, *fixed[1:])  # but all of the ends, which a tile asks for: one table for them
+        recipe = _WindowsOf(dim, False, fixed, turned=capture.half)
     table = derive(recipe, recipe, capture, kind=Windows)
     last = apply("sub", size(table, 1 + dim - sum(i is not None for i in fixed[:dim])), const(1))
     low, high = smaller(low, last), smaller(high, last)

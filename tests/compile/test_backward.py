@@ -158,7 +158,7 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, folder: Path) -> None:
         ("plain-causal", 8192, False),
         ("alibi-causal", 1024, False),
         ("causal-documents", LENGTH, True),
-        ("documents-by-offsets", LENGTH, False),
+        ("documents-by-offsets", LENGTH, True),
     ],
 )
 def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(mods: str, length: int, passing: bool) -> None:

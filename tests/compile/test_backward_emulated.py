@@ -27,12 +27,14 @@ from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import SharedRace
 from composattn.emulator.launch import Stream
+from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from tests.compile.test_backward import OF_THREE, TRANSPOSED
 from tests.support import outlier_normal, sampled
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70
+OFFSETS, OF_KEYS = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 70, 70, 85, 290], [0, 100, 140, 140, 250]))
 
 
 def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -45,6 +47,9 @@ MODS: dict[str, tuple[Any, Any]] = {
     "hidden": (None, lambda b, h, q, kv: (q >= 20) & (kv < 30)),
     "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30)),
     "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
+    "offsets": (None, document(offsets=OFFSETS)),
+    "causal-offsets": (None, document(offsets=OFFSETS) & causal),
+    "two-offsets": (None, document(offsets=OFFSETS, kv_offsets=OF_KEYS)),
     "alibi": (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), causal),
     "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), causal),
     "relative": (lambda s, b, h, q, kv: s + BIAS[h, q - kv + 300], None),
@@ -72,6 +77,9 @@ CASES = {
     "softcap-d192-dv128": ("softcap", torch.float16, 1, 1, 150, 150, 192, 128, True, False),
     "relative-gqa2-d64-dv256": ("relative", torch.bfloat16, 2, 1, 130, 130, 64, 256, True, False),
     "window-d256-in-order": ("window", torch.bfloat16, 1, 1, 150, 150, 256, 256, False, True),
+    "offsets-d64": ("offsets", torch.bfloat16, 2, 1, 290, 290, 64, 64, True, False),
+    "two-offsets-d96": ("two-offsets", torch.float16, 1, 1, 290, 250, 96, 96, True, False),
+    "two-offsets-d128-in-order": ("two-offsets", torch.bfloat16, 1, 1, 290, 280, 128, 128, True, True),
     "document-gqa2-d64-in-order": ("document", torch.bfloat16, 2, 1, 290, 290, 64, 64, True, True),
 }
 
@@ -103,6 +111,8 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),
     "passing-hidden": (("hidden", torch.bfloat16, 1, 1, 60, 250, 128, 128, True, False), PASSING, None),
     "passing-documents": (("document", torch.bfloat16, 2, 1, 290, 290, 128, 128, True, False), PASSING, None),
+    "passing-offsets": (("causal-offsets", torch.bfloat16, 2, 1, 290, 290, 128, 128, True, False), PASSING, None),
+    "passing-two-offsets": (("two-offsets", torch.bfloat16, 1, 1, 290, 270, 128, 128, True, False), PASSING, None),
     "passing-bulk": (("causal", torch.bfloat16, 2, 1, 300, 300, 128, 128, True, False), BULK | STAY | PASSING, None),
     "passing-cut": (("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), PASSING, (6, 4, 2)),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
@@ -203,7 +213,7 @@ def check(
         plans = plan_backward(Problem.of(q, k, v), program, target, **given, tiling=tiling)
     found = BackwardLauncher(plans, kernel_of)(
         q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
-        [c.tensor for c in plans.main.captured], [s.value for s in program.scalars],
+        [c.tensor for c in program.captures], [s.value for s in program.scalars],
     )  # fmt: skip
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         error = float((got.double() - want).norm() / want.norm())

@@ -38,7 +38,7 @@ def has_opaque_test(program: Program) -> bool:
 
 
 def bounds_queries(mask: Expr | None) -> bool:
-    """Whether bounds on queries say which of them see a key; documents by offsets have none, those by ids do."""
+    """Whether bounds on queries say which of them see a key; documents have such, a table of pairs has none."""
     return mask is None or not residual(mirrored(mask)).opaque
 
 

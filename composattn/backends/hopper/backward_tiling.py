@@ -160,8 +160,9 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
     )
     staying = dataclasses.replace(tiling, persistent=True)
-    # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets spill 16 and lose
-    # 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a fixed order blocks wait
+    # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
+    # lists, spilled 16 and lost 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a
+    # fixed order blocks wait
     gains = program.score is None if tall else not deterministic
     gains = gains and not listed and not (deterministic and reads_any(program.mask))
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling

@@ -98,6 +98,7 @@ def test_many_random_masks_are_never_cut_short(part: int) -> None:
 IDS = torch.tensor([0] * 50 + [1] * 9 + [2] * 100 + [3] * 41)
 FALLING = IDS.flip(0)
 OFFSETS = torch.tensor([0, 50, 59, 159, 200])
+STARTS, ENDS = (OFFSETS[n : n + 4].repeat_interleave(OFFSETS.diff()) for n in (0, 1))
 LENGTHS = torch.tensor([5, 77])
 WIDTHS = torch.tensor([3, 50])
 
@@ -123,6 +124,7 @@ SHARP = {
     "documents_causal": masks.document(IDS) & masks.causal(),
     "documents_by_offsets": masks.document(offsets=OFFSETS) & masks.causal(),
     "documents_window_global": masks.document(IDS) & masks.sliding_window((10, 10)) | masks.global_tokens(3),
+    "ends_by_key": ca.mask(lambda b, h, q, kv: (q >= STARTS[kv]) & (q < ENDS[kv])),
     "ids_rising": ca.mask(lambda b, h, q, kv: IDS[kv] <= IDS[q]),
     "ids_falling": ca.mask(lambda b, h, q, kv: FALLING[kv] > 1),
     "ids_strictly_before": ca.mask(lambda b, h, q, kv: (IDS[kv] < IDS[q]) | (q >= kv)),
@@ -200,6 +202,18 @@ def test_unsorted_ids_are_bounded_by_their_own_run() -> None:
     assert found[1].clamp(max=8).tolist() == [4, 3, 3, 4, 6, 6, 8, 8]
     full = (found[3].clamp(max=8) - found[2].clamp(max=8)).clamp(min=0)
     assert full.tolist() == [0, 2, 2, 0, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("op", ["lt", "le", "gt", "ge"])
+def test_values_compared_with_positions_bound_them_whatever_they_are(op: str, generator: torch.Generator) -> None:
+    compare = getattr(torch, op)
+    for seed in range(60):
+        n, most = (int(torch.randint(1, high, (), generator=generator)) for high in (50, 120))
+        table = torch.randint(-5, most, (2, n), generator=generator)
+        table = table.sort(-1).values if seed % 2 else table  # as documents have them, or in any order
+        mask = ca.mask(lambda b, h, q, kv, table=table: compare(table[b, kv], q))  # type: ignore[misc]
+        for q_len, kv_len in ((n, n), (2 * n + 3, n), (n, n + 9), (3 * n, n // 2 + 1)):
+            both_ways(mask.expr, q_len, kv_len, (8, 5), 2, 1)
 
 
 def test_derived_tensors_follow_what_they_come_from() -> None:

@@ -52,8 +52,8 @@ def run_of_columns(limits: RowLimits, *sizes: int) -> tuple[torch.Tensor, torch.
     return visible.mT, holds
 
 
-# a key of the prefix is seen by all, others by a run; offsets become two comparisons of queries' values
-OF_COLUMNS = MASKS.keys() - {"prefix", "documents-by-offsets"}
+# a key of the prefix is seen by all, others by a run
+OF_COLUMNS = MASKS.keys() - {"prefix"}
 WAYS = {"rows": (row_limits, run), "columns": (lambda mask: transposed(mask)[1], run_of_columns)}
 CASES = [*((name, "rows") for name in MASKS), *((name, "columns") for name in sorted(OF_COLUMNS))]
 
@@ -76,6 +76,16 @@ def test_documents_hold_where_equal_ids_lie_together_and_while_they_do() -> None
     assert run(limits, 41, 41, 1, 1)[1].all()
     ids.copy_(APART)
     assert not run(limits, 41, 41, 1, 1)[1].any()
+
+
+def test_documents_by_offsets_hold_for_keys_where_there_are_as_many_queries() -> None:
+    offsets = torch.tensor([0, 9, 9, 29, 41])
+    for kv_offsets in (offsets, torch.tensor([0, 5, 20, 20, 41]), torch.tensor([0, 9, 30, 31, 39])):
+        limits = transposed(document(offsets=offsets, kv_offsets=kv_offsets).expr)[1]
+        assert limits is not None and run_of_columns(limits, 41, 50, 1, 1)[1].all()
+    # a key has a position that no query has: what is kept of each query's position says too little
+    limits = transposed(document(offsets=offsets, kv_offsets=2 * offsets).expr)[1]
+    assert limits is not None and not run_of_columns(limits, 41, 82, 1, 1)[1].any()
 
 
 def test_none_are_given_where_a_row_sees_two_runs_or_tests_an_element() -> None:

@@ -141,12 +141,13 @@ def test_nothing_is_computed_again_while_nothing_changed(monkeypatch: pytest.Mon
         lists.of_call()
 
 
-SORTED = torch.arange(200) // 37
+SORTED, OFFSETS = torch.arange(200) // 37, torch.tensor([0, 60, 200])
 WHY = {
     "causal": (masks.causal(), None), "window": (masks.sliding_window((10, 3)), None),
     "sorted_documents": (masks.document(SORTED), None),
     "documents_apart": (masks.document(SORTED[torch.randperm(200)]), "lie apart"),
-    "documents_by_offsets": (masks.document(offsets=torch.tensor([0, 60, 200])), None),
+    "documents_by_offsets": (masks.document(offsets=OFFSETS), None),
+    "offsets_of_more_keys": (masks.document(offsets=OFFSETS, kv_offsets=2 * OFFSETS), None),
     "grid": (masks.neighborhood((10, 20), (3, 3)), "no bounds"),
     "dilated": (masks.dilated_window((50, 50), 4), None),
     "far_dilated": (masks.dilated_window((150, 150), 40), "tiles apart"),
@@ -167,8 +168,8 @@ def test_lists_are_made_where_bands_tell_too_little(name: str) -> None:
 def test_the_backward_takes_lists_where_bands_tell_too_little_of_queries() -> None:
     extent = Extent(200, 200, 2, 2, CPU)
     reasons = {n: reason_for_lists(QueryLists, m.expr, extent, (16, 16)) for n, (m, _) in WHY.items()}
-    # a document's start, known by row, says nothing of q; a global key is seen from every row or from none
-    wanted = {"documents_by_offsets", "documents_apart", "grid", "far_dilated"}
+    # a global key is seen from every row or from none
+    wanted = {"offsets_of_more_keys", "documents_apart", "grid", "far_dilated"}
     assert {name for name, reason in reasons.items() if reason} == wanted
 
 
