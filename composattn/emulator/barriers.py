@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,15 @@ class Knowledge:
     def __init__(self, clocks: Array) -> None:
         self.clocks = clocks
         self.all, self.fenced, self.inits, self.offers, self.far = clocks
-        self.tensor = np.zeros_like(self.all)
-        self._released = np.zeros_like(clocks)  # at the last fence that orders what comes before it
+
+    @cached_property
+    def tensor(self) -> Array:
+        return np.zeros_like(self.all)
+
+    @cached_property
+    def _released(self) -> Array:
+        """At the last fence that orders what comes before it."""
+        return np.zeros_like(self.clocks)
 
     @staticmethod
     def nothing(agents: int) -> Knowledge:

@@ -297,7 +297,7 @@ class Cluster:
         if b.guard is None:
             path.node = target
             return False
-        pred = g.p[b.guard.index]  # type: ignore[attr-defined]
+        pred = g.views["p"][b.guard.index]
         take = ~pred if b.negate else pred
         mask = path.mask
         if mask is not True:

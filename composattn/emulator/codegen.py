@@ -136,11 +136,10 @@ class Writer:
                 self.writes |= 1 << index
             else:
                 self.reads |= 1 << index
-        self.views.add(f"h{bank}_{part}")
         for i, item in enumerate(items):
             if isinstance(item, Sink):
                 continue
-            piece = f"h{bank}_{part}[{index}][{i}]"
+            piece = self.row(f"b{bank}_{part}_{i}", index)
             if read:
                 self.lines.append(f"copyto({piece}, {self.source('b' + part, item)}, where={mask})")
             else:
@@ -171,7 +170,7 @@ class Writer:
 
     def finish(self, name: str) -> Callable[[Any, Mask], None]:
         body = [line for line in self.lines if line] or ["pass"]
-        head = [f"{v} = g.{v}" for v in sorted(self.views)]
+        head = [f"{v} = g.views['{v}']" for v in sorted(self.views)]
         text = f"def {name}(g, m):\n" + "".join(f"    {line}\n" for line in head + body)
         scope: dict[str, Any] = dict(self.names)
         exec(compile(text, f"<{name}>", "exec"), scope)

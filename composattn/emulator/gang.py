@@ -11,7 +11,6 @@ import numpy as np
 from composattn.emulator.findings import CollectiveMismatch, MissingTensorWait, RegisterInFlight
 from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
-from composattn.emulator.registers import VIEWS
 
 if TYPE_CHECKING:
     from composattn.emulator.block import Block
@@ -66,7 +65,7 @@ class Gang:
         self.lane_warp = np.repeat(np.arange(low, high), 32)
         self.in_flight = False
         self.unfenced = -1  # 32-bit registers used since the last wgmma.fence, as bits; before the first: all
-        self.__dict__.update(block.views(low, high))
+        self.views = block.views(low, high)
 
     def __str__(self) -> str:
         block = self.block
@@ -162,20 +161,4 @@ def together(g: Gang, m: Any, instr: Instr) -> Wait | None:
     return Wait(lambda: False, lambda: f"the other warps of its warpgroup at {instr.op}")
 
 
-def row_views(banks: dict[str, Array], low: int, high: int) -> dict[str, Any]:
-    """Each bank's rows as each type, for the lanes of warps [low, high)."""
-    out: dict[str, Any] = {}
-    lanes = slice(low * 32, high * 32)
-    for name, (bank, dtype) in VIEWS.items():
-        typed = banks[bank].view(dtype)[:, lanes]
-        out[name] = list(typed)
-        out[name.upper()] = typed
-    for wide, narrow, dtype in (("64", 32, np.uint32), ("64", 16, np.uint16), ("32", 16, np.uint16)):
-        pieces = banks[wide].view(dtype)
-        n = int(wide) // narrow
-        parts = pieces.reshape(pieces.shape[0], -1, n)[:, lanes, :]
-        out[f"h{wide}_{narrow}"] = [tuple(row[:, i] for i in range(n)) for row in parts]
-    return out
-
-
-__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path", "Wait", "row_views", "together"]
+__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path", "Wait", "together"]

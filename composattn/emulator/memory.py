@@ -24,6 +24,18 @@ HELD = NOBODY - 1  # in place of the last writer of a word: part of an mbarrier
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+def span(addresses: Array) -> tuple[int, int]:
+    """The lowest and the highest. The methods of an array cost twice as much as the reductions that they call."""
+    return int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
+
+
+def misaligned(addresses: Array, size: int) -> int | None:
+    """The first address that is no multiple of `size`, a power of two."""
+    if int(np.bitwise_or.reduce(addresses)) & (size - 1) == 0:
+        return None
+    return next(at for at in addresses.tolist() if at & (size - 1))
+
+
 class Allocation:
     """One stretch of device memory: an array of bytes at an address, with a name for messages."""
 
@@ -84,10 +96,10 @@ class GlobalMemory:
 
     def locate(self, addresses: Array, size: int) -> tuple[Allocation, Array] | None:
         """The allocation that holds all addresses and their offsets; None if they lie in several."""
-        if (addresses % np.uint64(size)).any():
-            bad = int(addresses[addresses % np.uint64(size) != 0][0])
+        bad = misaligned(addresses, size)
+        if bad is not None:
             raise Misaligned(f"global address {bad:#x} for an access of {size} bytes")
-        low, high = int(addresses.min()), int(addresses.max())
+        low, high = span(addresses)
         found = self.find(low, size)
         if high + size <= found.end:
             return found, (addresses - np.uint64(found.start)).astype(np.int64)
@@ -175,4 +187,4 @@ def covering(start: int, size: int) -> slice:
     return slice(start // 4, (start + size + 3) // 4)
 
 
-__all__ = ["SHARED_START", "UINT", "Allocation", "GlobalMemory", "SharedMemory", "covering"]
+__all__ = ["SHARED_START", "UINT", "Allocation", "GlobalMemory", "SharedMemory", "covering", "misaligned", "span"]

@@ -11,11 +11,10 @@ import numpy as np
 from composattn.emulator import flow, ptx
 from composattn.emulator.codegen import Writer, is_arithmetic
 from composattn.emulator.findings import UnknownInstruction
-from composattn.emulator.gang import row_views
 from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.ptx import Imm
-from composattn.emulator.registers import POISON_32, Rows
+from composattn.emulator.registers import POISON_32, Rows, Views
 
 if TYPE_CHECKING:
     from composattn.emulator.block import Block
@@ -127,7 +126,7 @@ class Program:
 
 
 class RegisterFile:
-    """The registers of a block: banks of rows, and views of them for gangs. Making the views is what costs time.
+    """The registers of a block: banks of rows, and views of them for gangs.
 
     Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows.
     """
@@ -152,7 +151,7 @@ class RegisterFile:
             for (bank, name, offset), row in rows.symbols.items()
             if name in program.shared_offset
         }
-        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        self._views: dict[tuple[int, int], Views] = {}
 
     def reset(self, specials: dict[str, Any], shared_base: int) -> None:
         for bank, poison in (("p", False), ("16", 0x7FFF), ("32", POISON_32), ("64", 0x7FF8BADBADBADBAD)):
@@ -162,9 +161,9 @@ class RegisterFile:
         for (bank, row), offset in self._shared.items():
             self.banks[bank][row] = shared_base + offset
 
-    def views(self, low: int, high: int) -> dict[str, Any]:
+    def views(self, low: int, high: int) -> Views:
         if (low, high) not in self._views:
-            self._views[low, high] = row_views(self.banks, low, high)
+            self._views[low, high] = Views(self.banks, low, high)
         return self._views[low, high]
 
 

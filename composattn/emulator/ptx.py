@@ -162,6 +162,7 @@ _BANKS = {
     "b128": "128",
 }
 _LABEL = re.compile(r"([$%\w]+)\s*:(?!:)")
+_NUMBERED = re.compile(r"([%$\w]*?)(\d+)")
 
 
 class _Scope:
@@ -171,6 +172,7 @@ class _Scope:
         self.regs: list[dict[str, Reg]] = [{}]
         self.ranges: list[dict[str, tuple[str, int, int]]] = [{}]
         self.ids: list[int] = [0]
+        self.read: list[dict[str, Operand]] = [{}]  # operands read so far: most come again, and none changes
         self.banks: dict[str, int] = {"p": 0, "16": 0, "32": 0, "64": 0, "128": 0}
         self._next = 1
 
@@ -178,17 +180,20 @@ class _Scope:
         self.regs.append({})
         self.ranges.append({})
         self.ids.append(self._next)
+        self.read.append({})
         self._next += 1
 
     def pop(self) -> None:
         self.regs.pop()
         self.ranges.pop()
         self.ids.pop()
+        self.read.pop()
 
     def declare(self, kind: str, names: str) -> None:
         bank = _BANKS.get(kind)
         if bank is None:
             raise UnknownInstruction(f"registers of type .{kind} are not emulated")
+        self.read[-1].clear()
         for name in (n.strip() for n in names.split(",")):
             many = re.fullmatch(r"([%$\w]+)<(\d+)>", name)
             if many:
@@ -199,7 +204,7 @@ class _Scope:
                 self.banks[bank] += 1
 
     def find(self, name: str) -> Reg | None:
-        match = re.fullmatch(r"([%$\w]*?)(\d+)", name)
+        match = _NUMBERED.fullmatch(name)
         for regs, ranges in zip(reversed(self.regs), reversed(self.ranges), strict=True):
             if name in regs:
                 return regs[name]
@@ -209,8 +214,14 @@ class _Scope:
         return None
 
 
+_BRACKETS = frozenset("{[(")
+
+
 def _split(text: str, sep: str = ",") -> list[str]:
     """Splits at `sep` outside brackets and braces."""
+    if not _BRACKETS.intersection(text):
+        parts = [part.strip() for part in text.split(sep)]
+        return parts if parts[-1] else parts[:-1]
     parts, depth, last = [], 0, 0
     for i, c in enumerate(text):
         if c in "{[(":
@@ -226,6 +237,13 @@ def _split(text: str, sep: str = ",") -> list[str]:
 
 def _operand(text: str, scope: _Scope) -> Operand:
     text = text.strip()
+    found = scope.read[-1].get(text)
+    if found is None:
+        found = scope.read[-1][text] = _new_operand(text, scope)
+    return found
+
+
+def _new_operand(text: str, scope: _Scope) -> Operand:
     if text == "_":
         return Sink()
     if text[0] == "{":

@@ -21,6 +21,31 @@ ALIASES = {"b16": "u16", "bf16": "u16", "b32": "u32", "b64": "u64"}
 POISON_32 = 0x7FBADBAD  # what a 32-bit register starts with: NaN as a float, so that a value nobody wrote shows
 _BITS = {"p": 1, "16": 16, "32": 32, "64": 64}
 
+
+class Views(dict[str, Any]):
+    """The registers of warps [low, high) by a name of how they are read, each made when first asked for.
+
+    `u32` are the rows of a bank as a type, `U32` all of them as one array, `b64_32_1` the rows' second 32 of 64 bits.
+    """
+
+    def __init__(self, banks: dict[str, Any], low: int, high: int) -> None:
+        super().__init__()
+        self._banks, self._lanes = banks, slice(low * 32, high * 32)
+
+    def __missing__(self, name: str) -> Any:
+        wide, *narrow = name.split("_")
+        if narrow:
+            bits, part = map(int, narrow)
+            whole = self._banks[wide[1:]]
+            pieces = whole.view(f"u{bits // 8}").reshape(*whole.shape, -1)
+            self[name] = list(pieces[:, self._lanes, part])
+        else:
+            bank, dtype = VIEWS[name.lower()]
+            typed = self._banks[bank].view(dtype)[:, self._lanes]
+            self[name] = list(typed) if name.islower() else typed
+        return self[name]
+
+
 SPECIALS = {
     "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z",
     "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%cluster_ctarank", "%cluster_nctarank",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from composattn.emulator.findings import Misaligned, MissingGridWait, OutOfBounds, SharedRace, UnknownInstruction
-from composattn.emulator.memory import RANK, UINT
+from composattn.emulator.memory import RANK, UINT, misaligned, span
 from composattn.emulator.opcodes.alu import pack_halves
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
 from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, target, words_of
 from composattn.emulator.opcodes.rows import DTYPES, WIDTH
-from composattn.emulator.ptx import Imm, Instr, Reg, Sink, Vec
+from composattn.emulator.ptx import Imm, Instr, Mem, Reg, Sink, Sym, Vec
 
 Array = np.ndarray[Any, Any]
 SHARED_WINDOW, PARAM_WINDOW = 0x5000_0000_0000, 0x6000_0000_0000
@@ -27,10 +28,10 @@ _ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "
 
 def resolve_block(g: Any, addresses: Array) -> tuple[Any, Array]:
     """The block that shared addresses lie in (the cluster's window holds every block's memory) and their offsets."""
-    first = int(addresses[0])
-    rank = first >> RANK
-    if rank not in g.block.cluster.ranks or (addresses >> RANK != rank).any():
-        raise OutOfBounds(f"shared address {first:#x} is in no block of the cluster")
+    low, high = span(addresses)
+    rank = low >> RANK
+    if rank not in g.block.cluster.ranks or high >> RANK != rank:
+        raise OutOfBounds(f"shared address {int(addresses[0]):#x} is in no block of the cluster")
     return g.block.cluster.blocks[rank], addresses & ((1 << RANK) - 1)
 
 
@@ -43,10 +44,11 @@ def own_offset(g: Any, address: int) -> int:
 
 
 def _check_shared(block: Any, addresses: Array, nbytes: int) -> None:
-    if (addresses % nbytes).any():
-        bad = int(addresses[addresses % nbytes != 0][0])
+    bad = misaligned(addresses, nbytes)
+    if bad is not None:
         raise Misaligned(f"shared address {bad:#x} for an access of {nbytes} bytes")
-    block.shared.check(int(addresses.min()), int(addresses.max()) + nbytes)
+    low, high = span(addresses)
+    block.shared.check(low, high + nbytes)
 
 
 def _shared_words(g: Any, addresses: Array, nbytes: int) -> tuple[Any, Array, Array]:
@@ -56,15 +58,24 @@ def _shared_words(g: Any, addresses: Array, nbytes: int) -> tuple[Any, Array, Ar
     return block.shared, addresses, (addresses // 4)[:, None] + np.arange((nbytes + 3) // 4)
 
 
+def _by_agent(g: Any, lanes: Array) -> list[tuple[int, slice]]:
+    """Each warp's agent and where its lanes stand among `lanes`, which ascend."""
+    warps = g.lane_warp[lanes]
+    first = g.block.first_agent
+    if warps[0] == warps[-1]:
+        return [(first + int(warps[0]), slice(None))]
+    ends = [0, *(np.flatnonzero(np.diff(warps)) + 1).tolist(), len(warps)]
+    return [(first + int(warps[a]), slice(a, b)) for a, b in itertools.pairwise(ends)]
+
+
 def shared_load(g: Any, lanes: Array, addresses: Array, size: int, count: int) -> Array:
     """[lanes, count] values; every word must have been written, and its write be known to the reading warp."""
     memory, addresses, words = _shared_words(g, addresses, size * count)
     known = g.block.cluster.known
-    agents = g.agents(lanes)
-    for agent in np.unique(agents):
-        mine = words[agents == agent]
+    for agent, its in _by_agent(g, lanes):
+        mine = words[its]
         memory.order_read(mine, known[agent])
-        memory.stamp_read(mine, int(agent), int(known[agent, agent]))
+        memory.stamp_read(mine, agent, int(known[agent, agent]))
     return memory.views[size][(addresses // size)[:, None] + np.arange(count)]
 
 
@@ -72,13 +83,12 @@ def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Arra
     count = values.shape[1]
     memory, addresses, words = _shared_words(g, addresses, size * count)
     known = g.block.cluster.known
-    agents = g.agents(lanes)
-    for agent in np.unique(agents):
-        mine = words[agents == agent]
+    for agent, its in _by_agent(g, lanes):
+        mine = words[its]
         if size >= 4:  # warps may share a word by halves
             memory.order_write(mine, known[agent])
         memory.write(mine, agent, known[agent, agent], True)
-    if size >= 4 and (memory.writer[words] != agents[:, None]).any():
+    if size >= 4 and (memory.writer[words] != g.agents(lanes)[:, None]).any():
         raise SharedRace("two warps write the same shared memory in the same step")
     memory.views[size][(addresses // size)[:, None] + np.arange(count)] = values
 
@@ -114,11 +124,17 @@ def _load(g: Any, m: Any, space: str, addresses: Array, size: int, count: int) -
         return shared_load(g, g.active(m), addresses, size, count)
     if space == "param":
         at = addresses - PARAM_WINDOW
-        data = g.block.launch.param_bytes
-        if at.min() < 0 or at.max() + size * count > data.size:
-            raise OutOfBounds(f"parameter offset {int(at.min())}..{int(at.max()) + size * count} of {data.size}")
+        data = _parameters(g, int(at.min()), int(at.max()) + size * count)
         return data[at[:, None] + np.arange(size * count)].view(UINT[size])
     return _load(g, m, *_generic(addresses), size, count)
+
+
+def _parameters(g: Any, start: int, end: int) -> Array:
+    """The bytes of the parameters up to `end`. Raises unless [start, end) lies in them."""
+    data: Array = g.block.launch.param_bytes
+    if start < 0 or end > data.size:
+        raise OutOfBounds(f"parameter offset {start}..{end} of {data.size}")
+    return data[:end]
 
 
 def _store(g: Any, m: Any, space: str, addresses: Array, size: int, values: Array) -> None:
@@ -134,7 +150,7 @@ def _store(g: Any, m: Any, space: str, addresses: Array, size: int, values: Arra
 
 def _generic(addresses: Array) -> tuple[str, Array]:
     """The space that generic addresses of all lanes lie in."""
-    low, high = int(addresses.min()), int(addresses.max())
+    low, high = span(addresses)
     if low >= PARAM_WINDOW and high < PARAM_WINDOW + (1 << 20):
         return "param", addresses
     if low >= SHARED_WINDOW and high < SHARED_WINDOW + (1 << 32):
@@ -168,9 +184,13 @@ def load(instr: Instr, program: Any) -> Handler:
     signed = np.dtype(DTYPES[type_]).kind == "i"
     rows = [None if isinstance(d, Sink) else _wide_target(d, signed) for d in dests]
     dtype = DTYPES[type_] if signed else UINT[size]
+    parameter = _offset_of_parameter(program, instr.args[1]) if space == "param" else None
 
     def run(g: Any, m: Any) -> None:
-        values = _load(g, m, space, at(g, m), size, len(dests))
+        if parameter is not None:  # one value for all lanes: a kernel begins with some fifty of these
+            values = _parameters(g, parameter, parameter + size * len(dests))[parameter:].view(UINT[size])[None]
+        else:
+            values = _load(g, m, space, at(g, m), size, len(dests))
         if signed:
             values = values.view(dtype)
         for i, row in enumerate(rows):
@@ -178,6 +198,13 @@ def load(instr: Instr, program: Any) -> Handler:
                 _put(row(g), values[:, i], m)
 
     return run
+
+
+def _offset_of_parameter(program: Any, operand: Any) -> int | None:
+    """Where among the parameters an operand lies that names one; None where a register holds its address."""
+    if not isinstance(operand, Mem) or not isinstance(operand.base, Sym):
+        return None
+    return int(program.address(operand.base.name)) + operand.offset - PARAM_WINDOW
 
 
 def _wide_target(dest: Any, signed: bool) -> Any:
@@ -356,8 +383,9 @@ def matrix(instr: Instr, program: Any) -> Handler:
 
 
 def _check_rows(addresses: Array) -> None:
-    if (addresses % 16).any():
-        raise Misaligned(f"shared address {int(addresses[addresses % 16 != 0][0]):#x} for a matrix row of 16 bytes")
+    bad = misaligned(addresses, 16)
+    if bad is not None:
+        raise Misaligned(f"shared address {bad:#x} for a matrix row of 16 bytes")
 
 
 # --- address casts -----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _chain(block: Any, low: int, ops: list[WarpgroupMultiply]) -> None:
 
 def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
     """A from registers, [64, 16 or 32]: register 2k + h holds row 16w + 8h + l // 4, k-th half of the columns."""
-    raw = np.ascontiguousarray(g.U32[rows])
+    raw = np.ascontiguousarray(g.views["U32"][rows])
     element = ELEMENT[kind]
     parts = 4 // element
     values = decode(kind, raw.view(np.uint8)).reshape(2, 2, 4, 8, 4, parts)

@@ -6,6 +6,7 @@ of SYNCS stand alone in a node and return a Wait where they can't go on; they ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +43,14 @@ def sync(*names: str) -> Callable[[Maker], Maker]:
 
 def find(table: dict[str, Maker], op: str) -> Maker | None:
     """The maker of the longest leading part of `op` that the table has."""
+    return next((table[leading] for leading in _leading(op) if leading in table), None)
+
+
+@functools.cache
+def _leading(op: str) -> tuple[str, ...]:
+    """The leading parts of an opcode, the longest first."""
     parts = op.split(".")
-    for n in range(len(parts), 0, -1):
-        make = table.get(".".join(parts[:n]))
-        if make is not None:
-            return make
-    return None
+    return tuple(".".join(parts[:n]) for n in range(len(parts), 0, -1))
 
 
 # --- operands of handlers ----------------------------------------------------------------------------------
@@ -64,11 +67,11 @@ def source(program: Program, operand: Operand, view: str) -> Callable[[Any], Arr
     got, index = program.rows.of(operand, bank)
     if got != bank:
         if got == "64" and bank == "32":
-            return lambda g: g.u64[index].astype(np.uint32)
+            return lambda g: g.views["u64"][index].astype(np.uint32)
         if got == "32" and bank == "64":
-            return lambda g: g.u32[index].astype(np.uint64)
+            return lambda g: g.views["u32"][index].astype(np.uint64)
         raise UnknownInstruction(f"a {got}-bit register where {view} is expected")
-    return lambda g: getattr(g, view)[index]
+    return lambda g: g.views[view][index]
 
 
 def target(operand: Operand, view: str) -> Callable[[Any], Array]:
@@ -76,7 +79,7 @@ def target(operand: Operand, view: str) -> Callable[[Any], Array]:
     if not isinstance(operand, Reg):
         raise UnknownInstruction(f"{operand} can't take a result")
     index = operand.index
-    return lambda g: getattr(g, view)[index]
+    return lambda g: g.views[view][index]
 
 
 def literal(operand: Operand, instr: Instr) -> int:
@@ -104,7 +107,7 @@ def address(program: Program, operand: Operand) -> Callable[[Any, Any], Array]:
     view, index = ("u64" if base.bank == "64" else "u32"), base.index
 
     def run(g: Any, m: Any) -> Array:
-        row = getattr(g, view)[index]
+        row = g.views[view][index]
         return (row if m is True else row[m]).astype(np.int64) + offset
 
     return run

@@ -162,9 +162,9 @@ def wait(instr: Instr, program: Any) -> Handler:
         addresses, values = at(g, m), pick(phase(g), m)
         lanes = g.active(m)
         warps = g.lane_warp[lanes]
-        pairs: dict[tuple[int, int], MBarrier] = {}
-        for addr, value, warp in sorted(set(zip(addresses.tolist(), values.tolist(), warps.tolist(), strict=True))):
-            pairs[addr, value] = barrier_at(g, addr, warp)[1]
+        asked = list(zip(addresses.tolist(), values.tolist(), strict=True))  # of each lane
+        of_warps = sorted({(*pair, warp) for pair, warp in zip(asked, warps.tolist(), strict=True)})
+        pairs = {(addr, value): barrier_at(g, addr, warp)[1] for addr, value, warp in of_warps}
 
         def over(bar: MBarrier, value: int) -> bool:
             return bar.parity_done(value & 1) if by_parity else bar.phase > value
@@ -172,12 +172,11 @@ def wait(instr: Instr, program: Any) -> Handler:
         if not (testing or g.gave_up) and not all(over(b, v) for (_, v), b in pairs.items()):
             return Wait(lambda: all(over(b, v) for (_, v), b in pairs.items()), lambda: _describe(pairs), True)
         g.gave_up = False
-        result = np.array([over(pairs[a, v], v) for a, v in zip(addresses.tolist(), values.tolist(), strict=True)])
-        out(g)[lanes] = result
-        for addr, value, warp in set(zip(addresses.tolist(), values.tolist(), warps.tolist(), strict=True)):
-            bar = pairs[addr, value]
-            if over(bar, value):
-                g.block.knowledge(warp).join(bar.released)
+        done = {(addr, value): over(bar, value) for (addr, value), bar in pairs.items()}
+        out(g)[lanes] = [done[pair] for pair in asked]
+        for addr, value, warp in of_warps:
+            if done[addr, value]:
+                g.block.knowledge(warp).join(pairs[addr, value].released)
         return None
 
     return run

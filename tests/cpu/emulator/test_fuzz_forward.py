@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import random
 import sys
@@ -40,7 +41,8 @@ SEVERAL_TILES = dataclasses.replace(
     FEW_ROWS, shortest=129, longest=311, kv_heads=(1,), groups=(1, 2), batches=(1, 1, 2)
 )
 WIDE = dataclasses.replace(FEW_ROWS, head_dims=(64, 264, 320, 512, 512), longest=311, batches=(1, 1, 2))
-BACKENDS = {"hopper-emulated": 4, "blackwell-emulated": 2}  # calls by default: seconds each, nearly all to compile
+# by default, for a call each: seconds, nearly all to compile
+BACKENDS = (*["hopper-emulated"] * 4, *["blackwell-emulated"] * 2)
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
@@ -54,6 +56,11 @@ class Call:
     cut: bool
 
     spaces: ClassVar[tuple[Space, ...]] = (FEW_ROWS, SEVERAL_TILES)
+
+    @property
+    def rows(self) -> int:
+        """Of its output: where the keys are split, a block of four modes each."""
+        return self.case.q[..., 0].numel()
 
     @classmethod
     def of(cls, seed: int) -> Call:
@@ -124,18 +131,29 @@ def seeds(count: int) -> list[int]:
     return [draw.randrange(2**31) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
+def small(kind: type[Call], number: int) -> int:
+    """The seed of the so manieth call that has rows, and few of them: one of 2,000 took 20 s."""
+    found = (seed for seed in seeds(100) if 0 < kind.of(seed).rows <= 400)
+    return next(itertools.islice(found, number, None))
+
+
+@pytest.mark.parametrize(("number", "backend"), [(n, b) for n, b in enumerate(BACKENDS)])
 def test_random_calls(number: int, backend: str) -> None:
-    held_in_every_mode(seeds(4)[number], backend)
+    held_in_every_mode(small(Call, number), backend)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
+def test_a_random_call_of_wide_heads() -> None:
+    held_in_every_mode(small(WideCall, 0), "hopper-emulated", WideCall)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
 def test_random_calls_of_wide_heads(number: int) -> None:
     held_in_every_mode(seeds(40)[number], "hopper-emulated", WideCall)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS)))
 @pytest.mark.parametrize("number", range(300))
 def test_many_random_calls(number: int, backend: str) -> None:
     held_in_every_mode(seeds(300)[number], backend)
