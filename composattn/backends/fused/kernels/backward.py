@@ -140,9 +140,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
-        if given.work is None:
-            return TileScheduler.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
-        return TileScheduler.listed(given.work, kv_heads, kv_heads, *section)
+        return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
 
     @cute.kernel
     def kernel(
