@@ -30,12 +30,7 @@ def device_of(device: torch.device | str | None, held: Sequence[Capture]) -> tor
         return held[0].tensor.device if held else torch.device("cpu")
     try:
         return torch.empty(0, device=device).device
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        AssertionError,
-    ) as error:  # unknown, of another backend, or torch built without it
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # unknown, or torch was built without it
         raise errors.InvalidArgument(f"device is {device!r}: {str(error).partition(chr(10))[0]}") from None
 
 

@@ -63,20 +63,18 @@ class Packed(Dense):
         keys = _ranges(sequences.cu_k, sequences.used_k)
         self.parts = [Part(b, *both) for b, both in enumerate(zip(queries, keys, strict=True))]
 
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1).unsqueeze(0)
-
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(0, 1).unsqueeze(0)
+
+    queries = keys
 
     def statistics(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
 
-    def queries_back(self, x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(0).transpose(0, 1)
-
     def keys_back(self, x: torch.Tensor) -> torch.Tensor:
         return x.squeeze(0).transpose(0, 1)
+
+    queries_back = keys_back
 
     def statistics_back(self, x: torch.Tensor) -> torch.Tensor:
         return x.squeeze(0)

@@ -15,9 +15,7 @@ import torch
 from .. import errors
 from .refusals import refuse
 
-LONGEST = (
-    32  # each element is a read of its own: 32 reads per pair make a slow kernel already, which compiles in seconds
-)
+LONGEST = 32  # each element is a read of its own: so many per pair make a slow kernel already, compiled in seconds
 
 
 class Several:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -16,78 +16,52 @@ from .values import Fixed
 CHAINS = 4  # independent partial maxima and sums, so that latency overlaps
 
 
-class Arithmetic(Protocol):
-    """How elements are multiplied and added, `together` of them where each has numbers of its own.
+class Arithmetic(Fixed):
+    """How elements are multiplied and added, `together` of them where each has numbers of its own: here one by one.
 
     The order of sums is its own.
     """
 
-    @property
-    def together(self) -> int:
-        """How many elements with numbers of their own an operation takes."""
+    together = 1
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         """Each times `factor`, less `shift`."""
-
-    def times(self, values: Sequence[Any], factor: Any) -> Iterable[Any]:
-        """Each times `factor`."""
-
-    def multiples(self, step: Any, count: int) -> Sequence[Any]:
-        """`step` times 0, 1, 2, ...; `count` of them, a power of two."""
-
-    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
-        """Each times `factor`, plus its own of `added`."""
-
-    def total(self, first: Any, values: Sequence[Any]) -> Any:
-        """The sum of all, and of `first` unless that is None."""
-
-    def products(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Each times its own of `others`."""
-
-    def sums(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Each plus its own of `others`."""
-
-    def differences(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Each less its own of `others`."""
-
-    def plus(self, values: Sequence[Any], number: float, down: bool = False) -> list[Any]:
-        """Each plus `number`, rounded to the nearest, or down."""
-
-    def polynomial(self, coefficients: Sequence[float], values: Sequence[Any]) -> list[Any]:
-        """c0 + c1 x + c2 x² + ... of each."""
-
-
-class OneByOne(Fixed):
-    together = 1
-
-    def multiples(self, step: Any, count: int) -> Sequence[Any]:
-        return [step * float(i) for i in range(count)]
-
-    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
-        return (cm.fma(value, factor, more) for value, more in zip(values, added, strict=True))
-
-    def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
         return (value * factor - shift for value in values)
 
     def times(self, values: Sequence[Any], factor: Any) -> Iterable[Any]:
+        """Each times `factor`."""
         return (value * factor for value in values)
 
+    def multiples(self, step: Any, count: int) -> Sequence[Any]:
+        """`step` times 0, 1, 2, ...; `count` of them, a power of two."""
+        return [step * float(i) for i in range(count)]
+
+    def times_plus(self, values: Sequence[Any], factor: Any, added: Sequence[Any]) -> Iterable[Any]:
+        """Each times `factor`, plus its own of `added`."""
+        return (cm.fma(value, factor, more) for value, more in zip(values, added, strict=True))
+
     def total(self, first: Any, values: Sequence[Any]) -> Any:
+        """The sum of all, and of `first` unless that is None."""
         return tree(add, chains(add, values if first is None else [first, *values]))
 
     def products(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each times its own of `others`."""
         return [x * y for x, y in zip(values, others, strict=True)]
 
     def sums(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each plus its own of `others`."""
         return [x + y for x, y in zip(values, others, strict=True)]
 
     def differences(self, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Each less its own of `others`."""
         return [x - y for x, y in zip(values, others, strict=True)]
 
     def plus(self, values: Sequence[Any], number: float, down: bool = False) -> list[Any]:
+        """Each plus `number`, rounded to the nearest, or down."""
         return [_add_down(x, Float32(number)) if down else x + number for x in values]
 
     def polynomial(self, coefficients: Sequence[float], values: Sequence[Any]) -> list[Any]:
+        """c0 + c1 x + c2 x² + ... of each."""
         *lower, last = coefficients
         totals: list[Any] = [Float32(last)] * len(values)
         for coefficient in lower[::-1]:
@@ -95,7 +69,7 @@ class OneByOne(Fixed):
         return totals
 
 
-class InOrder(OneByOne):
+class InOrder(Arithmetic):
     """The same rounding wherever it stands: products are added by one instruction, and sums begin with 0."""
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
@@ -107,7 +81,7 @@ class InOrder(OneByOne):
         return super().total(Float32(0.0) if first is None else first, values)
 
 
-class InPairs(Fixed):
+class InPairs(Arithmetic):
     """Neighbours are a pair; they are even in number."""
 
     together = 8  # of 16 ALiBi spilled 4
@@ -160,7 +134,7 @@ class InPairs(Fixed):
         return [value for pair in totals for value in pair]
 
 
-ONE_BY_ONE, IN_ORDER, IN_PAIRS = OneByOne(), InOrder(), InPairs()
+ONE_BY_ONE, IN_ORDER, IN_PAIRS = Arithmetic(), InOrder(), InPairs()
 
 
 def _pairs(values: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -200,4 +174,4 @@ def tree(op: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     return values[0]
 
 
-__all__ = ["IN_PAIRS", "ONE_BY_ONE", "Arithmetic", "InPairs", "OneByOne", "chains", "tree"]
+__all__ = ["IN_ORDER", "IN_PAIRS", "ONE_BY_ONE", "Arithmetic", "chains", "tree"]

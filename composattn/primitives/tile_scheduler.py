@@ -68,17 +68,12 @@ class TileScheduler(Bundle):
 
     @staticmethod
     def of(
-        q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
-    ) -> "TileScheduler":
-        """Row blocks of equally long sequences, from the last to the first."""
-        return TileScheduler(cute.ceil_div(q_len, tile_m), heads, batch, kv_heads, kv_bytes, l2, together, least)
-
-    @staticmethod
-    def listed(
-        table: cute.Tensor, heads, kv_heads, kv_bytes, l2: int, together: int | None = None, least: int = 0
-    ) -> "TileScheduler":
-        """Row blocks of any sequences, in the order of a table."""
-        return TileScheduler(table.shape[0], heads, 1, kv_heads, kv_bytes, l2, together, least, table)
+        table: cute.Tensor | None, q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int,
+        together: int | None = None, least: int = 0,
+    ) -> "TileScheduler":  # fmt: skip
+        """Row blocks in the order of a table, or, with none, of equally long sequences, from the last to the first."""
+        blocks, batch = (cute.ceil_div(q_len, tile_m), batch) if table is None else (table.shape[0], 1)
+        return TileScheduler(blocks, heads, batch, kv_heads, kv_bytes, l2, together, least, table)
 
     def tile(self, number: Int32) -> WorkTile:
         """The work tile with this number, 0 <= number < tiles."""

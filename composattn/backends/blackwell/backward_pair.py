@@ -151,9 +151,6 @@ class BlackwellBackwardPair(BlackwellBackward):
     dq_rows = PairDqRows
     meet = staticmethod(meet)
 
-    def __repr__(self):
-        return "backward_pair"  # becomes part of the kernel's name
-
     def block(self, layouts, counter):
         return PairBlock(self.tiling, self.dtype, self.plan.deterministic)
 

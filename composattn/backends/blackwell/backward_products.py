@@ -1,16 +1,13 @@
 """The backward's warp that multiplies: Sᵀ, dPᵀ, dV, dK and dQ of the query tiles that a tile of keys visits."""
 
-import abc
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ...primitives.pipelines import Slot
 from ...primitives.swizzled_tiles import swizzled
-from ...primitives.tile_queue import TileQueue
-from ...primitives.values import Bundle, Fixed
+from ...primitives.values import Bundle
+from ..fused.kernels.key_products import KeyProducts
 from .key_tile import Block
 from .tcgen05 import Operand, after_wait, instruction, multiply
 from .tensor_memory import Columns
@@ -29,54 +26,16 @@ class At(Bundle):
         return At(self.q.next(), self.do.next(), self.step.next())
 
 
-class Steps(Fixed, abc.ABC):
-    """The order in which a warp issues products, and how: a few of their steps at a time, in a loop.
+class Steps(KeyProducts):
+    """How a warp issues a product: a few of its steps at a time, in a loop.
 
     Descriptors of all of them, held along the walk over query tiles, spilled 30 of 64 registers.
     """
 
     def __init__(self, kernel, block: Block, memory: Int32):
-        self.kernel, self.block, self.memory, self.tiling = kernel, block, memory, kernel.tiling
+        super().__init__(kernel, block)
+        self.memory, self.tiling = memory, kernel.tiling
         self.map = self.tiling.columns
-
-    @cute.jit
-    def run(self, call):
-        first = Slot.first(1), Slot.first(1), self.first_step()
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, first)
-
-    def first_step(self) -> Any:
-        """Where rings are at the first query tile."""
-        return Slot.first(1)
-
-    @cute.jit
-    def visit(self, call, work, slots):
-        """All query tiles of a tile of keys."""
-        block = self.block
-        kv_slot, sums_slot, at = slots
-        count = self.kernel.steps(call, work)
-        block.kv_edge.wait(kv_slot)
-        if count > 0:
-            self.begin(at)
-            for _ in cutlass.range(1, count, unroll=1):
-                following = at.next()
-                self.go_on(at, following)
-                at = following
-            self.end(at)
-            at = at.next()
-        block.sums.fill(sums_slot)
-        return kv_slot.next(), sums_slot.next(), at
-
-    @abc.abstractmethod
-    def begin(self, at: Any) -> None:
-        """The first query tile's scores, dP and dV."""
-
-    @abc.abstractmethod
-    def go_on(self, at: Any, following: Any) -> None:
-        """dK and dQ of a query tile, and the following one's scores, dP and dV."""
-
-    @abc.abstractmethod
-    def end(self, at: Any) -> None:
-        """dK and dQ of the last one."""
 
     @cute.jit
     def issue(self, target, left: Operand, left_stage, right: Operand, right_stage, onto: cutlass.Constexpr = False):

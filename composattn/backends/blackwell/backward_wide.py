@@ -93,8 +93,5 @@ class BlackwellBackwardWide(BlackwellBackward):
         # limits are of the queries that a key sees: one query of a thread is tested as fast by the mask itself
         self.mods = BackwardMods(plan.program, plan.intervals, None, plan.captured, self.arithmetic)
 
-    def __repr__(self):
-        return "backward_wide"  # becomes part of the kernel's name
-
     def group(self, block, lane, thread) -> QueryLanes:
         return QueryLanes(self, block, lane, thread, fragment_shape(self.tiling.keys))

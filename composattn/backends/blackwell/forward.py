@@ -3,7 +3,7 @@
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 
 from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.emit import Leaves
@@ -14,11 +14,12 @@ from ...primitives.values import choose
 from ..fused.kernels.correction import Correction
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call, Work
+from ..fused.kernels.multiply import Multiply
 from ..fused.kernels.softmax_rows import Softmax
 from ..fused.kernels.tile_copies import Load, Store
 from ..fused.plan import ForwardPlan
 from .block import Block
-from .products import Multiply
+from .products import Products
 from .take_over import ask_until_none_is_left
 from .tcgen05 import Lane, allocate, fragment_shape, free
 from .tiling import ROWS, BlackwellTiling
@@ -50,6 +51,12 @@ class BlackwellForward(Forward[BlackwellTiling]):
     def memory(self, block, thread) -> Lane:
         """Of a thread of a warpgroup: who asks has it in a register, so each role does."""
         return Lane(block.tensor_memory(), cute.arch.make_warp_uniform(thread // 32))
+
+    def first_column(self, block) -> Int32:
+        return block.tensor_memory()
+
+    def products(self, block, memory, tile) -> Products:
+        return Products(block, memory, tile)
 
     @cute.jit
     def roles(self, call):

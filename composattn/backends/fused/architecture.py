@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,14 +24,20 @@ CAPTURE_DTYPES = (
 )  # fmt: skip
 
 
-class Kernel(Protocol):
+class Kernel(abc.ABC):
     """A generated kernel, made of its plan: called on the host, with a stream and the fields of its `arguments`."""
 
     arguments: ClassVar[Any]  # a record, of `composattn.backends.fused.arguments`
+    plan: Any
 
+    @abc.abstractmethod
     def __init__(self, plan: Any) -> None: ...
 
+    @abc.abstractmethod
     def __call__(self, stream: Any, *arguments: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return str(self.plan.step)  # becomes part of the compiled kernel's name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,9 +38,6 @@ class HopperBackwardTransposed(HopperBackward):
         S, dP issued | P written | dS written | all: both written | dQ issued | its blocks issued | dQ to memory
     """
 
-    def __repr__(self):
-        return "backward_transposed"  # becomes part of the kernel's name
-
     @cute.jit
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0]

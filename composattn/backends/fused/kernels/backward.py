@@ -23,13 +23,14 @@ from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import TileScheduler
 from ....primitives.values import Fixed, permuted
+from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
 from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
 from ..tiling import BackwardTiling
 from .key_tile import KeyTile
 
 
-class Backward(abc.ABC, Generic[AnyTiling]):
+class Backward(Kernel, Generic[AnyTiling]):
     """A block keeps a tile of keys and walks over the queries that see it.
 
     One warp copies K, V once and Q, dO with their rows' statistics. Edges of its block: kv (1 stage), q (Q and LSE),
@@ -54,9 +55,6 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured, self.arithmetic)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
-
-    def __repr__(self):
-        return "backward"  # becomes part of the kernel's name
 
     @abc.abstractmethod
     def layouts(self) -> Any:
@@ -142,9 +140,7 @@ class Backward(abc.ABC, Generic[AnyTiling]):
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
-        if given.work is None:
-            return TileScheduler.of(mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
-        return TileScheduler.listed(given.work, kv_heads, kv_heads, *section)
+        return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
 
     @cute.kernel
     def kernel(

@@ -11,13 +11,14 @@ from cutlass.cute.nvgpu import cpasync
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import DenseRows
 from ....primitives.swizzled_tiles import tile_layout
+from ..architecture import Kernel
 from ..arguments import GatherArguments
 from ..plan_backward import AnyTiling, GatherPlan
 from .backward import pieces_of
 from .rounding import Exit, RowSums, Sums, is_first_warp
 
 
-class BackwardGather(abc.ABC, Generic[AnyTiling]):
+class BackwardGather(Kernel, Generic[AnyTiling]):
     """A block per `rows` keys of a cut tile, of dK or of dV: what one group of the main kernel has left of a piece.
 
     Pieces are added in their order, so that a sum has the same bits in every run.
@@ -28,9 +29,6 @@ class BackwardGather(abc.ABC, Generic[AnyTiling]):
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
-
-    def __repr__(self):
-        return "backward_gather"  # becomes part of the kernel's name
 
     def layout(self, columns: int) -> Any:
         """Of `rows` keys in shared memory."""

@@ -7,6 +7,7 @@ from cutlass.memory import SmemAllocator
 
 from ....primitives.split import Weights
 from ....primitives.values import choose, narrow
+from ..architecture import Kernel
 from ..arguments import CombineArguments
 from ..plan import CombinePlan
 
@@ -15,7 +16,7 @@ LANES = 32
 WIDE = 4  # columns of fp32 that a lane reads at once
 
 
-class Combine:
+class Combine(Kernel):
     """A block per query row: warp w sums parts w, w + 4, ... (`WIDE` columns per lane), then all warps' sums.
 
     The order of the sums is fixed, so the result is the same in every run.
@@ -26,9 +27,6 @@ class Combine:
     def __init__(self, plan: CombinePlan):
         self.plan = plan
         self.chunks = -(-plan.head_dim_v // (LANES * WIDE))
-
-    def __repr__(self):
-        return "combine"  # becomes part of the kernel's name
 
     @cute.jit
     def __call__(self, stream, *arguments):

@@ -17,12 +17,13 @@ from ....primitives.kv_tiles import TileSequence
 from ....primitives.pipelines import BoundEdge
 from ....primitives.score_tile import FragmentShape
 from ....primitives.values import Fixed
+from ..architecture import Kernel
 from ..arguments import ForwardArguments
 from ..plan import AnyForwardTiling, ForwardPlan
 from .forward_call import Call, Work, launched
 
 
-class Forward(abc.ABC, Generic[AnyForwardTiling]):
+class Forward(Kernel, Generic[AnyForwardTiling]):
     """A block owns a tile of queries, in groups of `rows` of them, and walks over keys.
 
     Where the plan splits kv, a block has one part of a query tile's keys, and the output of each part is written apart,
@@ -47,7 +48,7 @@ class Forward(abc.ABC, Generic[AnyForwardTiling]):
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
-        return "forward"  # becomes part of the kernel's name
+        return "forward"  # whichever of them it is
 
     @abc.abstractmethod
     def roles(self, call: Call) -> None:

@@ -72,10 +72,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, columns), (box, columns))
     kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
     section = (tiling.l2, tiling.heads_together)
-    if given.work is None:
-        order = TileScheduler.of(q_rows, tiling.queries, mQ.shape[3], mQ.shape[2], mK.shape[2], kv_bytes, *section)
-    else:
-        order = TileScheduler.listed(given.work, mQ.shape[2], mK.shape[2], kv_bytes, *section)
+    heads_of = mQ.shape[2], mK.shape[2]
+    order = TileScheduler.of(given.work, q_rows, tiling.queries, given.q.shape[0], *heads_of, kv_bytes, *section)
     return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
 
 

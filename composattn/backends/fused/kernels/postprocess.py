@@ -11,6 +11,7 @@ from ....primitives.padded_tiles import PaddedTiles, query_grid, query_tile
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
 from ....primitives.swizzled_tiles import tile_layout
+from ..architecture import Kernel
 from ..arguments import PostprocessArguments
 from ..plan_backward import AnyTiling, PostprocessPlan
 from ..tiling import RowBackwardTiling
@@ -20,7 +21,7 @@ COLUMNS = 32  # of dQ in a thread's registers
 AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
 
 
-class Postprocess(abc.ABC, Generic[AnyTiling]):
+class Postprocess(Kernel, Generic[AnyTiling]):
     """A block per query tile, `groups` of threads with a part of it each."""
 
     arguments = PostprocessArguments
@@ -28,9 +29,6 @@ class Postprocess(abc.ABC, Generic[AnyTiling]):
 
     def __init__(self, plan: PostprocessPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
-
-    def __repr__(self):
-        return "postprocess"  # becomes part of the kernel's name
 
     def layout(self) -> Any:
         """Of a tile of dQ in shared memory."""

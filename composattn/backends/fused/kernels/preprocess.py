@@ -9,6 +9,7 @@ from ....primitives.lanes import add, neighbours, over_lanes
 from ....primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, permuted
+from ..architecture import Kernel
 from ..arguments import PreprocessArguments
 from ..plan_backward import COUNTER, PreprocessPlan
 
@@ -16,7 +17,7 @@ THREADS = 256
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
-class Preprocess:
+class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
 
     `lanes` neighbouring threads share a row, 16 bytes each.
@@ -29,9 +30,6 @@ class Preprocess:
         chunks = -(-plan.head_dim_v // ELEMENTS)
         self.lanes = min(32, 1 << (chunks - 1).bit_length())
         self.passes = -(-chunks // self.lanes)
-
-    def __repr__(self):
-        return "preprocess"  # becomes part of the kernel's name
 
     @cute.jit
     def __call__(self, stream, *arguments):
