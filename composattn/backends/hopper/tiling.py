@@ -108,7 +108,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         warpgroups=warpgroups,
         consumer_registers=consumers,
         producer_registers=producer,
-        pingpong=widest <= 128,
+        pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         persistent=persistent,
