@@ -22,6 +22,9 @@ FEW_KEYS = {64: 2304, 96: 1152}
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
 # of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
+# Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
+# want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained
+ONE_HEAD = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,13 @@ class HopperTiling(ForwardTiling):
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
         return self.persistent
+
+    @property
+    def wait_late(self) -> bool:
+        """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
+        softmax under its products. Three in turns lose 2 % by it (H200, D 64 causal).
+        """
+        return self.rescale_early and self.warpgroups == 1
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
@@ -98,11 +108,21 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         warpgroups=warpgroups,
         consumer_registers=consumers,
         producer_registers=producer,
-        pingpong=widest <= 128,
+        pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=warpgroups == 3 or dv > 128,
         persistent=persistent,
+        heads_together=_heads_together(problem, program),
     )
+
+
+def _heads_together(problem: Problem, program: Program) -> int | None:
+    """What is asked for, else one head where all query tiles visit the same keys and these are not too many."""
+    asked = problem.schedule.heads_together
+    if asked is not None or program.mask is not None or not problem.layout.is_dense:
+        return asked
+    kv_bytes = 2 * keys(problem) * (padded(problem.head_dim) + padded(problem.head_dim_v))
+    return 1 if kv_bytes <= ONE_HEAD else None
 
 
 def _tiling(problem: Problem, heads: int, **chosen: Any) -> HopperTiling:
@@ -113,7 +133,6 @@ def _tiling(problem: Problem, heads: int, **chosen: Any) -> HopperTiling:
         dv=padded(problem.head_dim_v),
         l2=32 << 20,
         packed_heads=heads,
-        heads_together=problem.schedule.heads_together,
         **chosen,
     )
 
@@ -154,6 +173,7 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
         rescale_early=narrow,
         blocks=3 if narrow else 2,
         persistent=problem.schedule.persistent or False,
+        heads_together=_heads_together(problem, program),
     )
 
 
@@ -178,6 +198,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         producer_registers=40,  # page numbers beside what all copies need
         persistent=persistent,
         blocks=blocks,
+        heads_together=problem.schedule.heads_together,
     )
 
 
