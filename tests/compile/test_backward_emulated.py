@@ -166,6 +166,23 @@ def test_dq_that_leaves_in_bulk_matches_fp64(case: str, mode: Mode, folder: Path
     check(BULK_CASES[case], folder, generator, mode=mode, **BULK)
 
 
+IN_ORDER_CASES: dict[str, tuple[Any, ...]] = {
+    "plain-d64": ("plain", torch.bfloat16, 2, 1, 250, 270, 64, 64, True, True),
+    "causal-d64": ("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, True),
+    "plain-d96": ("plain", torch.bfloat16, 1, 1, 200, 270, 96, 96, False, True),
+    "causal-gqa2-d96": ("causal", torch.bfloat16, 4, 2, 200, 300, 96, 96, False, True),
+    "window-d96-dv80": ("window", torch.float16, 1, 1, 300, 300, 96, 80, True, True),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(IN_ORDER_CASES))
+def test_dq_in_a_fixed_order_leaves_in_bulk_too(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    check(IN_ORDER_CASES[case], folder, generator, mode=mode)
+
+
 def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:
     """All meet once per tile: whoever writes the next P has not waited for those that still read this one."""
     with pytest.raises(SharedRace, match="that nothing orders before this access"):
