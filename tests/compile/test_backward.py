@@ -322,16 +322,19 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_the_small_kernels_move_16_bytes_an_access(d: int, folder: Path) -> None:
+def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int, folder: Path) -> None:
     steps = plans("plain-full", d)
     tile = steps.main.tiling
-    made = {name: compile_offline(getattr(steps, name), folder) for name in ("preprocess", "postprocess")}
+    in_order = plans("plain-full", d, deterministic=True).preprocess
+    named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
+    made = {name: compile_offline(plan, folder) for name, plan in named.items()}
     if made["postprocess"].instructions:
-        cleared, loaded = (
+        cleared, cleared_inside, loaded = (
             sum(i.text.startswith(access) for i in made[name].instructions)
-            for name, access in (("preprocess", "STG.E.128"), ("postprocess", "LDG.E.128"))
+            for name, access in (("preprocess", "STG.E.128"), ("main", "STG.E.128"), ("postprocess", "LDG.E.128"))
         )
-        assert cleared == tile.tile_m * tile.d // (4 * 256)
+        assert cleared == in_order.tiling.tile_m * tile.d // (4 * 256)
+        assert tile.clears and cleared_inside == tile.tile_m * tile.d // (4 * 32)
         assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
 
 

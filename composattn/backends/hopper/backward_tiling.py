@@ -164,7 +164,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
     )
-    staying = dataclasses.replace(tiling, persistent=True)
+    staying = dataclasses.replace(tiling, persistent=True, clears=not deterministic)
     # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
     # lists, spilled 16 and lost 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a
     # fixed order blocks wait
