@@ -42,8 +42,15 @@ def statistics_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, til
     return cute.make_tensor(workspace.iterator + first, layout)
 
 
+def cleared_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Tensor:
+    """int32 (B, H), how many tiles of dQ have been cleared: behind those statistics."""
+    entries, heads, tiles, _ = dq_accum.shape
+    start = workspace.iterator + first + Int64(2 * tile) * tiles * heads * entries
+    return cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout((entries, heads), stride=(heads, 1)))
+
+
 def counter_of(workspace: cute.Tensor) -> cute.Tensor:
-    """The counter at the beginning of that workspace: int32 (1,)."""
+    """The counter at the beginning of that workspace: int32 (1,), of tiles of keys; the next number counts others."""
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout(1))
 
 
@@ -68,4 +75,4 @@ def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
     return (number, head, b) if work is None else (work[number, 1], head, work[number, 0])
 
 
-__all__ = ["PaddedTiles", "counter_of", "query_grid", "query_tile", "statistics_of"]
+__all__ = ["PaddedTiles", "cleared_of", "counter_of", "query_grid", "query_tile", "statistics_of"]

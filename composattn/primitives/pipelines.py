@@ -103,12 +103,14 @@ class Warps:
 class Edge:
     """A ring of stages that `producer` fills and `consumers` drain.
 
-    Consumers None: another edge, which they fill, says when a stage is free again.
+    Consumers None: another edge, which they fill, says when a stage is free again. `tries_first`: a wait looks once
+    before its loop, as ptxas makes it of all waits of a kernel, or of none, in whose way the loop's instructions stand.
     """
 
     stages: int
     producer: Role
     consumers: Role | None
+    tries_first: bool = False
 
     @property
     def barriers(self) -> int:
@@ -123,6 +125,18 @@ class Edge:
             bound.append(BoundEdge(edge, barriers))
             barriers = barriers + edge.barriers
         return bound
+
+
+_WAIT = """{
+    .reg .pred there;
+    mbarrier.try_wait.parity.shared.b64 there, [{$r0}], {$r1};
+    @there bra.uni DONE;
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 there, [{$r0}], {$r1}, 10000000;
+    @there bra.uni DONE;
+    bra.uni AGAIN;
+DONE:
+}"""
 
 
 class BoundEdge(Fixed):
@@ -157,11 +171,17 @@ class BoundEdge(Fixed):
     def wait_empty(self, slot: Slot) -> None:
         """Producer: wait until what the stage held before has been read."""
         assert self.edge.consumers is not None, "no barrier of this edge says so: it would be the neighbour's"
-        cute.arch.mbarrier_wait(self.empty + slot.index, slot.phase ^ 1)
+        self._wait(self.empty + slot.index, slot.phase ^ 1)
 
     def wait(self, slot: Slot) -> None:
         """Consumer: wait until the stage holds its data."""
-        cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)
+        self._wait(self.full + slot.index, slot.phase)
+
+    def _wait(self, barrier: cute.Pointer, parity: Int32) -> None:
+        if self.edge.tries_first:
+            cute.arch.inline_ptx(_WAIT, read_only_args=[barrier, parity])
+        else:
+            cute.arch.mbarrier_wait(barrier, parity)
 
     def release(self, slot: Slot, lane: Any) -> None:
         """Consumer: the stage has been read."""

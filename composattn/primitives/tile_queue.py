@@ -23,7 +23,7 @@ class TileQueue(Fixed):
 
     def draw(self, lane: Int32) -> Int32:
         """The next number, in all lanes of the warp that announces."""
-        number = _one_more(self.counter.iterator, lane == 0)
+        number = one_more(self.counter.iterator, lane == 0)
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(number, 0)
 
     def announce(self, slot: Slot, number: Int32, lane: Int32) -> None:
@@ -41,7 +41,7 @@ class TileQueue(Fixed):
 
 
 @cute.jit
-def _one_more(counter: cute.Pointer, condition: Boolean) -> Int32:
+def one_more(counter: cute.Pointer, condition: Boolean) -> Int32:
     """What was there before it grew by one, where the condition holds."""
     found = Int32(0)
     if condition:
@@ -58,4 +58,4 @@ def _put_if(place: cute.Pointer, number: Int32, barrier: cute.Pointer, condition
         cute.arch.mbarrier_arrive(barrier)
 
 
-__all__ = ["TileQueue"]
+__all__ = ["TileQueue", "one_more"]

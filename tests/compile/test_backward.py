@@ -193,7 +193,7 @@ SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("softcap-causal", 192, 192, TRANSPOSED),
     ("grid", 192, 192, TRANSPOSED),
     ("plain-causal", 192, 192, TRANSPOSED | {"deterministic": True}),
-    ("documents-by-offsets", 192, 192, TRANSPOSED | {"deterministic": True}),
+    ("grid", 192, 192, TRANSPOSED | {"deterministic": True}),
     ("plain-causal", 192, 128, TRANSPOSED),
     ("relative-full", 192, 128, TRANSPOSED),
     ("plain-causal", 256, 128, TRANSPOSED),
@@ -253,8 +253,8 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
 
 @pytest.mark.parametrize(
     ("mods", "d"),
-    sampled([("plain-causal", 128), ("plain-causal", 64), ("plain-causal", 256), ("document", 128), ("document", 64),
-             ("document", 256)]),
+    sampled([("plain-causal", 128), ("plain-causal", 64), ("plain-causal", 96), ("plain-causal", 256),
+             ("document", 128), ("document", 64), ("document", 256)]),
 )  # fmt: skip
 def test_a_fixed_order_costs_no_registers(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d, deterministic=True).main
@@ -262,7 +262,16 @@ def test_a_fixed_order_costs_no_registers(mods: str, d: int, folder: Path) -> No
     assert not made.stack and made.spills == 0
     if made.mnemonics:
         assert made.mnemonics["WARPGROUP"] <= 14
+        assert (made.mnemonics["UBLKRED"] == 1) is plan.tiling.dq_in_bulk is (mods == "plain-causal" and d <= 128)
     assert plan.key != plans(mods, d).main.key
+
+
+@pytest.mark.parametrize(("d", "deterministic"), [(96, False), (64, True), (96, True), (128, True)])
+def test_a_wait_looks_once_before_its_loop(d: int, deterministic: bool, folder: Path) -> None:
+    """ptxas makes it so of all waits or of none; of these kernels it was none, at 2 to 5 %."""
+    made = compile_offline(plans("plain-full", d, deterministic=deterministic).main, folder)
+    looks = sum(i.text.startswith("SYNCS.PHASECHK.TRANS64.TRYWAIT") for i in made.instructions)
+    assert looks == 2 * made.mnemonics["NANOSLEEP"]
 
 
 def test_who_asks_for_a_fixed_order_gets_it() -> None:
@@ -313,16 +322,19 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_the_small_kernels_move_16_bytes_an_access(d: int, folder: Path) -> None:
+def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int, folder: Path) -> None:
     steps = plans("plain-full", d)
     tile = steps.main.tiling
-    made = {name: compile_offline(getattr(steps, name), folder) for name in ("preprocess", "postprocess")}
+    in_order = plans("plain-full", d, deterministic=True).preprocess
+    named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
+    made = {name: compile_offline(plan, folder) for name, plan in named.items()}
     if made["postprocess"].instructions:
-        cleared, loaded = (
+        cleared, cleared_inside, loaded = (
             sum(i.text.startswith(access) for i in made[name].instructions)
-            for name, access in (("preprocess", "STG.E.128"), ("postprocess", "LDG.E.128"))
+            for name, access in (("preprocess", "STG.E.128"), ("main", "STG.E.128"), ("postprocess", "LDG.E.128"))
         )
-        assert cleared == tile.tile_m * tile.d // (4 * 256)
+        assert cleared == in_order.tiling.tile_m * tile.d // (4 * 256)
+        assert tile.clears and cleared_inside == tile.tile_m * tile.d // (4 * 32)
         assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
 
 

@@ -89,7 +89,8 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
     check(case, folder, generator)
 
 
-STAY, LEAVE, PASSING = {"persistent": True}, {"persistent": False}, {"passing": True}
+STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
+CLEARING, PASSING = {"clears": True}, {"passing": True}
 BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -115,6 +116,17 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "passing-two-offsets": (("two-offsets", torch.bfloat16, 1, 1, 290, 270, 128, 128, True, False), PASSING, None),
     "passing-bulk": (("causal", torch.bfloat16, 2, 1, 300, 300, 128, 128, True, False), BULK | STAY | PASSING, None),
     "passing-cut": (("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), PASSING, (6, 4, 2)),
+    "clearing-d64": (("causal", torch.bfloat16, 4, 2, 300, 300, 64, 64, True, False), STAY | CLEARING, None),
+    "clearing-bulk-cut": (
+        ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
+        BULK | STAY | CLEARING,
+        (6, 4, 2),
+    ),
+    "clearing-blocks-that-leave": (
+        ("window", torch.float16, 2, 1, 250, 300, 96, 96, True, False),
+        LEAVE | CLEARING,
+        None,
+    ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }
 
@@ -124,6 +136,14 @@ def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generat
     facts, changes, cut = SHARED[case]
     target = dataclasses.replace(HOPPER, sms=2)
     check(facts, folder, generator, target, None if cut is None else Cut(*cut), **changes)
+
+
+@pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(name for name in SHARED if "clearing" in name))
+def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
+    facts, changes, cut = SHARED[case]
+    target = dataclasses.replace(HOPPER, sms=2)
+    check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, **changes)
 
 
 # facts as above, changes of the tiling
@@ -164,6 +184,23 @@ BULK_CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", sampled(BULK_CASES))
 def test_dq_that_leaves_in_bulk_matches_fp64(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
     check(BULK_CASES[case], folder, generator, mode=mode, **BULK)
+
+
+IN_ORDER_CASES: dict[str, tuple[Any, ...]] = {
+    "plain-d64": ("plain", torch.bfloat16, 2, 1, 250, 270, 64, 64, True, True),
+    "causal-d64": ("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, True),
+    "plain-d96": ("plain", torch.bfloat16, 1, 1, 200, 270, 96, 96, False, True),
+    "causal-gqa2-d96": ("causal", torch.bfloat16, 4, 2, 200, 300, 96, 96, False, True),
+    "window-d96-dv80": ("window", torch.float16, 1, 1, 300, 300, 96, 80, True, True),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(IN_ORDER_CASES))
+def test_dq_in_a_fixed_order_leaves_in_bulk_too(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    check(IN_ORDER_CASES[case], folder, generator, mode=mode)
 
 
 def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:

@@ -116,7 +116,8 @@ class BackwardLauncher:
         if rows_known is not None:
             if not self.is_dense:
                 workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-            rows_known.log2_lse, rows_known.delta = workspace[COUNTER:].view(2, *dq_accum.shape[:2], -1)
+            rows = 2 * dq_accum.shape[:3].numel() * self.tiling.tile_m
+            rows_known.log2_lse, rows_known.delta = workspace[COUNTER:][:rows].view(2, *dq_accum.shape[:2], -1)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         known = self._tidy_strides
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
@@ -186,7 +187,9 @@ class BackwardLauncher:
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
-        statistics = torch.empty(COUNTER + 2 * batch * heads * tiles * tile_m, dtype=torch.float32, device=device)
+        # rows of statistics, and for each head a number of those who clear dQ
+        size = COUNTER + 2 * batch * heads * tiles * tile_m + self.tiling.clears * batch * heads
+        statistics = torch.empty(size, dtype=torch.float32, device=device)
         width = tile_m * self.tiling.d
         shape, strides = (batch, heads, tiles, width), (heads * tiles * width, tiles * width, width, 1)
         sums = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)

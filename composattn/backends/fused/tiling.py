@@ -129,13 +129,15 @@ class BackwardTiling(Tiling):
     """A block owns `tile_n` keys and walks over queries.
 
     `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
-    share some tiles, see `Cut`.
+    share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
+    kernel before.
     """
 
     kernel: str = "backward"
     sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
     section_tiles: int
     in_pieces: bool = False
+    clears: bool = False
 
     @property
     def block_keys(self) -> int:

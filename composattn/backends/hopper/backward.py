@@ -64,6 +64,9 @@ class HopperBackward(Backward[HopperBackwardTiling]):
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
                 self.produce(call, block)
+            if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
+                if warp == 3:
+                    call.clearing.run()
             if const_expr(self.plan.deterministic):
                 speakers = tiling.warpgroups if tiling.dq_in_bulk else 0
                 if warp == 1 + speakers:

@@ -1,5 +1,6 @@
 """What the backward kernels for Hopper have in shared memory, and how scores lie in their warpgroups' registers."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -75,6 +76,7 @@ class Block(Fixed):
         walking = consumers.count + deterministic + tiling.dq_in_bulk * tiling.warpgroups
         if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
             edges["queue"] = Edge(2, Warps(1), Warps(walking))
+        edges = {name: dataclasses.replace(edge, tries_first=tiling.tries_first) for name, edge in edges.items()}
         smem = SmemAllocator()
         bound = dict(zip(edges, Edge.allocate(smem, list(edges.values())), strict=True))
         self.edges = list(bound.values())

@@ -15,7 +15,7 @@ from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_tiles import query_tiles_of
 from ....primitives.kv_source import partition
-from ....primitives.padded_tiles import PaddedTiles, counter_of, statistics_of
+from ....primitives.padded_tiles import PaddedTiles, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
@@ -27,6 +27,7 @@ from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
 from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
 from ..tiling import BackwardTiling
+from .dq_clearing import DqClearing
 from .key_tile import KeyTile
 
 
@@ -101,6 +102,7 @@ class Backward(Kernel, Generic[AnyTiling]):
             given.dq_accum,
             given.turns,
             counter_of(given.workspace),
+            cleared_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m) if tiling.clears else None,
             order,
             pieces,
             numbers,
@@ -152,6 +154,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         dq_accum,
         turns,
         counter,
+        cleared,
         order,
         pieces,
         numbers,
@@ -164,8 +167,9 @@ class Backward(Kernel, Generic[AnyTiling]):
     ):
         tiling = self.tiling
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
-        given = statistics, dq_accum, turns, order, pieces, numbers, scale, captured, scalars, queries, keys, group
-        call = Call(tmas, tensors, *given)
+        clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
+        sums = statistics, dq_accum, clearing, turns
+        call = Call(tmas, tensors, *sums, order, pieces, numbers, scale, captured, scalars, queries, keys, group)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:
@@ -299,6 +303,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
+            if const_expr(call.clearing is not None):
+                call.clearing.wait(work.padded.b, head)
             gQ = work.queries.tiles(tensors.q, head, (tiling.tile_m, tiling.d))
             gdO = work.queries.tiles(tensors.dout, head, (tiling.tile_m, tiling.dv))
             gLse, gDelta = [
@@ -356,6 +362,7 @@ class Call(Fixed):
     tensors: Operands
     statistics: cute.Tensor
     dq_accum: cute.Tensor
+    clearing: DqClearing | None
     turns: cute.Tensor | None
     order: TileScheduler
     pieces: Pieces | None

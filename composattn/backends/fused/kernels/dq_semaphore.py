@@ -39,7 +39,7 @@ class DqSemaphore(Fixed):
                     m = run.tile(i)
                     turn = self.kernel.turn(call, work, head, m)
                     before = self.before(call, work, head, run, i, lane)
-                    _wait_for(turn, before * max(1, self.speakers))
+                    wait_for(turn, before * max(1, self.speakers))
                     cute.arch.sync_warp()
                     block.turn_edge.acquire(slot)
                     slot = slot.next()
@@ -79,7 +79,7 @@ def say(turn: cute.Pointer, condition: Boolean):
 
 
 @cute.jit
-def _wait_for(turn: cute.Pointer, wanted: Int32):
+def wait_for(turn: cute.Pointer, wanted: Int32):
     """Until the number there is `wanted` or more; what was done before it was put there is seen from now on."""
     found = _read(turn)
     while found < wanted:

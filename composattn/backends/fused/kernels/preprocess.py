@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from ....primitives.delta import row_statistics
 from ....primitives.lanes import add, neighbours, over_lanes
-from ....primitives.padded_tiles import PaddedTiles, counter_of, query_grid, query_tile, statistics_of
+from ....primitives.padded_tiles import PaddedTiles, cleared_of, counter_of, query_grid, query_tile, statistics_of
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, permuted
 from ..architecture import Kernel
@@ -18,7 +18,7 @@ ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
 class Preprocess(Kernel):
-    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ.
+    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flag.
 
     `lanes` neighbouring threads share a row, 16 bytes each.
     """
@@ -40,15 +40,19 @@ class Preprocess(Kernel):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
-        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_accum, counter, queries, work).launch(
+        tile_m = self.tiling.tile_m
+        cleared = cleared_of(given.workspace, COUNTER, dq_accum, tile_m) if self.tiling.clears else None
+        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_accum, counter, cleared, queries, work).launch(
             grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, queries, work):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, queries, work):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
+        if const_expr(cleared is not None):
+            _clear_of_head(counter, cleared)
         tile, head, b = query_tile(work)
         if const_expr(work is None):
             self.prepare(out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b)
@@ -75,7 +79,8 @@ class Preprocess(Kernel):
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
             products.append(product)
-        self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
+        if const_expr(not self.tiling.clears):
+            self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         for step in cutlass.range_constexpr(len(rows)):
@@ -115,6 +120,16 @@ def _is_first_block() -> Boolean:
 def _clear_if(counter: cute.Tensor, condition: Boolean):
     if condition:
         counter[0] = Int32(0)
+
+
+@cute.jit
+def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor):
+    """That no tile of dQ is cleared yet, nor handed out."""
+    x, head, entry = cute.arch.block_idx()
+    if (x == 0) & (cute.arch.thread_idx()[0] == 0):
+        cleared[entry, head] = Int32(0)
+    if (cute.arch.thread_idx()[0] == 0) & _is_first_block():
+        cute.make_tensor(counter.iterator + 1, cute.make_layout(1))[0] = Int32(0)
 
 
 @cute.jit
