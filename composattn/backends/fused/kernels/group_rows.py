@@ -150,7 +150,7 @@ class GroupRows(OutputRows[Any]):
         """K's stage, by lane 0 if its first probability is not below 0, which none is.
 
         The compiler moves a wait for products up over exponentials, but not over a release: with three blocks of one
-        warpgroup it stood above all of 50 and half of the maxima, now 5 come before it (H200, D 64: 1 to 3 %).
+        group it stood above all of 50 and half of the maxima, now 5 come before it (H200, D 64: 1 to 3 %).
         """
         first = self.products.rows_of(tSrS)[0, 0]
         self.block.k_edge.release(k_slot, choose(first < 0.0, Int32(32), self.me.lane))
