@@ -86,6 +86,8 @@ OPAQUE = {"grid": (None, neighborhood((15, 20), (3, 5)))}
 MODS |= OPAQUE
 
 CASES = [(m, d) for m in MODS for d in (64, 128)] + [("plain-causal", 32), ("plain-causal", 96)]
+# at D 128 too, where registers are fewer
+ROOMY = [("alibi-causal", 64), ("softcap-causal", 64), ("document", 64), ("relative-full", 64)]
 PACKED = [("plain-full", 128), ("plain-causal", 64), ("alibi-causal", 128), ("relative-full", 256)]
 WIDE = [
     ("document", 192),
@@ -96,7 +98,10 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize(("mods", "d"), CASES, ids=[f"{m}-d{d}" for m, d in CASES])
+@pytest.mark.parametrize(
+    ("mods", "d"),
+    [pytest.param(m, d, id=f"{m}-d{d}", marks=[pytest.mark.slow] if (m, d) in ROOMY else []) for m, d in CASES],
+)
 def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main
     made: Artifact = compile_offline(plan, folder)
@@ -187,25 +192,25 @@ def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
 
 
 SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
-    ("plain-full", 192, 192, TRANSPOSED),
     ("plain-causal", 192, 192, TRANSPOSED),
-    ("alibi-causal", 192, 192, TRANSPOSED),
     ("softcap-causal", 192, 192, TRANSPOSED),
     ("grid", 192, 192, TRANSPOSED),
-    ("plain-causal", 192, 192, TRANSPOSED | {"deterministic": True}),
     ("grid", 192, 192, TRANSPOSED | {"deterministic": True}),
     ("plain-causal", 192, 128, TRANSPOSED),
     ("relative-full", 192, 128, TRANSPOSED),
     ("plain-causal", 256, 128, TRANSPOSED),
 ]
-UNPLANNED: list[tuple[str, int, int, dict[str, Any]]] = [  # of tilings that no plan chooses
+SELDOM: list[tuple[str, int, int, dict[str, Any]]] = [  # of tilings that no plan chooses; of mods among those above
     ("plain-causal", 192, 192, OF_THREE),
     ("plain-full", 192, 128, TRANSPOSED | {"p_early": False}),
+    ("plain-full", 192, 192, TRANSPOSED),
+    ("alibi-causal", 192, 192, TRANSPOSED),
+    ("plain-causal", 192, 192, TRANSPOSED | {"deterministic": True}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("mods", "d", "dv", "changes"), [*SHARED, *(pytest.param(*case, marks=pytest.mark.slow) for case in UNPLANNED)]
+    ("mods", "d", "dv", "changes"), [*SHARED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)]
 )
 def test_transposed_sums_spill_nothing_and_overlap(
     mods: str, d: int, dv: int, changes: dict[str, Any], folder: Path

@@ -84,7 +84,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# three kernels to compile each, and what they have others have too: these run with the slow ones
+SELDOM = {
+    "window-d128", "softcap-gqa2-d64", "transposed-all-cut", "stay-d96", "stay-in-order", "stay-bulk", "passing-d128",
+}  # fmt: skip
+
+
+def often(cases: dict[str, Any]) -> list[Any]:
+    return [pytest.param(case, marks=[pytest.mark.slow] if case in SELDOM else []) for case in cases]
+
+
+@pytest.mark.parametrize("case", often(CASES))
 def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch.Generator) -> None:
     check(case, folder, generator)
 
@@ -131,7 +141,7 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", often(SHARED))
 def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generator: torch.Generator) -> None:
     facts, changes, cut = SHARED[case]
     target = dataclasses.replace(HOPPER, sms=2)

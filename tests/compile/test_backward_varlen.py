@@ -81,7 +81,9 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
     check_packed(case, folder, generator)
 
 
-@pytest.mark.parametrize("case", ["plain-d128", "from-the-end", "window-used-gqa2"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("plain-d128", marks=pytest.mark.slow), "from-the-end", "window-used-gqa2"]
+)
 def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, generator: torch.Generator) -> None:
     check_packed(case, folder, generator, tile_m=80, dq_split="transposed", persistent=False, dq_in_bulk=True)
 
@@ -212,7 +214,7 @@ def test_new_lengths_need_no_other_kernel(in_order: bool) -> None:
     assert keys([30, 7, 200], [30, 5, 1]) == keys([0, 400], [0, 111])
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packed", "dense"])
 def test_heads_come_together_as_asked_for(packed: bool) -> None:
     options: dict[str, Any] = {"mask_mod": causal, "heads": 3, "dim": 64, "dtype": torch.bfloat16}
     case = make_varlen_case(5, [150, 70], **options) if packed else make_case(5, batch=2, q_len=150, **options)

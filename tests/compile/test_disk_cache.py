@@ -12,7 +12,7 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused import compile as compiling
-from composattn.backends.fused.compile import compile_offline, compile_plan
+from composattn.backends.fused.compile import compile_ahead, compile_offline, compile_plan
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
@@ -53,8 +53,7 @@ def test_a_kept_kernel_is_loaded_without_the_kernel_language(tmp_path: Path) -> 
 
 
 def test_what_was_compiled_ahead_is_loaded_with_no_compiler_and_is_the_code_beside_it(tmp_path: Path) -> None:
-    ahead = "from composattn.backends.fused import compile; compile.compile_ahead(plan)"
-    assert run(ahead, tmp_path / "kernels") == ""
+    compile_ahead(plan(), tmp_path / "kernels")
     library, cubin = (next((tmp_path / "kernels").rglob(f"kernel-*{suffix}")) for suffix in (".so", ".cubin"))
     assert cubin.read_bytes() in library.read_bytes()
     later = (

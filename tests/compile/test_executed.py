@@ -23,7 +23,7 @@ def share_of(*names: str) -> float:
     return float(found.group(1)) / 100
 
 
-@pytest.mark.parametrize("call", ["plain", "packed_documents"])
+@pytest.mark.parametrize("call", ["plain", pytest.param("packed_documents", marks=pytest.mark.slow)])
 def test_four_fifths_of_the_lines_that_a_call_executes_are_shared(call: str) -> None:
     assert share_of(call) >= 0.8
 

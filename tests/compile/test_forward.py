@@ -119,8 +119,13 @@ PLANS = {
 }
 
 
-# at D 128 and 256 too, where registers are fewer
-ROOMY = ("plain-causal-packed-d64", "plain-causal-persistent-d64", "plain-causal-max-scores-d64")
+# at D 128 or 256 too, where registers are fewer
+ROOMY = (
+    "plain-full-d8",
+    "plain-causal-short-d96",
+    *(f"plain-causal-{kind}-d64" for kind in ("packed", "persistent", "max-scores")),
+    "plain-causal-packed-d256",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ROOMY else ()) for n in PLANS])

@@ -79,7 +79,7 @@ def test_packed_sequences_and_pages_compile_whole() -> None:
         assert torch.equal(compiled(*tensors, paged=pages.paged), forward(*tensors, paged=pages.paged))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_per_sample_gradients_by_the_kernels(batch: int, generator: torch.Generator) -> None:
     """The N calls are one launch: the kernels see N times the batch and a bias with one more index."""
     shape = (2, batch, 2, 70, 64)

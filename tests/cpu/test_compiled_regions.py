@@ -15,7 +15,13 @@ import composattn as ca
 from composattn import errors
 from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
 
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+def but_slow(seldom: str) -> list[Any]:
+    """Compilers, of which this one and the last run with the slow tests."""
+    names = ("eager", "aot_eager", "inductor")
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in (seldom, "inductor") else []) for n in names]
+
+
 LENGTH = 64
 
 
@@ -88,7 +94,7 @@ def draw(generator: torch.Generator) -> list[torch.Tensor]:
     return [torch.randn(2, 2, LENGTH, 16, generator=generator, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("compiler", but_slow("eager"))  # the other does all that it does
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_mods_made_inside_give_the_eager_gradients_in_one_graph(
     name: str, compiler: str, generator: torch.Generator
@@ -254,7 +260,7 @@ BY_NUMBER: dict[str, Callable[..., Any]] = {
 TABLE = torch.linspace(-1, 1, 2 * 128).view(2, 128)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", but_slow("aot_eager"))  # what is compiled is counted with the other
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_an_integer_that_changes_runs_the_code_compiled_before(name: str, backend: str) -> None:
     layer, counter = BY_NUMBER[name], CompileCounter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,13 +133,20 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+SIZES = {"all-at-once": RECIPE, "ordered": Size(2, 16, 16, 1100, 64)}
+DRAWN = {"descending": drawn_documents, "ascending": ascending}
+# by default each mask at both sizes and of both draws, in turns
+WRITTEN = [
+    pytest.param(name, size, order, marks=[pytest.mark.slow] if (n + i + j) % 2 else [])
+    for (n, name), (i, size), (j, order) in itertools.product(*map(enumerate, (MASKS, SIZES, DRAWN)))
+]
+
+
 @pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize("drawn", [drawn_documents, ascending], ids=["descending", "ascending"])
-@pytest.mark.parametrize("size", [RECIPE, Size(2, 16, 16, 1100, 64)], ids=["all-at-once", "ordered"])
-@pytest.mark.parametrize("name", MASKS)
-def test_what_is_written_in_place_is_seen_by_every_kernel(
-    name: str, size: Size, drawn: Callable[[Size], torch.Tensor]
-) -> None:
+@pytest.mark.parametrize(("name", "size_name", "order"), WRITTEN)
+def test_what_is_written_in_place_is_seen_by_every_kernel(name: str, size_name: str, order: str) -> None:
+    size, drawn = SIZES[size_name], DRAWN[order]
+
     def mask(x: torch.Tensor, y: torch.Tensor) -> Mask:
         return Mask.of(MASKS[name](x, y))
 
