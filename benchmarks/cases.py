@@ -260,9 +260,10 @@ def _of_training() -> Iterable[Case]:
 
 
 def _of_wide_heads() -> Iterable[Case]:
-    """Head dimensions above 256, forward; D 576 with Dv 512 is multi-head latent attention (DeepSeek-V2, 2024)."""
-    for length, pattern in itertools.product((4096, 8192), (full, causal)):
-        yield _plain(512, length, pattern, "forward", ("wide",))
+    """Head dimensions above 256; D 576 with Dv 512 is multi-head latent attention (DeepSeek-V2, 2024)."""
+    for direction in ("forward", "backward"):
+        for length, pattern in itertools.product((4096, 8192), (full, causal)):
+            yield _plain(512, length, pattern, direction, ("wide",))
     latent = {"kv_heads": 1, "dim": 576, "v_dim": 512, "latent": True}
     name = "forward D576/512 S4096 GQA 16/1 causal"
     yield Case(name, ("wide",), causal, batch=1, heads=16, q_len=4096, **latent)  # type: ignore[arg-type]

@@ -192,10 +192,16 @@ class FlexAttention:
             # A mod that reads memory doesn't fit with the default count of pipeline stages: shared memory runs out.
             forward.keywords["kernel_options"] = {"num_stages": 1}
         if max(case.dim, case.v_dim) > 256:
-            # Its own choice takes more shared memory than there is; of four that run these are the fastest (H200).
+            # Its own choice takes more shared memory than there is, backward it runs; of four, and of five that run
+            # backward, these are the fastest (H200).
             keys, stages = (64, 1) if pattern.mask_mod is None else (32, 2)
+            m1, n1, m2, n2, warps, backward_stages = (
+                (32, 32, 32, 32, 8, 1) if pattern.mask_mod is None else (16, 32, 32, 16, 4, 2)
+            )
             forward.keywords["kernel_options"] = {
-                "BLOCK_M": 64, "BLOCK_N": keys, "num_warps": 8, "num_stages": stages
+                "fwd_BLOCK_M": 64, "fwd_BLOCK_N": keys, "fwd_num_warps": 8, "fwd_num_stages": stages,
+                "bwd_BLOCK_M1": m1, "bwd_BLOCK_N1": n1, "bwd_BLOCK_M2": m2, "bwd_BLOCK_N2": n2,
+                "bwd_num_warps": warps, "bwd_num_stages": backward_stages,
             }  # fmt: skip
         return _job(case, inputs, forward, pattern.learned)
 

@@ -10,6 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass._mlir.dialects import nvvm
 
+from .pipelines import BoundEdge, Slot
+from .register_chunks import load_part, store_part
 from .values import Fixed
 
 LEADER = 0  # the block whose warp starts what both compute
@@ -18,6 +20,11 @@ LEADER = 0  # the block whose warp starts what both compute
 def rank() -> Int32:
     """Which block of its pair this is; whoever wants it reads it."""
     return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+
+def other() -> Int32:
+    """Which block of the pair the other one is."""
+    return 1 - rank()
 
 
 def meet() -> None:
@@ -48,7 +55,47 @@ class PairWarps:
         return 2 * self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive_if(barriers + stage, lane == 0)
+        _arrive_if(barriers + stage, LEADER, lane == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherWarps:
+    """So many warps of the other block: who arrives, does so at that block's barrier."""
+
+    count: int
+
+    @property
+    def arrivals(self) -> int:
+        return self.count
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        _arrive_if(barriers + stage, other(), lane == 0)
+
+
+class PairSums(Fixed):
+    """Sums of which two blocks have a part each: what a thread has is added to by the one of its number in the other.
+
+    As a + b is b + a, both then have the same bits. `edge` has `OtherWarps` at both ends; `room` (numbers,) of shared
+    memory is for the other's, in the order of `register_chunks`.
+    """
+
+    def __init__(self, edge: BoundEdge, room: cute.Tensor, thread: Any, lane: Any) -> None:
+        self.edge, self.room, self.thread, self.lane = edge, room, thread, lane
+
+    def add(self, registers: cute.Tensor, slot: Slot) -> None:
+        """The other block's registers to these."""
+        self.edge.wait_empty(slot)
+        there = cute.make_tensor(cute.arch.map_dsmem_ptr(self.room.iterator, other()), self.room.layout)
+        store_part(there, registers, 0, self.thread)
+        cute.arch.sync_warp()
+        self.edge.fill(slot, self.lane)
+        self.edge.wait(slot)
+        found = cute.make_rmem_tensor_like(registers)
+        load_part(self.room, found, 0, self.thread)
+        cute.arch.sync_warp()
+        self.edge.release(slot, self.lane)
+        for i in range(cute.size(registers)):
+            registers[i] = registers[i] + found[i]
 
 
 @cute.jit
@@ -59,6 +106,6 @@ def _expect_if(barrier: cute.Pointer, count: cutlass.Constexpr, condition: Boole
 
 
 @cute.jit
-def _arrive_if(barrier: cute.Pointer, condition: Boolean):
+def _arrive_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
     if condition:
-        cute.arch.mbarrier_arrive(barrier, LEADER, scope=nvvm.MemScopeKind.CLUSTER)
+        cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER)

@@ -158,6 +158,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "postprocess-varlen-d64": backward("postprocess", d=64, layout=USED),
     "gather-d128": backward("gather", lengths=FEW_TILES),
     "gather-d256": backward("gather", d=256, lengths=FEW_TILES),
+    "gather-d512": backward("gather", d=512, lengths=FEW_TILES),
     **{f"backward-causal-d{d}": backward("main", mask="causal", d=d) for d in (64, 96, 128, 192, 256)},
     "backward-causal-d192-dv128": backward("main", mask="causal", d=192, dv=128),
     "backward-cut-full-d128": backward("main", lengths=FEW_TILES),
@@ -173,4 +174,6 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-varlen-used-causal-d64": backward("main", mask="causal", d=64, layout=USED),
     **{f"backward-learned-{pattern}-d64": backward("main", pattern, d=64) for pattern in LEARNED},
     "backward-learned-distance-d256": backward("main", "distance", d=256),
+    "backward-causal-d512": backward("main", mask="causal", d=512),
+    "backward-in-order-window-d512-dv320": backward("main", mask="window", d=512, dv=320, deterministic=True),
 }

@@ -30,6 +30,7 @@ from composattn.emulator.launch import Stream
 from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
+from composattn.primitives.block_pair import PairSums
 from tests.compile.test_backward import OF_THREE, TRANSPOSED
 from tests.support import outlier_normal, sampled
 
@@ -108,6 +109,7 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "all-cut-in-order": (("window", torch.float16, 2, 1, 200, 200, 128, 96, False, True), LEAVE, (2, 0, 3)),
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
     "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (3, 2, 2)),
+    "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
     "transposed-all-cut": (("causal", torch.bfloat16, 4, 1, 150, 200, 192, 192, True, False), TRANSPOSED, (3, 0, 2)),
     "transposed-last-cut": (("plain", torch.bfloat16, 2, 2, 250, 170, 192, 128, False, False), TRANSPOSED, (4, 3, 3)),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
@@ -211,6 +213,40 @@ def test_dq_in_a_fixed_order_leaves_in_bulk_too(
     case: str, mode: Mode, folder: Path, generator: torch.Generator
 ) -> None:
     check(IN_ORDER_CASES[case], folder, generator, mode=mode)
+
+
+PAIR_CASES: dict[str, tuple[Any, ...]] = {
+    "plain-ragged-d512": ("plain", torch.bfloat16, 1, 1, 70, 77, 512, 512, True, False),
+    "causal-gqa2-d320-dv264": ("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False),
+    "window-d512-in-order": ("window", torch.float16, 1, 1, 200, 200, 512, 512, False, True),
+    "softcap-gqa2-d512-dv64": ("softcap", torch.bfloat16, 2, 1, 130, 130, 512, 64, True, False),
+    "relative-d40-dv512": ("relative", torch.bfloat16, 1, 1, 100, 130, 40, 512, True, False),
+    "hidden-d264-dv8": ("hidden", torch.bfloat16, 1, 1, 60, 150, 264, 8, True, False),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(PAIR_CASES))
+def test_pairs_of_blocks_with_half_of_the_columns_match_fp64(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    check(PAIR_CASES[case], folder, generator, mode=mode)
+
+
+def test_a_part_of_the_scores_waits_until_the_one_before_was_read(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other block may still add it up."""
+    add = PairSums.add
+
+    def hasty(self: PairSums, *given: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(self.edge, "wait_empty", lambda slot: None)
+            add(self, *given)
+
+    monkeypatch.setattr(PairSums, "add", hasty)
+    with pytest.raises(SharedRace, match="that nothing orders before this access"):
+        check(PAIR_CASES["plain-ragged-d512"], tmp_path, generator, mode=random_mode(1))
 
 
 def test_scores_of_two_query_tiles_need_two_buffers(folder: Path, generator: torch.Generator) -> None:

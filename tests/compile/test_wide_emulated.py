@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,12 +30,12 @@ def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def dense(**options: Any) -> Case:
-    return make_case(3, batch=1, gradients=False, **{**HEADS, "heads": 2, "kv_heads": 1, **options})
+    return make_case(3, batch=1, **{"gradients": False, **HEADS, "heads": 2, "kv_heads": 1, **options})
 
 
 def varlen(**options: Any) -> Case:
     lengths, used = ((90, 0, 33), (80, 9, 200)), (80, 0, 33)
-    return make_varlen_case(1, *lengths, used_q=used, **{**HEADS, **options}).without_gradients()
+    return make_varlen_case(1, *lengths, used_q=used, **{"gradients": False, **HEADS, **options})
 
 
 # a call, and how its work is divided
@@ -74,6 +75,43 @@ def test_forward_is_as_close_as_plain_pytorch(name: str) -> None:
     for mode in (EAGER, LATE, random_mode(7)):
         with emulating(mode):
             check(attend, case)
+
+
+def _learned(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def _bias(values: torch.Tensor) -> Any:
+    return lambda score, b, h, q, kv: score + values[h, q, kv]
+
+
+GRADIENTS: dict[str, Callable[[Any, Any], Case]] = {
+    "odd dims": lambda dense, _: dense(q_len=33, kv_len=131, dim=328, v_dim=72, mask_mod=causal()),
+    "Dv alone is wide": lambda dense, _: dense(
+        q_len=65, kv_len=150, dim=40, v_dim=320, mask_mod=causal("bottom_right")
+    ),
+    "fp16": lambda dense, _: dense(q_len=70, kv_len=200, dtype=torch.float16, mask_mod=seen),
+    "learned distances": lambda dense, _: dense(q_len=70, kv_len=150, score_mod=relative_bias(_learned(2, 2 * 64 + 1))),
+    "learned slopes": lambda dense, _: dense(q_len=70, kv_len=150, score_mod=alibi(_learned(2))),
+    "a learned bias": lambda dense, _: dense(q_len=70, kv_len=80, score_mod=_bias(_learned(2, 70, 80))),
+    "listed tiles": lambda dense, _: dense(q_len=256, kv_len=256, mask_mod=neighborhood((16, 16), (5, 3))),
+    "packed": lambda _, varlen: varlen(mask_mod=causal(), score_mod=alibi(4)),
+    "sinks": lambda dense, _: dataclasses.replace(
+        dense(heads=4, kv_heads=2, q_len=70, kv_len=150, mask_mod=seen), **EXTRA["sinks"]
+    ),
+    "dropout": lambda dense, _: dataclasses.replace(dense(q_len=70, kv_len=150, mask_mod=seen), **EXTRA["dropout"]),
+    "packed dropout": lambda _, varlen: dataclasses.replace(varlen(), **EXTRA["dropout"]),
+}
+IN_ORDER = ("packed dropout",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "odd dims" else pytest.mark.slow) for n in GRADIENTS]
+)
+def test_gradients_are_as_close_as_plain_pytorch(name: str) -> None:
+    case = GRADIENTS[name](*(functools.partial(make, gradients=True) for make in (dense, varlen)))
+    with emulating(random_mode(7)):
+        check(functools.partial(ca.attention, backend="hopper-emulated", deterministic=name in IN_ORDER), case)
 
 
 def test_values_may_lie_in_the_keys() -> None:
@@ -123,10 +161,10 @@ def test_what_lies_in_a_page_beyond_the_last_key_is_not_read() -> None:
 
 
 def test_gradients_are_refused_by_name_before_anything_is_computed() -> None:
-    q = torch.zeros(1, 1, 8, 320, dtype=torch.bfloat16, requires_grad=True)
-    what = 'has gradients for D and Dv up to 256, got 320 and 320; use backend="streaming" for gradients'
+    q = torch.zeros(1, 1, 8, 576, dtype=torch.bfloat16, requires_grad=True)
+    what = 'has gradients for D and Dv up to 512, got 576 and 512; use backend="streaming" for gradients'
     with pytest.raises(errors.GradientUnsupported, match=what):
-        ca.attention(q, q, q, backend="hopper-emulated")
+        ca.attention(q, q, q[..., :512], backend="hopper-emulated")
 
 
 @pytest.mark.parametrize(

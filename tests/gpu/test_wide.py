@@ -11,7 +11,7 @@ import torch
 
 import composattn as ca
 from composattn.call.schedule import Schedule
-from composattn.mods import alibi, causal, neighborhood, sliding_window, softcap
+from composattn.mods import alibi, causal, neighborhood, relative_bias, sliding_window, softcap
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
 from tests.support import gpu_backend
 
@@ -27,11 +27,11 @@ def _hopper() -> None:
 
 
 def dense(**options: Any) -> Case:
-    return make_case(5, gradients=False, **{**HEADS, **options})
+    return make_case(5, **{**HEADS, **options})
 
 
 def packed(**options: Any) -> Case:
-    return make_varlen_case(6, (900, 0, 33), (900, 7, 200), used_q=(800, 0, 33), **HEADS, **options).without_gradients()
+    return make_varlen_case(6, (900, 0, 33), (900, 7, 200), used_q=(800, 0, 33), **HEADS, **options)
 
 
 def slopes() -> torch.Tensor:
@@ -83,7 +83,40 @@ def _bias(values: torch.Tensor) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_as_close_as_plain_pytorch(name: str) -> None:
     case, options = CASES[name]()
-    check(functools.partial(ca.attention, backend="hopper", **options), case)
+    check(functools.partial(ca.attention, backend="hopper", **options), case.without_gradients())
+
+
+LEARNED: dict[str, Any] = {
+    "learned-slopes": lambda: dense(q_len=400, score_mod=alibi(slopes().requires_grad_())),
+    "learned-bias": lambda: dense(q_len=300, score_mod=_bias(torch.randn(4, 300, 300, device="cuda").requires_grad_())),
+    "learned-distances": lambda: dense(
+        q_len=500,
+        mask_mod=causal(),
+        score_mod=relative_bias(torch.randn(4, 2 * 128 + 1, device="cuda").requires_grad_()),
+    ),
+    "few-keys": lambda: dense(q_len=3000, kv_len=70, batch=1, heads=8, kv_heads=1),
+}
+DIFFERENTIABLE = [
+    "full", "causal", "causal-fp16", "window-softcap", "alibi", "bias", "lists", "d264-dv8", "d328-dv72", "d40-dv320",
+    "packed", "sinks", "dropout",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DIFFERENTIABLE, *LEARNED])
+def test_gradients_are_as_close_as_plain_pytorch(name: str) -> None:
+    case = LEARNED[name]() if name in LEARNED else CASES[name]()[0]
+    check(functools.partial(ca.attention, backend="hopper"), case)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed", "lists"])
+def test_gradients_in_a_fixed_order_are_right_and_the_same_each_time(name: str) -> None:
+    case = CASES[name]()[0]
+    check(functools.partial(ca.attention, backend="hopper", deterministic=True), case)
+    leaves = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
+    out = ca.attention(*leaves, backend="hopper", mask_mod=case.mask_mod, varlen=case.varlen, deterministic=True)
+    runs = [torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True) for _ in range(10)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ["causal", "mla-decode", "packed", "paged"])

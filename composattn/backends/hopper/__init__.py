@@ -16,6 +16,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import HopperBackward
+    from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
     from .forward import HopperForward, HopperForwardInOrder
@@ -31,6 +32,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,
+        "backward_pair": HopperBackwardPair,
         "backward_transposed": HopperBackwardTransposed,
         "postprocess": HopperPostprocess,
         "backward_gather": HopperGather,
@@ -45,7 +47,7 @@ ARCHITECTURE = Architecture(
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=576,
     max_value_dim=512,
-    max_gradient_dim=256,
+    max_gradient_dim=512,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,
     kernels=_kernels,

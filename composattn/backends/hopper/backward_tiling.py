@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
@@ -70,6 +70,11 @@ class HopperBackwardTiling(BackwardTiling):
         return self.kernel == "backward_transposed"
 
     @property
+    def dq_parts(self) -> int:
+        """Of a tile of dQ, each a warpgroup's, of all blocks that share it."""
+        return self.warpgroups * self.sharing
+
+    @property
     def shares(self) -> tuple[Share, ...]:
         """What each warpgroup has where dVᵀ and dKᵀ are shared: their blocks of 64 rows in turn, dQ to even it out."""
         of_results = [(result, i) for result, rows in ((DV, self.dv), (DK, self.d)) for i in range(rows // ROWS)]
@@ -110,12 +115,42 @@ class HopperBackwardTiling(BackwardTiling):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBackwardTiling(HopperBackwardTiling):
+    """Two blocks have the same keys, each half of the columns of Q, K, V, dO and of what is summed (`of_block`)."""
+
+    kernel: str = "backward_pair"
+    sharing: ClassVar[int] = 2
+
+    @property
+    def of_block(self) -> HopperBackwardTiling:
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return HopperBackwardTiling(**kept | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
+
+    @property
+    def exchanged(self) -> int:
+        """Numbers in shared memory, through which a block has the other's part of a score product."""
+        return self.tile_m * self.tile_n
+
+    def shared_memory(self, element_bytes: int) -> int:
+        return self.of_block.shared_memory(element_bytes) + 4 * self.warpgroups * self.exchanged
+
+    def describe(self) -> dict[str, str]:
+        d, dv = self.of_block.d, self.of_block.dv
+        return {
+            **self.of_block.describe(),
+            "blocks": f"2 of the same keys, each {d} columns of D and {dv} of Dv; scores are added up between them",
+        }
+
+
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
 
     dK and dV of 64 keys take (d + dv) / 2 registers per thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if max(d, dv) > 256:
+        return _halves(problem, target)
     if max(d, dv) > 128:
         tiling = _shared_keys(d, dv, problem, target)
         if not _takes_more_keys(d, dv, program):
@@ -209,3 +244,13 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
     return tiling if fits else dataclasses.replace(tiling, do_stages=1)
+
+
+def _halves(problem: Problem, target: Target) -> PairBackwardTiling:
+    """A block has half of all columns: as for a head dimension of half the size, but for scores that are exchanged."""
+    d, dv = (-(-n // 64) * 64 for n in (problem.head_dim, problem.head_dim_v))
+    one = _shared_keys(d, dv, problem, target)
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    own = {"kernel": PairBackwardTiling.kernel, "section_tiles": one.section_tiles // 2}
+    tilings = (PairBackwardTiling(**{**kept, **own, "do_stages": stages}) for stages in (2, 1))
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)

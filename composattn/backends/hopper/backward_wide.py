@@ -30,16 +30,19 @@ class HopperBackwardWide(HopperBackward):
     Each computes half of the columns of dQ.
     """
 
-    def __repr__(self):
-        return "backward_wide"  # becomes part of the kernel's name
+    @property
+    def sides(self) -> "tuple[type[Side], type[Side]]":
+        """Of the two warpgroups."""
+        return ProbabilitySide, GradientSide
 
     @cute.jit
     def consume(self, call, block):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
+        first, second = self.sides
         if cute.arch.make_warp_uniform(thread // WARPGROUP) == 0:
-            self.consume_as(call, block, ProbabilitySide(self.tiling, block, thread, 0))
+            self.consume_as(call, block, first(self.tiling, block, thread, 0))
         else:
-            self.consume_as(call, block, GradientSide(self.tiling, block, thread - WARPGROUP, 1))
+            self.consume_as(call, block, second(self.tiling, block, thread - WARPGROUP, 1))
 
 
 class Side(KeyWarpgroup):
@@ -76,14 +79,21 @@ class Side(KeyWarpgroup):
         narrow(operand, values)
         return operand
 
+    def complete(self, scores: cute.Tensor, slot) -> None:
+        """A score product, whatever part of its columns this block has."""
+
     def weights(self) -> list[cute.Tensor]:
         """Shared memory of this thread's weights, four at a time."""
         start = self.block.sW + self.thread * 4
         count = self.tiling.tile_m * ROWS // (4 * WARPGROUP)
         return [cute.make_tensor((start + j * 4 * WARPGROUP).align(16), cute.make_layout(4)) for j in range(count)]
 
+    def part(self):
+        """Of the columns of dK and dV, that this block has."""
+        return 0
+
     def leave_piece(self, call):
-        store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, 0, self.thread)
+        store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, self.part(), self.thread)
         call.pieces.note(self.work, (self.result == 0) & (self.thread == 0))
 
     def write_keys(self, call):
@@ -118,6 +128,7 @@ class ProbabilitySide(Side):
         issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
         lse = self.statistics(block.sLse, q_slot.index)
         warpgroup.wait_group(0)
+        self.complete(tSrS, turn_slot)
         weights = tSrS
         if const_expr(self.mods.backward.slope is not None):
             # dS for dP - D = 1
@@ -158,6 +169,7 @@ class GradientSide(Side):
         issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
         delta = self.statistics(block.sDelta, do_slot.index)
         warpgroup.wait_group(0)
+        self.complete(tSrdP, turn_slot)
         gradients = queries_first(tSrdP)
         self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
         for r in range(self.shape.rows):
@@ -171,7 +183,7 @@ class GradientSide(Side):
             for e in range(4):
                 tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
         # the weights have been read, and the next ones are written after the barrier below
-        self.mods.sum_captured(self.mods.evaluator(self.tile(tSrdP, m)), gradients, self.diagonals)()
+        self.sum_captured(tSrdP, m)
         tTrdS = self.left(tSrdP)
         copy, place = self.dS_store()
         cute.copy(copy, copy.retile(tTrdS), place[None, None, None, stage])
@@ -184,6 +196,11 @@ class GradientSide(Side):
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
+
+    def sum_captured(self, tSrdP: cute.Tensor, m) -> None:
+        """What dS gives to captured tensors."""
+        at = self.mods.evaluator(self.tile(tSrdP, m))
+        self.mods.sum_captured(at, queries_first(tSrdP), self.diagonals)()
 
     def dS_store(self):
         copy = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)

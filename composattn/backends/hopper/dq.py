@@ -19,7 +19,7 @@ def key_columns(tiling: HopperBackwardTiling) -> int:
 
 def dq_columns(tiling: HopperBackwardTiling) -> int:
     """How many columns of dQ a warpgroup computes, or rounds where their numbers differ."""
-    return tiling.d // tiling.warpgroups if tiling.dq_split == "columns" else tiling.d
+    return tiling.d // tiling.dq_parts if tiling.dq_split == "columns" else tiling.d
 
 
 def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
@@ -27,7 +27,7 @@ def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tupl
     if tiling.dq_split == "transposed":
         part = (tiling.d // tiling.warpgroups, tiling.tile_m)
         return product(dtype, part[1], left=MN, right=K), part
-    rows, columns = (1, tiling.warpgroups) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
+    rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
     return product(dtype, part[1], left=K, right=MN), part
 

@@ -76,12 +76,14 @@ class Block(Fixed):
         walking = consumers.count + deterministic + tiling.dq_in_bulk * tiling.warpgroups
         if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
             edges["queue"] = Edge(2, Warps(1), Warps(walking))
+        edges |= self.more_edges()
         edges = {name: dataclasses.replace(edge, tries_first=tiling.tries_first) for name, edge in edges.items()}
         smem = SmemAllocator()
         bound = dict(zip(edges, Edge.allocate(smem, list(edges.values())), strict=True))
         self.edges = list(bound.values())
         self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
         self.turn_edge, self.ds_edge, self.dq_edge = (bound.get(name) for name in ("turn", "ds", "dq"))
+        self.bound = bound
         self.queue = None
         if tiling.persistent:
             self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
@@ -120,6 +122,9 @@ class Block(Fixed):
         self.sW = None
         if tiling.shared_keys:
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
+
+    def more_edges(self) -> dict[str, Edge]:
+        return {}
 
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""

@@ -17,7 +17,7 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
 
     def __init__(self, plan: PostprocessPlan[HopperBackwardTiling]):
         super().__init__(plan)
-        self.groups = plan.tiling.warpgroups
+        self.groups = plan.tiling.dq_parts
 
     def layout(self):
         tiling = self.tiling
@@ -37,6 +37,7 @@ class HopperGather(BackwardGather[HopperBackwardTiling]):
     def __init__(self, plan: GatherPlan[HopperBackwardTiling]):
         super().__init__(plan)
         self.rows = plan.tiling.tile_n if plan.tiling.transposed else ROWS
+        self.across = plan.tiling.sharing
 
     def part(self, shared: cute.Tensor) -> cute.Tensor:
         return permuted(shared, 1, 0) if self.tiling.transposed else shared

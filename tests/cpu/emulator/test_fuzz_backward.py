@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 LEARNED = {"gradients": True, "learned": True, "layouts": ("dense", "dense", "varlen")}
 SPACES = tuple(dataclasses.replace(space, **LEARNED) for space in (FEW_ROWS, SEVERAL_TILES))  # type: ignore[arg-type]
+ABOVE_256 = (64, 264, 320, 512, 512)
 BY_TWO = (104, 112, 120, 128, 128, 128)  # head dimensions of which two blocks may share a tile of keys
 BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2}  # calls by default: ten seconds each, most to compile
 
@@ -39,13 +41,15 @@ class GradientCall:
     in_order: bool
     blocks: int
 
-    @staticmethod
-    def of(seed: int) -> GradientCall:
+    head_dims: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def of(cls, seed: int) -> GradientCall:
         choices = Seeded(seed)
         space, blocks = choices.choice(SPACES), choices.choice((1, 2))
-        if blocks == 2:
-            space = dataclasses.replace(space, head_dims=BY_TWO)
-        return GradientCall(draw_case(choices, space), choices.integer(0, 2) == 0, blocks)
+        if cls.head_dims or blocks == 2:
+            space = dataclasses.replace(space, head_dims=cls.head_dims or BY_TWO)
+        return cls(draw_case(choices, space), choices.integer(0, 2) == 0, blocks)
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
@@ -72,13 +76,27 @@ class GradientCall:
                     assert apart <= torch.finfo(value.dtype).eps * size, f"{name} is another in {mode} mode: {apart}"
 
 
+class WideGradientCall(GradientCall):
+    """Head dimensions above 256 among them."""
+
+    head_dims = ABOVE_256
+
+
 held = functools.partial(held_in_every_mode, kind=GradientCall)
+held_wide = functools.partial(held_in_every_mode, kind=WideGradientCall)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "backend"), [(n, b) for b, count in BACKENDS.items() for n in range(count)])
 def test_random_gradients(number: int, backend: str) -> None:
     held(seeds(4)[number], backend)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.slow][n == 0]) for n in range(40)]
+)
+def test_random_gradients_of_wide_heads(number: int) -> None:
+    held_wide(seeds(40)[number], "hopper-emulated")
 
 
 @pytest.mark.nightly

@@ -77,7 +77,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]
         mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
         layouts = self.layouts()
-        row_layout = cute.make_layout((tiling.tile_m,))
+        row_layout, sharing = cute.make_layout((tiling.tile_m,)), self.plan.tiling.sharing
         statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = [
@@ -90,7 +90,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group)
-        pieces = pieces_of(tiling, given.pieces) if tiling.in_pieces else None
+        pieces = pieces_of(self.plan.tiling, given.pieces) if tiling.in_pieces else None
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
@@ -113,8 +113,8 @@ class Backward(Kernel, Generic[AnyTiling]):
             keys,
             group,
         ).launch(
-            grid=(blocks * tiling.sharing, 1, 1),
-            cluster=None if tiling.sharing == 1 else (tiling.sharing, 1, 1),
+            grid=(blocks * sharing, 1, 1),
+            cluster=None if sharing == 1 else (sharing, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -135,9 +135,13 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Copies of some columns of Q, dO and K, of those whose block has another part of them as a second operand."""
         return []
 
+    def of_block(self, tensors: "Operands") -> "Operands":
+        """The tensors as a block sees them."""
+        return tensors
+
     def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
         """Of the tiles of keys: heads whose queries stay in L2 together."""
-        tiling, kv_heads = self.tiling, mK.shape[2]
+        tiling, kv_heads = self.plan.tiling, mK.shape[2]
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
@@ -169,7 +173,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
         sums = statistics, dq_accum, clearing, turns
-        call = Call(tmas, tensors, *sums, order, pieces, numbers, scale, captured, scalars, queries, keys, group)
+        rest = order, pieces, numbers, scale, captured, scalars, queries, keys, group
+        call = Call(tmas, self.of_block(tensors), *sums, *rest)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:

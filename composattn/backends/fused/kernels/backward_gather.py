@@ -21,11 +21,14 @@ from .rounding import Exit, RowSums, Sums, is_first_warp
 class BackwardGather(Kernel, Generic[AnyTiling]):
     """A block per `rows` keys of a cut tile, of dK or of dV: what one group of the main kernel has left of a piece.
 
+    `across`: how many groups have columns of these keys side by side.
+
     Pieces are added in their order, so that a sum has the same bits in every run.
     """
 
     arguments = GatherArguments
     rows: int
+    across: int = 1
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
@@ -48,16 +51,19 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         self.dtype = given.dk.element_type
         outputs = []
         for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):
-            box = (self.rows, columns)
+            box = (self.rows, columns // self.across)
             outputs.append(
                 cpasync.make_tiled_tma_atom(
-                    cpasync.CopyBulkTensorTileS2GOp(), DenseRows.for_copies(tensor), self.layout(columns), box
+                    cpasync.CopyBulkTensorTileS2GOp(), DenseRows.for_copies(tensor), self.layout(box[1]), box
                 )
             )
         made = pieces_of(tiling, given.pieces)
         tmas, tensors = tuple(o[0] for o in outputs), tuple(o[1] for o in outputs)
         self.kernel(tmas, tensors, made.sums, made.places, given.pieces.pieces).launch(
-            grid=(given.pieces.cut, tiling.tile_n // self.rows, 2), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(given.pieces.cut, tiling.tile_n // self.rows * self.across, 2),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -65,9 +71,9 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
         _, _, number = cute.arch.block_idx()
         if number == 0:
-            self.gather(tmas[0], tensors[0], sums[0], places, count, self.tiling.d)
+            self.gather(tmas[0], tensors[0], sums[0], places, count, self.tiling.d // self.across)
         else:
-            self.gather(tmas[1], tensors[1], sums[1], places, count, self.tiling.dv)
+            self.gather(tmas[1], tensors[1], sums[1], places, count, self.tiling.dv // self.across)
 
     @cute.jit
     def gather(self, tma, tensor, pieces, places, count, columns: cutlass.Constexpr):
@@ -83,8 +89,9 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
 
         def outputs(shared):
             b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
-            tiles = cute.local_tile(tensor[None, None, head, b], (self.rows, columns), (None, 0))
-            yield is_first_warp(), tma, shared, tiles, n * (self.tiling.tile_n // self.rows) + group
+            row, column = (group, 0) if self.across == 1 else (group // self.across, group % self.across)
+            tiles = cute.local_tile(tensor[None, None, head, b], (self.rows, columns), (None, column))
+            yield is_first_warp(), tma, shared, tiles, n * (self.tiling.tile_n // self.rows) + row
 
         Exit(self.layout(columns), self.dtype).leave(sums, total, self.part, thread, outputs)
 

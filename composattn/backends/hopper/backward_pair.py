@@ -1,0 +1,106 @@
+"""The backward kernel for Hopper by pairs of blocks, each with half of the columns: D or Dv above 256."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from ...primitives.block_pair import LEADER, OtherWarps, PairSums, meet, rank
+from ...primitives.pipelines import Edge
+from ..fused.kernels.backward import Operands
+from .backward_tiling import PairBackwardTiling
+from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
+from .key_tile import Block
+from .wgmma import WARPGROUP
+
+
+class HopperBackwardPair(HopperBackwardWide):
+    """As `HopperBackwardWide` of half of D and Dv, by two blocks that have the same keys and visit the same queries.
+
+    Sᵀ = K Qᵀ and dPᵀ = V dOᵀ of half of the columns are parts of a sum: the warpgroups of one number in both blocks
+    exchange theirs, in fp32, and then compute the same P and dS. All other products have columns of their own.
+    """
+
+    @property
+    def sides(self):
+        return PairProbabilitySide, PairGradientSide
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.pair: PairBackwardTiling = plan.tiling
+        self.tiling = self.pair.of_block
+
+    def block(self, layouts, counter):
+        return PairBlock(self.pair, layouts, self.dtype, self.plan.deterministic, counter)
+
+    def first_number(self):
+        return cute.arch.block_idx()[0] // 2
+
+    def turn(self, call, work, head, m):
+        """Each block has its own: it adds to columns of its own."""
+        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
+
+    def of_block(self, tensors):
+        """Its half of the columns of all but the statistics."""
+        d, dv = self.tiling.d, self.tiling.dv
+        widths = Operands(d, dv, d, dv, 0, d, dv, ())
+
+        def half(tensor, width):
+            return cute.domain_offset((0, rank() * width, *(0,) * (cute.rank(tensor) - 2)), tensor)
+
+        return Operands(*(half(t, w) if w else t for t, w in zip(tensors, widths, strict=True)))
+
+    @cute.jit
+    def share_roles(self, call, block, warp):
+        meet()  # barriers of both blocks are there
+        HopperBackwardWide.share_roles(self, call, block, warp)
+        meet()  # neither leaves while the other may reach into its memory
+
+
+class PairBlock(Block):
+    """Edges, beside those of `Block`: a warpgroup's part of the scores from the other block, for each warpgroup."""
+
+    def __init__(self, tiling: PairBackwardTiling, layouts, dtype, deterministic, counter):
+        super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
+        size, parts = tiling.exchanged, tiling.warpgroups
+        room = SmemAllocator().allocate_array(Float32, parts * size, byte_alignment=128)
+        self.exchanged = [cute.make_tensor(room + n * size, cute.make_layout(size)) for n in range(parts)]
+
+    def more_edges(self):
+        warps = OtherWarps(WARPGROUP // 32)
+        return {f"exchange {n}": Edge(1, warps, warps) for n in range(self.parts)}
+
+
+class HalfOfColumns(Side):
+    """A side in a block that has half of the columns."""
+
+    def complete(self, scores, slot):
+        edge, room = self.block.bound[f"exchange {self.number}"], self.block.exchanged[self.number]
+        PairSums(edge, room, self.thread, self.lane).add(scores, slot)
+
+    def part(self):
+        return rank()
+
+    def dq_place(self):
+        return rank() * self.tiling.warpgroups + self.number
+
+
+class PairProbabilitySide(HalfOfColumns, ProbabilitySide):
+    """S, P and half of dV."""
+
+
+class PairGradientSide(HalfOfColumns, GradientSide):
+    """dP, dS and half of dK."""
+
+    def sum_captured(self, tSrdP, m):
+        """Both blocks have all of dS."""
+        _sum_if(rank() == LEADER, self, tSrdP, m)
+
+    def sum_all(self, tSrdP, m):
+        super().sum_captured(tSrdP, m)
+
+
+@cute.jit
+def _sum_if(condition: Boolean, side: cutlass.Constexpr, tSrdP: cutlass.Constexpr, m: Int32):
+    if condition:
+        side.sum_all(tSrdP, m)
