@@ -289,7 +289,7 @@ def test_a_function_that_could_do_anything_is_traced_at_each_call(inputs: list[t
 def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch.Tensor]) -> None:
     q, k, v = (t.requires_grad_(kind == "trained") for t in inputs)
     gc.collect()
-    before = len(lent._known), len(lent._watched)
+    before = len(lent._known), len(lent._watched), len(lent._of_tensor)
 
     def step() -> weakref.ref[torch.Tensor]:
         table = (torch.arange(LENGTH) // 5).clone()
@@ -300,7 +300,7 @@ def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch
         return weakref.ref(table)
 
     assert step()() is None  # at once: no cycle holds it
-    assert (len(lent._known), len(lent._watched)) == before
+    assert (len(lent._known), len(lent._watched), len(lent._of_tensor)) == before
 
 
 def test_a_new_tensor_of_the_same_form_takes_over_the_plan(inputs: list[torch.Tensor], work: Work) -> None:
@@ -392,7 +392,15 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
     capture = lent_for(slopes)
     assert len(capture.dependents) <= 2 * lent.IDLE_LIMIT
     assert len(lent._idle) <= lent.IDLE_LIMIT
+    assert len(lent._of_tensor) <= len(lent._known)
     assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
+
+
+def test_forms_that_come_in_turns_are_planned_once_each(inputs: list[torch.Tensor], work: Work) -> None:
+    lengths = range(8, 8 + 2 * planned._LATEST)
+    calls = [lambda n=n: ca.attention(*(t[:, :, :n] for t in inputs), mask_mod=causal()) for n in lengths]
+    assert [work.of(call)[1] for call in calls] == [1] * len(calls)
+    assert [work.of(call)[1] for call in [*calls, *reversed(calls)]] == [0] * 2 * len(calls)
 
 
 def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
