@@ -94,18 +94,24 @@ class Lent(Capture):
             return
         with _lock:
             before = self._last, self._address, self._version, self.epoch
-            is_plain = tensor.__class__ in _PLAIN
+            plain, alone = tensor.__class__ in _PLAIN, not is_shared(tensor.untyped_storage())
             self._last, self._address = tensor._cdata, tensor.data_ptr()
             if tensor.is_inference():
                 self._counter = None
-            elif self._counter is None or not self._counter.counts(tensor):
-                self._counter = Counter(tensor) if is_plain else None
+            elif not self._counts(tensor, alone and before[:2] == (self._last, self._address)):
+                self._counter = Counter(tensor) if plain else None
                 self.epoch += 1  # two counters may well say the same
-            alone = is_plain and self._counter is not None and not is_shared(tensor.untyped_storage())
-            self._is_of_form = of_the_form(tensor) if alone else None
-            self._version = tensor._version if alone else 0
-            if not alone or self.unwritten is None or before != (self._last, self._address, self._version, self.epoch):
-                self.unwritten = object() if alone else None
+            trusted = plain and alone and self._counter is not None
+            self._is_of_form = of_the_form(tensor) if trusted else None
+            self._version = tensor._version if trusted else 0
+            if not trusted:
+                self.unwritten = None
+            elif self.unwritten is None or before != (self._last, self._address, self._version, self.epoch):
+                self.unwritten = object()
+
+    def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
+        """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
+        return same if self._counter is None else self._counter.counts(tensor)
 
     def ended(self) -> None:
         """Its memory is gone: whatever tensor comes at that address is another one."""

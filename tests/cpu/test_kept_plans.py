@@ -396,6 +396,28 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
     assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
 
 
+class Marked(torch.Tensor):
+    """A tensor of a user's own class, whose writes nobody counts for us."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Marked])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "with a view"])
+def test_a_tensor_that_is_the_same_stands_for_the_same_memory(kind: Any, shared: bool) -> None:
+    tensor = torch.rand(5) if kind is torch.Tensor else torch.Tensor._make_subclass(kind, torch.rand(5))
+    view = tensor[1:] if shared else None
+    capture = lent_for(tensor)
+    epoch, unwritten = capture.epoch, capture.unwritten
+    assert lent_for(tensor) is capture
+    if not (shared and kind is Marked):
+        assert capture.epoch == epoch
+    assert capture.unwritten is unwritten
+    assert (unwritten is None) == (shared or kind is Marked)
+    tensor.add_(1)
+    assert lent_for(tensor) is capture
+    assert capture.unwritten is not unwritten or unwritten is None
+    del view
+
+
 def test_forms_that_come_in_turns_are_planned_once_each(inputs: list[torch.Tensor], work: Work) -> None:
     lengths = range(8, 8 + 2 * planned._LATEST)
     calls = [lambda n=n: ca.attention(*(t[:, :, :n] for t in inputs), mask_mod=causal()) for n in lengths]
