@@ -24,7 +24,12 @@ from benchmarks.host_work import (
     drawn_documents,
     without_kernels,
 )
-from composattn.backends.fused.arguments import ForwardArguments, MainArguments
+from composattn.backends.fused.arguments import (
+    ForwardArguments,
+    MainArguments,
+    PostprocessArguments,
+    PreprocessArguments,
+)
 from composattn.backends.fused.bulk import tidy
 from composattn.graph.lent import Lending
 from composattn.mods import alibi, causal, document, sliding_window
@@ -242,6 +247,16 @@ def test_what_is_written_to_lent_tensors_is_seen_by_every_kernel(name: str, writ
             found, wanted = read_by(ids, others), read_by(ids.clone(), others.clone())
             assert found and len(found) == len(wanted)
             assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["sinks", "learned-sinks"])
+def test_a_gradient_of_sinks_gives_the_kernels_of_a_dense_call_no_table(learned: bool) -> None:
+    given: dict[int, tuple[Any, ...]] = {}
+    with without_kernels(lambda plan: lambda *arguments: given.update({len(arguments): arguments})):
+        x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
+        out = ca.attention(*x.qkv, sinks=x.sinks.requires_grad_(learned))
+        torch.autograd.grad(out, (*x.qkv, x.sinks) if learned else x.qkv, x.dout)
+    assert PreprocessArguments(*given[8]).work is PostprocessArguments(*given[5]).work is None
 
 
 def drawn_blocks(size: Size) -> torch.Tensor:
