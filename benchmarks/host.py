@@ -50,6 +50,7 @@ class Inputs:
         self.q, self.k, self.v = (t.requires_grad_(grad) for t in made[:3])
         self.dout, self.length, self.device = made[3], length, device
         self.slopes = torch.tensor([0.25, 0.5], device=device)
+        self.sinks = torch.randn(2, device=device).requires_grad_(grad)
         self.ids = torch.arange(length, device=device) // 50
 
     @property
@@ -93,6 +94,7 @@ def entries(x: Inputs) -> dict[str, dict[str, Call]]:
             "torch SDPA": lambda: sdpa(*x.qkv, is_causal=True),
         },
         "ca.attention, lambda": {OURS: lambda: ca.attention(*x.qkv, mask_mod=lambda b, h, q, kv: q >= kv)},
+        "ca.attention, causal(), sinks": {OURS: lambda: ca.attention(*x.qkv, mask_mod=causal(), sinks=x.sinks)},
         "ca.Attention, alibi(slopes)": {
             OURS: lambda: with_bias(*x.qkv),
             "FlexAttention": lambda: flex(*x.qkv, score_mod=biased),
@@ -200,7 +202,7 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
             done: dict[str, Callable[[], object]] = {}
             for who, call in calls.items():
                 try:
-                    run = _with_backward(call, x) if grad else call
+                    run = _with_backward(call, x, name) if grad else call
                     run()
                 except Exception as error:  # a peer's compiler raises what it likes
                     rows.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
@@ -228,7 +230,7 @@ def counted(rounds: int = 40) -> Iterator[tuple[str, Calls, float]]:
             x = Inputs(torch.device("cpu"), grad, dtype=torch.bfloat16)
             x.ids = -x.ids  # ascending ones take a way on a CPU that a GPU does not
             for name, calls in entries(x).items():
-                run = _with_backward(calls[OURS], x) if grad else calls[OURS]
+                run = _with_backward(calls[OURS], x, name) if grad else calls[OURS]
                 with torch.set_grad_enabled(grad):
                     found = calls_of(run)
                     times = [_seconds(run, 50) for _ in range(rounds)]
@@ -246,9 +248,12 @@ def _name(entry: str, grad: bool) -> str:
     return f"host {'forward and backward' if grad else 'forward'}: {entry}"
 
 
-def _with_backward(call: Call, x: Inputs) -> Callable[[], object]:
+def _with_backward(call: Call, x: Inputs, name: str = "") -> Callable[[], object]:
+    """`call` and the gradients of what it learns: q, k and v, and sinks where its name says that it has some."""
+    learned = (*x.qkv, x.sinks) if name.endswith("sinks") else x.qkv
+
     def step() -> object:
-        return torch.autograd.grad(call(), x.qkv, x.dout)
+        return torch.autograd.grad(call(), learned, x.dout)
 
     return step
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .call.checks import refuse_keywords
-from .call.inputs import InputOptions, Inputs
+from .call.inputs import OUT_ALONE, InputOptions, Inputs
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
@@ -134,17 +134,20 @@ class Attention(Held):
         """
         if unknown:
             refuse_keywords(unknown)
-        asked = asked_for(return_lse, return_max_scores)
+        asked = OUT_ALONE
+        if return_lse is not False or return_max_scores is not False:
+            asked = asked_for(return_lse, return_max_scores)
         inputs = Inputs(q, k, v, varlen, paged)
         keep = self._state[0][3]
-        shard = active(q) if context_parallel is None else context_parallel
+        compiling = torch.compiler.is_compiling()
+        shard = active(q, compiling) if context_parallel is None else context_parallel
         if shard is not None:
             _refuse_dropout(keep)
-            if torch.compiler.is_compiling():
+            if compiling:
                 return shared_operators.call(shard.number, inputs, self.spoken, asked)
             mods, options = self._state
             return shard.attend(mods[:3], options, inputs, asked)
-        if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
+        if compiling or q.__class__ is FakeTensor:
             said = self.spoken if keep is None else self._spoken_with(keep.on_device(q.device))
             return operators.call(inputs, said, self.number, asked)  # type: ignore[no-any-return]
         if keep is not None:
@@ -236,16 +239,19 @@ def attention(
     mask = None if mask_mod is None else Mask.of(mask_mod)
     sink = None if sinks is None else Sink.of(sinks)
     options = (scale, backend, deterministic, schedule)
-    asked = asked_for(return_lse, return_max_scores)
+    asked = OUT_ALONE
+    if return_lse is not False or return_max_scores is not False:
+        asked = asked_for(return_lse, return_max_scores)
     inputs = Inputs(q, k, v, varlen, paged)
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
-    shard = active(q) if context_parallel is None else context_parallel
+    compiling = torch.compiler.is_compiling()
+    shard = active(q, compiling) if context_parallel is None else context_parallel
     if shard is not None:
         _refuse_dropout(keep)
-        if torch.compiler.is_compiling():
+        if compiling:
             return shared_operators.call(shard.number, inputs, spoken((score, mask, sink, None), options), asked)
         return shard.attend((score, mask, sink), options, inputs, asked)
-    if torch.compiler.is_compiling() or q.__class__ is FakeTensor:
+    if compiling or q.__class__ is FakeTensor:
         keep = None if keep is None else keep.on_device(q.device)
         return operators.call(inputs, spoken((score, mask, sink, keep), options), -1, asked)  # type: ignore[no-any-return]
     if keep is not None:

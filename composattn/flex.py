@@ -52,8 +52,11 @@ def flex_attention(
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
-    if _are_dense(query, key) and query.ndim == key.ndim == 4:
-        (batch, heads, *_), (kv_batch, kv_heads, *_) = query.shape, key.shape
+    try:
+        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
+    except (AttributeError, RuntimeError, ValueError):  # which are refused by name where the call is checked
+        pass
+    else:
         if heads != kv_heads and not enable_gqa:
             raise errors.GroupMismatch(
                 f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
@@ -105,11 +108,6 @@ def _check_kernel(kernel_options: dict[str, Any]) -> None:
         )
 
 
-def _are_dense(x: Any, y: Any) -> bool:
-    """Others are refused by name where the call is checked."""
-    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and not (x.is_nested or y.is_nested)
-
-
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------
 
 
@@ -119,10 +117,12 @@ class _Known(NamedTuple):
     mask_mod: Any
     counts: torch.Tensor
     mask: Mask
-    fits: set[Any]  # shapes, device and lengths of calls that it was checked for
+    fits: list[Any]  # shapes, device and lengths of calls that it was checked for, the latest
+    of: weakref.ref[Any]  # the BlockMask
 
 
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_known: dict[int, _Known] = {}  # by the place of a BlockMask, for as long as it lives
+_FITS = 8
 
 
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
@@ -146,20 +146,30 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     if compiling:
         return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
     if known is None:
-        known = _Known(block_mask.mask_mod, block_mask.kv_num_blocks, _build(block_mask), set())
-        _known[block_mask] = known
-    known.fits.add(asked)
+        known = _remembered(block_mask, _build(block_mask))
+    known.fits[:] = [asked, *known.fits[: _FITS - 1]]
     return known.mask
 
 
+def _remembered(block_mask: Any, mask: Mask) -> _Known:
+    place = object.__hash__(block_mask)
+
+    def ended(of: weakref.ref[Any]) -> None:
+        if place in _known and _known[place].of is of:
+            del _known[place]
+
+    found = _known[place] = _Known(
+        block_mask.mask_mod, block_mask.kv_num_blocks, mask, [], weakref.ref(block_mask, ended)
+    )
+    return found
+
+
 def _known_mask(block_mask: Any) -> _Known | None:
-    try:
-        known = _known.get(block_mask)
-    except TypeError:  # nothing refers to it weakly: no BlockMask
+    known = _known.get(object.__hash__(block_mask))
+    if known is None or known.of() is not block_mask:
         return None
-    if known is None or block_mask.mask_mod is not known.mask_mod or block_mask.kv_num_blocks is not known.counts:
-        return None
-    return known
+    same = block_mask.mask_mod is known.mask_mod and block_mask.kv_num_blocks is known.counts  # type: ignore[union-attr]
+    return known if same else None
 
 
 def _check(block_mask: Any) -> None:

@@ -110,10 +110,14 @@ class Attention(torch.nn.Module):
         return None if found is None else Mask.of(found)
 
     def _mod(self, name: str, compiling: bool) -> Any:
-        if not compiling and not hasattr(type(self), name) and _lacks(self, name):
-            return None
-        found = getattr(self, name, None)
-        return found.now(self) if isinstance(found, _Held) else found
+        if compiling:
+            found = getattr(self, name, None)
+            return found.now(self) if isinstance(found, _Held) else found
+        found = self.__dict__.get(name)
+        if found is None:
+            # where there surely is no such attribute: torch takes 1 µs to say so
+            return None if not hasattr(self.__class__, name) and _lacks(self, name) else getattr(self, name, None)
+        return found.now(self) if found.__class__ is _Held else found
 
     def extra_repr(self) -> str:
         """The mods and the options that are not left at their default."""

@@ -19,7 +19,7 @@ import torch
 
 from ..graph.expr import Capture
 from ..graph.lent import Lent
-from .refreshed import Refreshed, version
+from .refreshed import Refreshed, distrusted, version
 from .rerun import Rerun
 from .streams import has_streams, stream_handle
 
@@ -39,13 +39,15 @@ class Derived(Capture):
         super().__init__(self._compute())
         self._made = Refreshed(self.tensor, stamp, self.tensor.device)
 
+    __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+
     @property
     def version(self) -> int:
         """How often it was computed again."""
         return self._made.version
 
     def _stamp(self) -> tuple[Hashable, ...]:
-        return tuple(stamp(s) for s in self.sources)
+        return tuple(stamps(self.sources))
 
     def _compute(self) -> torch.Tensor:
         with plain_tensors():
@@ -93,7 +95,7 @@ class Upkeep:
         stream = None if self._streams_on is None else stream_handle(self._streams_on)
         if stream not in self._refreshed:
             self._refreshed[stream] = Refreshed(None)
-        self._refreshed[stream]([stamp(c) for c in self.written], refresh, (), self.derived)
+        self._refreshed[stream](stamps(self.written), refresh, (), self.derived)
 
 
 def behind(captures: Iterable[Capture]) -> Iterator[Capture]:
@@ -126,8 +128,21 @@ def stamp(source: Capture) -> Hashable:
     """Changes when what `source` stands for was written to, or it stands for another; None where nobody says so."""
     if isinstance(source, Derived):
         return source._made.version
+    if not isinstance(source, Lent):
+        return version(source.tensor)
+    if source.unwritten is not None and distrusted() is None:  # found out when it was lent
+        return source.unwritten
     now = version(source.tensor)
-    return (now, source.epoch) if now is not None and isinstance(source, Lent) else now
+    return None if now is None else (now, source.epoch)
+
+
+def stamps(sources: Iterable[Capture]) -> list[Hashable]:
+    """`stamp` of each."""
+    found: list[Hashable] = []
+    for source in sources:
+        known = source.unwritten if source.__class__ is Lent else None  # type: ignore[attr-defined]
+        found.append(known if known is not None and distrusted() is None else stamp(source))
+    return found
 
 
 _made: weakref.WeakValueDictionary[Any, Derived] = weakref.WeakValueDictionary()

@@ -93,7 +93,7 @@ def version(tensor: torch.Tensor) -> tuple[object, ...] | None:
     if tensor.is_inference() or is_functorch_wrapped_tensor(tensor):
         return None
     storage = tensor.untyped_storage()
-    if _FSDP2 in sys.modules and _may_be_gathered(tensor, storage):
+    if is_shared(storage) and _FSDP2 in sys.modules and _may_be_gathered(tensor):
         return None
     # of a storage that ended the reference equals no other; it holds no memory
     return _distrust.get() or tensor._version, tensor.data_ptr(), weakref.ref(storage)
@@ -102,16 +102,17 @@ def version(tensor: torch.Tensor) -> tuple[object, ...] | None:
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 
 
-def _may_be_gathered(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+def _may_be_gathered(tensor: torch.Tensor) -> bool:
     """Whether FSDP2 may gather a parameter into this memory, at the same address and without counting it as written.
 
-    Torch leaves no mark on it. But it keeps a flat tensor of the same memory, and reads in mods of views of parameters
-    are of floating-point ones: lengths of sequences, slices of a batch's, stay trusted.
+    Torch leaves no mark on it. But it keeps a flat tensor of the same memory, so it is shared, and reads in mods of
+    views of parameters are of floating-point ones: lengths of sequences, slices of a batch's, stay trusted.
     """
-    return (tensor.is_floating_point() or tensor.__class__ is torch.nn.Parameter) and is_shared(storage)
+    return tensor.is_floating_point() or tensor.__class__ is torch.nn.Parameter
 
 
 _distrust: ContextVar[object] = ContextVar("distrust", default=None)
+distrusted = _distrust.get  # what stands for the block that this is, None outside of any
 
 
 @contextmanager

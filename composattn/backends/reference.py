@@ -122,6 +122,10 @@ class Recomputed:
         return _attention(dense, q, k, v, self.sequences)
 
     def backward(self, known: BackwardInputs) -> Grads:
+        with lent_again(self.lending):
+            return self._gradients(known)
+
+    def _gradients(self, known: BackwardInputs) -> Grads:
         given = (known.q, known.k, known.v, *known.captured)
         leaves = [t.detach().requires_grad_() if w else t for t, w in zip(given, known.wanted, strict=True)]
         q, k, v, *captured = leaves

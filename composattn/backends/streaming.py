@@ -33,7 +33,7 @@ from ..call.strides import in_order_of
 from ..graph.evaluate import evaluate
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
-from ..graph.lent import Lending
+from ..graph.lent import Lending, lent_again
 from ..graph.philox import factor_of
 from .gathered import accumulate, total_for
 from .rows import Part, arrange
@@ -150,6 +150,10 @@ class Streaming:
 
     def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
+        with lent_again(self.lending):
+            return self._gradients(known)
+
+    def _gradients(self, known: BackwardInputs) -> Grads:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         if not self.visited:
             self.visit(q, k, v, captured)

@@ -46,8 +46,9 @@ class BackwardInputs(NamedTuple):
 class Differentiable(Protocol):
     """What a backend knows how to do with one call, given its tensors.
 
-    `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off, and
-    with what was lent for the call (`lending`, see `graph.lent`).
+    `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off, the
+    forward with what was lent for the call (`lending`, see `graph.lent`): a backward that reads more than it is given
+    has it lent again.
     """
 
     differentiable_twice: bool
@@ -101,7 +102,7 @@ class _Attend(torch.autograd.Function):
         out, lse, max_scores = found
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
-        ctx.call, ctx.count = call, len(captured)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         lengths = () if call.sequences is NO_SEQUENCES else call.sequences
         # lengths only so that torch refuses a backward after they were written to
@@ -112,9 +113,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        for given in (dout, dlse):
-            if given is not None and is_legacy_batchedtensor(given):
-                return None, *_one_by_one(functools.partial(_gradient, ctx), dout, dlse)
+        if (dout is not None and is_legacy_batchedtensor(dout)) or (dlse is not None and is_legacy_batchedtensor(dlse)):
+            return None, *_one_by_one(functools.partial(_gradient, ctx), dout, dlse)
         return None, *_gradient(ctx, dout, dlse)
 
 
@@ -126,23 +126,13 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     """Gradients of q, k, v and captured tensors of an `_Attend`; torch leaves those that nobody wants."""
     call, wanted = ctx.call, ctx.needs_input_grad[1:]
     q, k, v, out, lse, *captured = ctx.saved_tensors
-    del captured[ctx.count :]
+    del captured[len(call.captures) :]  # behind them are lengths
     dout = torch.zeros_like(out) if dout is None else dout
     if torch.is_grad_enabled() and not call.differentiable_twice:
         found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
         return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
     known = BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted)
-    if call.lending is None and not torch._C._is_any_autocast_enabled():
-        return call.backward(known)
-    return _backward(call, known)
-
-
-def _backward(call: Differentiable, known: BackwardInputs) -> Grads:
-    """`call.backward`, autocast off, with what was lent for the call."""
-    if call.lending is None:
-        return without_autocast(known.q, call.backward, known)
-    with call.lending.again():
-        return without_autocast(known.q, call.backward, known)
+    return without_autocast(q, call.backward, known)
 
 
 def _one_by_one(gradient: Callable[..., Grads], *results: torch.Tensor | None) -> Grads:
@@ -165,7 +155,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Differentiable, wanted: Any, *tensors: Any) -> Any:
         q, k, v, out, lse, dout, dlse, *captured = tensors
-        grads = _backward(call, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
+        grads = without_autocast(q, call.backward, BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted))
         return tuple(q.new_empty(0) if g is None else g for g in grads)
 
     @staticmethod

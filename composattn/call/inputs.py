@@ -44,12 +44,23 @@ class Inputs(NamedTuple):
     @property
     def form(self) -> tuple[Any, ...]:
         """All that planning may look at; what a prepared call is remembered by."""
-        q, k, v, varlen, paged = self
+        q, k, v, _, _ = self
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.__class__, k.__class__, v.__class__,
-            None if varlen is None else varlen.form, None if paged is None else paged.form,
+            self.lie,
         )  # fmt: skip
+
+    @property
+    def lie(self) -> Any:
+        """All that planning may look at of where the sequences lie; None of dense ones."""
+        _, _, _, varlen, paged = self
+        if varlen is None and paged is None:
+            return None
+        try:
+            return None if varlen is None else varlen.form, None if paged is None else paged.form
+        except AttributeError:
+            return object()  # equal to nothing: refused by name where it is looked at
 
     @property
     def autocast(self) -> Inputs:

@@ -57,16 +57,19 @@ def planned_of(
     lending: Lending | None = None
     captures: Sequence[Lent] = ()
     if leaves:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        refuse_flattened(tensors)
+        tensors = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                if getattr(leaf, "_fsdp_flattened", False):
+                    refuse_flattened(tensors)
         lending = lend(tensors, user, key)
         if lending is None:
             return _made(forms, leaves, options), None
         captures = lending.captures
-        # what is told by its id the plan keeps alive
-        key = (key, *map(id, captures))
+        key = (key, *[capture.number for capture in captures])
         if len(tensors) < len(leaves):
-            key = (key, *(id(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
+            key = (key, *[leaf.number for leaf in leaves if not isinstance(leaf, torch.Tensor)])
     try:
         found = _plans.get(key)
     except TypeError:  # an option that can't be hashed is none: refused by name

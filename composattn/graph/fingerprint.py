@@ -43,15 +43,19 @@ Fingerprint = tuple[Hashable, tuple[Any, ...]]
 
 Reader = Callable[[Any], Fingerprint | None]
 
-_readers: dict[int, tuple[types.CodeType, tuple[Reader, ...]]] = {}
+_readers: dict[tuple[int, int], tuple[types.CodeType, tuple[Reader, ...]]] = {}
 _READERS_LIMIT = 4096  # codes
 _KINDS_LIMIT = 8  # readers of one code; the latest stay
 _CHANGED = (AttributeError, KeyError, ValueError, TypeError, IndexError)  # what a reader meets where something is gone
 _numbers = itertools.count()
+_identity = object.__hash__  # `id` is audited, as `__code__` and `__defaults__` are: 0.2 µs each where somebody listens
 
 
-def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
-    """The fingerprint of a mod, or None where only tracing it can tell what it says."""
+def fingerprint(fn: Callable[..., Any], given: int = 0) -> Fingerprint | None:
+    """The fingerprint of a mod, or None where only tracing it can tell what it says.
+
+    given: how many arguments it is called with, by place; one that takes no more has no use for defaults.
+    """
     inner = fn
     while inner.__class__ is not types.FunctionType:
         if inner.__class__ is types.MethodType:
@@ -62,7 +66,7 @@ def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
             return None
     code = inner.__code__
     # by its identity: Python computes the hash of code from all of its instructions, each time anew
-    known = _readers.get(id(code))
+    known = _readers.get((_identity(code), given))
     if known is not None:
         for read in known[1]:
             try:
@@ -71,21 +75,22 @@ def fingerprint(fn: Callable[..., Any]) -> Fingerprint | None:
                 continue
             if found is not None:
                 return found
-    return _newly_read(fn, code)
+    return _newly_read(fn, code, given)
 
 
-def _newly_read(fn: Any, code: types.CodeType) -> Fingerprint | None:
+def _newly_read(fn: Any, code: types.CodeType, given: int) -> Fingerprint | None:
     """By a reader made for what `fn` reaches now."""
     try:
-        reader = _Writer(fn).reader()
+        reader = _Writer(fn, given).reader()
     except Unfit:
         return None
     found = reader(fn)
     if found is not None:
         if len(_readers) >= _READERS_LIMIT:
             _readers.clear()
-        before = _readers.get(id(code), (code, ()))[1]
-        _readers[id(code)] = code, (reader, *before[: _KINDS_LIMIT - 1])
+        key = _identity(code), given
+        before = _readers.get(key, (code, ()))[1]
+        _readers[key] = code, (reader, *before[: _KINDS_LIMIT - 1])
     return found
 
 
@@ -95,12 +100,12 @@ class _Writer:
     The key begins with a number of its own, and has as many parts in every call: no two readers give the same.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], given: int) -> None:
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}
         self.key: list[str] = [str(next(_numbers))]
         self.leaves: list[tuple[str, Any]] = []  # with their names
-        self._function("fn", fn, 0)
+        self._function("fn", fn, 0, given, is_known=True)
 
     def reader(self) -> Reader:
         """The function."""
@@ -126,14 +131,15 @@ class _Writer:
     def _demand_kind(self, at: str, kind: type) -> None:
         self._demand(f"{at}.__class__ is {self._constant(kind)}")
 
-    def _function(self, at: str, fn: Any, depth: int) -> None:
+    def _function(self, at: str, fn: Any, depth: int, given: int = 0, is_known: bool = False) -> None:
+        """`is_known`: whoever asks found the reader by its code."""
         if depth > DEEPEST:
             raise Unfit
         self._demand_kind(at, type(fn))
         if type(fn) is functools.partial:
             names = tuple(fn.keywords)
             self._demand(f"len({at}.args) == {len(fn.args)}", f"tuple({at}.keywords) == {names!r}")
-            self._function(self._taken(f"{at}.func"), fn.func, depth + 1)
+            self._function(self._taken(f"{at}.func"), fn.func, depth + 1, is_known=is_known)
             self._ends(f"{at}.args", enumerate(fn.args), depth)
             self._ends(f"{at}.keywords", fn.keywords.items(), depth)
             return
@@ -144,8 +150,10 @@ class _Writer:
             self._demand_kind(at, type(fn))
         if type(fn) is not types.FunctionType:
             raise Unfit
-        self._demand(f"{at}.__code__ is {self._constant(fn.__code__)}")
-        self._defaults(at, fn, depth)
+        if not is_known:
+            self._demand(f"{at}.__code__ is {self._constant(fn.__code__)}")
+        if fn.__code__.co_argcount - (owner is not None) > given or fn.__code__.co_kwonlyargcount:
+            self._defaults(at, fn, depth)
         self._reached(at, fn, owner, depth)
 
     def _defaults(self, at: str, fn: types.FunctionType, depth: int) -> None:

@@ -11,6 +11,7 @@ lent by tensors whose writes are counted apart (`x` and `x.data`): to a capture 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,51 +22,106 @@ from typing import Any
 
 import torch
 
-from .counters import OF_ONE_TENSOR, Counter, storage_uses
+from .counters import OF_ONE_TENSOR, Counter, is_shared, storage_uses
 from .expr import Capture
+from .forms import of_the_form
 
 _lock = threading.RLock()
+_numbers = itertools.count()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
 
 class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
-    __slots__ = ("__weakref__", "_counter", "_last", "_lent", "dependents", "epoch")
+    __slots__ = (
+        "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_version",
+        "dependents", "epoch", "number", "unwritten",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self._lent: list[torch.Tensor] = []  # by whom it is entered now; appended to and shortened in one step each
-        self._last: int | None = None  # the id of the tensor that was followed last
+        self.number = next(_numbers)  # nobody else's, ever
+        self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
+        self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
+        self._address = 0  # of its elements
+        self._version = 0  # by its counter
+        self.unwritten: object | None = None  # another one after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
+
+    __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
 
     @property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
         """The tensor, during a call."""
-        assert self._lent, "a captured tensor is read outside of the call that lent it"
-        return self._lent[-1]
+        lending = _local.now
+        while lending is not None:
+            for capture, tensor in zip(lending.captures, lending.tensors):  # noqa: B905  named arguments take time
+                if capture is self:
+                    return tensor
+            lending = lending.outer
+        raise AssertionError("a captured tensor is read outside of the call that lent it")
 
     @property
     def identity(self) -> int:
         return id(self)
 
-    def follows(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether `tensor` is followed already: alone in its memory; with another one there an id may be taken over."""
-        return id(tensor) == self._last and storage_uses(storage._cdata) <= OF_ONE_TENSOR
+    def is_lent(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the one that was followed last, in the same memory and of the same form.
 
-    def follow(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """From now on the writes that `tensor` counts are what tells of changes to its memory, `storage`."""
+        It has to be alone in its memory: with another one there an address may be taken over. Its writes are looked at.
+        """
+        if (
+            self._last != tensor._cdata
+            or self._is_of_form is None
+            or not self._is_of_form(tensor)
+            or tensor.data_ptr() != self._address
+            or storage_uses(tensor.untyped_storage()._cdata) > OF_ONE_TENSOR
+        ):
+            return False
+        if tensor._version != self._version:
+            self._version, self.unwritten = tensor._version, object()
+        return True
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which it follows, was not written to since it was lent."""
+        return tensor._version == self._version
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """From now on the writes that `tensor` counts are what tells of changes to its memory."""
+        if self.is_lent(tensor):
+            return
         with _lock:
-            self._last = id(tensor)
+            before = self._last, self._address, self._version, self.epoch
+            plain, alone = tensor.__class__ in _PLAIN, not is_shared(tensor.untyped_storage())
+            self._last, self._address = tensor._cdata, tensor.data_ptr()
             if tensor.is_inference():
                 self._counter = None
-            elif self._counter is None or not self._counter.counts(tensor):
-                self._counter = Counter(tensor) if tensor.__class__ in _PLAIN else None
+            elif not self._counts(tensor, alone and before[:2] == (self._last, self._address)):
+                self._counter = Counter(tensor) if plain else None
                 self.epoch += 1  # two counters may well say the same
+            trusted = plain and alone and self._counter is not None
+            self._is_of_form = of_the_form(tensor) if trusted else None
+            self._version = tensor._version if trusted else 0
+            if not trusted:
+                self.unwritten = None
+            elif self.unwritten is None or before != (self._last, self._address, self._version, self.epoch):
+                self.unwritten = object()
+
+    def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
+        """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
+        return same if self._counter is None else self._counter.counts(tensor)
+
+    def ended(self) -> None:
+        """Its memory is gone: whatever tensor comes at that address is another one."""
+        self._last = self._is_of_form = self.unwritten = None
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._lent else "Lent()"
+        try:
+            return super().__repr__()
+        except AssertionError:
+            return "Lent()"
 
 
 class _Local(threading.local):
@@ -76,35 +132,34 @@ _local = _Local()
 
 
 class Lending:
-    """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run."""
+    """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run, here."""
 
-    __slots__ = ("_outer", "captures", "tensors")
+    __slots__ = ("captures", "outer", "tensors", "unwritten")
 
     def __init__(self, captures: Sequence[Lent], tensors: Sequence[torch.Tensor]) -> None:
         self.captures, self.tensors = captures, tensors
+        self.unwritten: Sequence[object | None] = (None,) * len(captures)
 
     def __enter__(self) -> None:
-        for capture, tensor in zip(self.captures, self.tensors):  # noqa: B905  as many, and named arguments take time
-            capture._lent.append(tensor)
-        self._outer, _local.now = _local.now, self
+        self.outer, _local.now = _local.now, self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _local.now = self._outer
-        for capture in self.captures:
-            capture._lent.pop()
+        _local.now = self.outer
 
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
-        for capture, tensor in zip(self.captures, self.tensors, strict=True):
-            storage = tensor.untyped_storage()
-            if not capture.follows(tensor, storage):
-                capture.follow(tensor, storage)
+        for capture, tensor, then in zip(self.captures, self.tensors, self.unwritten):  # noqa: B905  as above
+            if then is None or capture.unwritten is not then or not capture.is_unwritten(tensor):
+                capture.follow(tensor)
         return Lending(self.captures, self.tensors)
 
 
 def current() -> Lending | None:
     """What is lent in this thread, for who has to lend it again later."""
-    return _local.now
+    now = _local.now
+    if now is not None:
+        now.unwritten = [capture.unwritten for capture in now.captures]
+    return now
 
 
 def lent_again(lending: Lending | None) -> AbstractContextManager[None]:
@@ -126,24 +181,16 @@ def capture_of(tensor: torch.Tensor) -> Capture:
 
 
 _known: dict[Hashable, Lent] = {}
+_of_tensor: dict[int, Lent] = {}  # those that follow one, by its address
+_NONE: dict[int, Lent] = {}
 _watched: dict[int, weakref.ref[Any]] = {}
 _of_storage: dict[int, list[tuple[Hashable, Hashable]]] = {}
 _idle: OrderedDict[Lent, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def _followed(key: Hashable, tensor: torch.Tensor, storage: torch.UntypedStorage, place: Hashable) -> Lent:
-    """The capture that is known by `key`, or a new one, which from now on follows `tensor`."""
-    capture = _known.get(key)
-    if capture is None:
-        capture = _begin(key, (*key[2:], tensor.device, place), storage)  # type: ignore[index]
-    if not capture.follows(tensor, storage):
-        capture.follow(tensor, storage)
-    return capture
-
-
 def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent:
-    number = id(storage)
+    number = storage._cdata  # `id` is audited: 0.3 µs where somebody listens, as filelock does
 
     def ended(_: Any) -> None:
         with _lock:
@@ -151,6 +198,8 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
             for gone, form in _of_storage.pop(number, ()):
                 capture = _known.pop(gone, None)
                 if capture is not None:
+                    _forget_tensor(capture)
+                    capture.ended()
                     _idle[capture] = form
             too_many = [_idle.popitem(last=False)[0] for _ in range(len(_idle) - IDLE_LIMIT)]
         for capture in too_many:
@@ -173,7 +222,6 @@ def _taken_over(form: Hashable) -> Lent | None:
     for capture, of in reversed(list(_idle.items())):  # a storage may end meanwhile, in this very thread
         if of == form and _idle.pop(capture, None) is not None:
             capture.epoch += 1  # nothing that was derived from the memory before holds
-            capture._last = None
             return capture
     return None
 
@@ -183,7 +231,10 @@ def _drop(capture: Lent) -> None:
         forget(key)
 
 
-def lend(tensors: Sequence[torch.Tensor], user: str = "eager", reader: Hashable = None) -> Lending | None:
+EAGER = "eager"
+
+
+def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = None) -> Lending | None:
     """A lending of all `tensors`, in the order in which `reader` reads them; None where one of them can't be lent.
 
     A capture stands for one tensor, and for others of the same memory and form. One whose memory ended takes over new
@@ -193,18 +244,46 @@ def lend(tensors: Sequence[torch.Tensor], user: str = "eager", reader: Hashable 
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[Lent] = []
+    known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        key = (
-            id(storage), tensor.storage_offset(), user,
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
-        )  # fmt: skip
-        capture = _known.get(key)
-        # as `follows` says, without the call
-        if capture is None or id(tensor) != capture._last or storage_uses(storage._cdata) > OF_ONE_TENSOR:
-            capture = _followed(key, tensor, storage, (reader, len(captures)))
+        capture = known.get(tensor._cdata)
+        if capture is None or not capture.is_lent(tensor):
+            capture = _found(tensor, user, (reader, len(captures)))
+            if capture is None:
+                return None
         captures.append(capture)
-    return Lending(captures, tensors)
+    return Lending(tuple(captures), tensors)
+
+
+def tensors_of(captures: Sequence[Capture]) -> Sequence[torch.Tensor]:
+    """What they stand for, now."""
+    lending = _local.now
+    if lending is not None and lending.captures == captures:
+        return lending.tensors
+    return [capture.tensor for capture in captures]
+
+
+def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
+    """The capture that stands for the memory of `tensor`, or a new one, which from now on follows it."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    key = (
+        storage._cdata, tensor.storage_offset(), user,
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
+    )  # fmt: skip
+    capture = _known.get(key)
+    if capture is None:
+        capture = _begin(key, (*key[2:], tensor.device, place), storage)
+    with _lock:
+        _forget_tensor(capture)
+        capture.follow(tensor)
+        if user == EAGER:
+            _of_tensor[tensor._cdata] = capture
+    return capture
+
+
+def _forget_tensor(capture: Lent) -> None:
+    if capture._last is not None and _of_tensor.get(capture._last) is capture:
+        del _of_tensor[capture._last]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 
+_new: Any = object.__new__
+
+
 class Mod:
     """A mask or score mod as a value: `form` says what it computes, `leaves` are the tensors and scalars it reads."""
 
@@ -53,17 +56,21 @@ class Mod:
     @classmethod
     def formed(cls, form: str, leaves: tuple[Any, ...], name: str) -> Self:
         """The mod of this form."""
-        made = cls.__new__(cls)
+        made = _new(cls)
         made.form, made.leaves, made.name, made._expr = form, leaves, name, None
         return made
 
     @classmethod
     def joined(cls, kind: str, name: str, *parts: Mod) -> Self:
         """Mods joined by one of `graph.form.JOINS`."""
+        made = _new(cls)
+        made.name, made._expr = name, None
         if len(parts) == 1:
-            return cls.formed(joined(kind, parts[0].form), parts[0].leaves, name)
-        a, b = parts
-        return cls.formed(joined(kind, a.form, b.form), a.leaves + b.leaves, name)
+            made.form, made.leaves = joined(kind, parts[0].form), parts[0].leaves
+        else:
+            a, b = parts
+            made.form, made.leaves = joined(kind, a.form, b.form), a.leaves + b.leaves
+        return made
 
     def named(self, name: str) -> Self:
         """The same by another name."""
@@ -191,7 +198,7 @@ def _is_place(value: Any, is_score: bool) -> bool:
 
 # --- functions ---------------------------------------------------------------------------------------------------
 
-_traced: OrderedDict[Any, tuple[str, tuple[int, ...]]] = OrderedDict()
+_traced: OrderedDict[Any, tuple[str, tuple[int, ...] | None]] = OrderedDict()  # None: all in their order
 _TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no tensors
 _lock = threading.Lock()
 
@@ -206,7 +213,7 @@ def formed(
     if torch.compiler.is_compiling():
         return *record(fn, names), name or "mod"  # which matters to nobody there
     name = name or str(getattr(fn, "__name__", None) or type(fn).__name__)
-    mark = fingerprint(fn)
+    mark = fingerprint(fn, len(names))
     if mark is None:
         return *form_of(trace(fn)), name
     said, reads = mark
@@ -214,12 +221,12 @@ def formed(
     known = _traced.get(key)
     if known is not None:
         form, places = known
-        return form, tuple([reads[n] for n in places]), name
+        return form, reads if places is None else tuple([reads[n] for n in places]), name
     form, leaves = form_of(trace(fn))
     at = places_of(leaves, reads)
     if at is not None:
         with _lock:
-            _traced[key] = form, at
+            _traced[key] = form, None if at == tuple(range(len(reads))) else at
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
     return form, leaves, name

@@ -16,15 +16,16 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made", bound=Mod)
 
 _WORDS = (int, float, bool, str, type(None))
-_known: dict[Any, tuple[type[Mod], str, tuple[int, ...], str]] = {}  # class, form, places of leaves, name
+_known: dict[Any, tuple[type[Mod], str, tuple[int, ...], str] | Mod] = {}  # class, form, places of leaves, name
 _KNOWN_LIMIT = 4096
 
 
 def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """`make`, remembered by its arguments: numbers and words by value, tensors by type, dtype and shape.
 
-    Of a tensor `make` may look at nothing else, unless what the mod reads is another one (the places of tokens, the
-    offsets of documents): such a mod is made anew each time. So is one of other arguments, and of numpy's numbers.
+    A mod without tensors is the same one each time. Of a tensor `make` may look at nothing else, unless what the mod
+    reads is another one (the places of tokens, the offsets of documents): such a mod is made anew each time. So is one
+    of other arguments, and of numpy's numbers.
     """
 
     @functools.wraps(make)
@@ -41,8 +42,10 @@ def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
             mod = make(*args, **named)
             _remember(key, mod, leaves)
             return mod
+        if found.__class__ is not tuple:
+            return found  # type: ignore[return-value]
         kind, form, places, name = found
-        return kind.formed(form, tuple([leaves[n] for n in places]) if places else (), name)  # type: ignore[return-value]
+        return kind.formed(form, tuple([leaves[n] for n in places]), name)  # type: ignore[return-value]
 
     return made
 
@@ -80,4 +83,4 @@ def _remember(key: Any, mod: Mod, leaves: list[Any]) -> None:
     if places is not None:
         if len(_known) >= _KNOWN_LIMIT:
             _known.clear()
-        _known[key] = type(mod), mod.form, places, mod.name
+        _known[key] = (type(mod), mod.form, places, mod.name) if places else mod

@@ -26,14 +26,14 @@ _entered: list[ContextParallel] = []  # of the process: a backward that recomput
 _left: list[int] = []  # rows of shards whose `with cp:` is over
 
 
-def active(q: torch.Tensor) -> Shard | None:
-    """The shard that a call with `q` belongs to, None outside of any `with cp:`.
+def active(q: torch.Tensor, compiling: bool) -> Shard | None:
+    """The shard that a call with `q`, which torch compiles or not, belongs to; None outside of any `with cp:`.
 
     Raises: `NotPlanned`; `OutsideContextParallel` where a backward computes again what ranks may have shared.
     """
     if _entered:
         return _entered[-1].shard
-    if not torch.compiler.is_dynamo_compiling() and _left and torch._C._current_graph_task_id() != -1:
+    if not compiling and _left and torch._C._current_graph_task_id() != -1:
         _refuse_recomputed(q)
     return None
 

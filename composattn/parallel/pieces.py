@@ -61,8 +61,7 @@ class Begun:
         given = known.wanted[3:]
         asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
         known = known._replace(captured=self.read, wanted=asked)
-        lending = self.call.lending
-        with nullcontext() if lending is None else lending.again(), _numbers:
+        with _numbers:
             self.place.enter()  # kernels of the backward are planned when they are first needed
             dq, dk, dv, *found = without_autocast(known.q, self.call.backward, known)
         of_given: list[torch.Tensor | None] = [None] * count

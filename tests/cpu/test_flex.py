@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 import composattn as ca
-from composattn import errors
+from composattn import errors, flex
 
 Mod = Callable[..., Any]
 LENGTH = 70
@@ -149,6 +149,16 @@ def test_a_block_mask_is_looked_at_again_where_the_call_or_its_lists_are_others(
     blocks.kv_num_blocks = torch.zeros_like(blocks.kv_num_blocks)
     blocks.full_kv_num_blocks = torch.zeros_like(blocks.full_kv_num_blocks)
     assert not ca.flex_attention(*x, block_mask=blocks).any()
+
+
+def test_what_is_known_of_a_block_mask_ends_with_it(generator: torch.Generator) -> None:
+    x, known = inputs(generator), len(flex._known)
+    for _ in range(3):  # one may come where another one was
+        blocks = torchs.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=128)
+        ca.flex_attention(*x, block_mask=blocks)
+        assert len(flex._known) == known + 1
+    del blocks
+    assert len(flex._known) == known
 
 
 @pytest.mark.parametrize("given", [5, "causal", [1], torch.ones(2, 2, dtype=torch.bool), causal])

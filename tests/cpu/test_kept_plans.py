@@ -289,7 +289,7 @@ def test_a_function_that_could_do_anything_is_traced_at_each_call(inputs: list[t
 def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch.Tensor]) -> None:
     q, k, v = (t.requires_grad_(kind == "trained") for t in inputs)
     gc.collect()
-    before = len(lent._known), len(lent._watched)
+    before = len(lent._known), len(lent._watched), len(lent._of_tensor)
 
     def step() -> weakref.ref[torch.Tensor]:
         table = (torch.arange(LENGTH) // 5).clone()
@@ -300,7 +300,7 @@ def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch
         return weakref.ref(table)
 
     assert step()() is None  # at once: no cycle holds it
-    assert (len(lent._known), len(lent._watched)) == before
+    assert (len(lent._known), len(lent._watched), len(lent._of_tensor)) == before
 
 
 def test_a_new_tensor_of_the_same_form_takes_over_the_plan(inputs: list[torch.Tensor], work: Work) -> None:
@@ -392,7 +392,37 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
     capture = lent_for(slopes)
     assert len(capture.dependents) <= 2 * lent.IDLE_LIMIT
     assert len(lent._idle) <= lent.IDLE_LIMIT
+    assert len(lent._of_tensor) <= len(lent._known)
     assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
+
+
+class Marked(torch.Tensor):
+    """A tensor of a user's own class, whose writes nobody counts for us."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Marked])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "with a view"])
+def test_a_tensor_that_is_the_same_stands_for_the_same_memory(kind: Any, shared: bool) -> None:
+    tensor = torch.rand(5) if kind is torch.Tensor else torch.Tensor._make_subclass(kind, torch.rand(5))
+    view = tensor[1:] if shared else None
+    capture = lent_for(tensor)
+    epoch, unwritten = capture.epoch, capture.unwritten
+    assert lent_for(tensor) is capture
+    if not (shared and kind is Marked):
+        assert capture.epoch == epoch
+    assert capture.unwritten is unwritten
+    assert (unwritten is None) == (shared or kind is Marked)
+    tensor.add_(1)
+    assert lent_for(tensor) is capture
+    assert capture.unwritten is not unwritten or unwritten is None
+    del view
+
+
+def test_forms_that_come_in_turns_are_planned_once_each(inputs: list[torch.Tensor], work: Work) -> None:
+    lengths = range(8, 8 + 2 * planned._LATEST)
+    calls = [lambda n=n: ca.attention(*(t[:, :, :n] for t in inputs), mask_mod=causal()) for n in lengths]
+    assert [work.of(call)[1] for call in calls] == [1] * len(calls)
+    assert [work.of(call)[1] for call in [*calls, *reversed(calls)]] == [0] * 2 * len(calls)
 
 
 def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

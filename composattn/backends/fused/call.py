@@ -14,7 +14,7 @@ from ...call.autograd import BackwardInputs, Grads, Results, attend
 from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
-from ...graph.lent import Lending
+from ...graph.lent import Lending, lent_again, tensors_of
 from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
@@ -47,11 +47,12 @@ class FusedCall:
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
+        self.known_gradient: FusedGradient | None = None
 
     @property
-    def captures(self) -> list[torch.Tensor]:
+    def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return [c.tensor for c in self._reads[0]]
+        return tensors_of(self._reads[0])
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
@@ -67,7 +68,7 @@ class FusedCall:
         q, k, v, _, _ = inputs
         captures, numbers = self._reads
         # a comprehension is a function of its own before Python 3.12
-        captured: Sequence[torch.Tensor] = [c.tensor for c in captures] if captures else ()
+        captured: Sequence[torch.Tensor] = tensors_of(captures) if captures else ()
         scalars: Sequence[float | int] = [s.value for s in numbers] if numbers else ()
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and (
@@ -124,9 +125,12 @@ class FusedCall:
         """Raises: `GradientUnsupported` where there is no backward."""
         self.architecture.check_gradient(self.problem)
 
-    @cached_property
+    @property
     def gradient(self) -> FusedGradient:
-        return FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
+        """The backward, made when it is first asked for."""
+        if self.known_gradient is None:
+            self.known_gradient = FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
+        return self.known_gradient
 
 
 def _requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
@@ -160,4 +164,11 @@ class FusedAttend:
         return out, lse, max_scores
 
     def backward(self, known: BackwardInputs) -> Grads:
-        return self.call.gradient(known, self.scalars, self.sequences)
+        call = self.call
+        launcher = None if call.known_gradient is None else call.known_gradient.ready(known)
+        if launcher is None:
+            with lent_again(self.lending):
+                return call.gradient(known, self.scalars, self.sequences)
+        q, k, v, out, lse, dout, dlse, captured, _, _ = known
+        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, captured, self.scalars, self.sequences)
+        return (*grads, *[None] * len(captured)) if captured else grads

@@ -39,6 +39,7 @@ class Reads:
         self.are_as_given = self.places == list(range(len(program.captures)))
         self.has_numbers = any(rank == 0 for _, rank in plan.captures)
         self.upkeep = Upkeep(plan.captured)
+        self.are_given = self.are_as_given and not self.upkeep.derived  # whatever was lent
 
     def __call__(
         self,
@@ -72,6 +73,7 @@ class Reads:
             for c, n in zip(self.captured, self.places, strict=True)
         )
 
-    def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Of what a call reads, how many tiles each tile visits by the lists; None where there are none."""
-        return None if self.lists is None else found[self.captured.index(self.lists.captures[0])]
+    def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of what a call reads, how many tiles each tile visits by the lists, of which there are some."""
+        assert self.lists is not None
+        return found[self.captured.index(self.lists.captures[0])]

@@ -127,7 +127,8 @@ class ForwardLauncher:
         """The table of the order of query tiles."""
         plan = self.plan
         assert plan.work is not None
-        return plan.work(sequences, self.reads.counts(reads), q.shape[0] if plan.layout.q == "packed" else None)
+        counts = None if self.reads.lists is None else self.reads.counts(reads)
+        return plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
 
 
 def tidied(*given: Any) -> ForwardArguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,20 @@ class RowStatistics:
 
 _STRIDES_LIMIT = 64
 
+
+class _Sizes(NamedTuple):
+    """Of the memory that a call takes for itself."""
+
+    of: tuple[int, ...]  # shape of q
+    rows: int  # of statistics
+    workspace: int  # with a counter before them, and for each head a number of those who clear dQ behind them
+    sums: tuple[int, ...]  # of dQ
+    strides: tuple[int, ...]
+    turns: tuple[int, ...] | None  # of a fixed order
+
+
+_NO_SIZES = _Sizes((), 0, 0, (), (), None)
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Kernel = Callable[..., Any]
 
@@ -51,9 +65,12 @@ class BackwardLauncher:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
         self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
-        self.has_tables = plans.preprocess.work is not None or plans.main.work is not None
+        tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
+        self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
+        self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
         self._tidy_strides: set[tuple[int, ...]] = set()
+        self._sizes = _NO_SIZES
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -100,7 +117,10 @@ class BackwardLauncher:
         a tile of keys.
         """
         layout = self.plans.main.layout
-        dq, dk, dv = memory_like(q), memory_like(k), memory_like(v)
+        # as `memory_like`, without the calls: this runs in a thread of torch's whose caches are cold
+        dq = torch.empty_like(q) if q.is_contiguous() else memory_like(q)
+        dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
+        dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
         nothing = not q.numel() or not k.numel()
         if layout.used_q or nothing:
             dq.zero_()
@@ -112,12 +132,18 @@ class BackwardLauncher:
         reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
         lie = None if self.is_dense else sequences
         rows, keys = self._work(q, k, sequences, reads) if self.has_tables else (None, None)
-        workspace, dq_accum, turns = self._workspace(q, sequences)
+        sizes = self._sizes
+        if sizes.of != q.shape or not self.is_dense:
+            sizes = self._sizes_of(q, sequences)
+        device = q.device
+        workspace = torch.empty(sizes.workspace, dtype=torch.float32, device=device)
+        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=torch.float32, device=device)
+        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
         if rows_known is not None:
             if not self.is_dense:
                 workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-            rows = 2 * dq_accum.shape[:3].numel() * self.tiling.tile_m
-            rows_known.log2_lse, rows_known.delta = workspace[COUNTER:][:rows].view(2, *dq_accum.shape[:2], -1)
+            statistics = workspace[COUNTER : COUNTER + sizes.rows]
+            rows_known.log2_lse, rows_known.delta = statistics.view(2, *dq_accum.shape[:2], -1)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         known = self._tidy_strides
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
@@ -163,9 +189,10 @@ class BackwardLauncher:
         rows, main = self.plans.preprocess.work, self.plans.main
         total = k.shape[0] if main.layout.kv == "packed" else None
         mirrored = sequences if self.is_dense else sequences.mirrored
+        counts = None if self.reads.lists is None else self.reads.counts(reads)
         return (
             None if rows is None else rows(sequences, None, q.shape[0]),
-            None if main.work is None else main.work(mirrored, self.reads.counts(reads), total),
+            None if main.work is None else main.work(mirrored, counts, total),
         )
 
     def _pieces(self, q: torch.Tensor) -> PiecesArguments:
@@ -176,24 +203,22 @@ class BackwardLauncher:
         workspace = torch.empty(size, dtype=torch.float32, device=q.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=cut.cut, pieces=cut.pieces)
 
-    def _workspace(
-        self, q: torch.Tensor, sequences: Sequences
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(statistics of rows, sums of dQ, turns of a fixed order): see `composattn.primitives.padded_tiles`."""
-        tile_m, device = self.tiling.tile_m, q.device
+    def _sizes_of(self, q: torch.Tensor, sequences: Sequences) -> _Sizes:
+        """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""
+        tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
             tiles = -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
-        # rows of statistics, and for each head a number of those who clear dQ
-        size = COUNTER + 2 * batch * heads * tiles * tile_m + self.tiling.clears * batch * heads
-        statistics = torch.empty(size, dtype=torch.float32, device=device)
-        width = tile_m * self.tiling.d
-        shape, strides = (batch, heads, tiles, width), (heads * tiles * width, tiles * width, width, 1)
-        sums = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
-        if not self.plans.main.deterministic:
-            return statistics, sums, None
-        turns = torch.zeros((batch, heads, self.tiling.sharing * tiles), dtype=torch.int32, device=device)
-        return statistics, sums, turns
+        rows, width = 2 * batch * heads * tiles * tile_m, tile_m * self.tiling.d
+        found = self._sizes = _Sizes(
+            of=q.shape,
+            rows=rows,
+            workspace=COUNTER + rows + self.tiling.clears * batch * heads,
+            sums=(batch, heads, tiles, width),
+            strides=(heads * tiles * width, tiles * width, width, 1),
+            turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,
+        )
+        return found

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
-from ...analysis.derived import stamp as stamp_of
+from ...analysis.derived import stamps
 from ...analysis.refreshed import Refreshed, may_cache, recording, version
 from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
@@ -173,20 +173,23 @@ class WorkTables:
         self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
     ) -> torch.Tensor:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
-        if self._on_gpu and recording(self.problem.device):
+        if self._on_gpu and torch._C._cuda_isCurrentStreamCapturing():
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
         sources: list[torch.Tensor] = []
         if sequences is not NO_SEQUENCES or counts is not None:
             read = sequences.queries if self.order == "in_order" else (*sequences, counts)
             sources = [t for t in read if t is not None]
-        key = (rows, *map(id, sources))  # which nothing else can have as long as the table's entry holds them
-        stamp: list[Hashable] = [*map(version, sources), *map(stamp_of, self.captures)]
+        key = (rows, *[t._cdata for t in sources])  # which no others have as long as the table's entry holds these
+        stamp: list[Hashable] = stamps(self.captures)
+        if sources:
+            stamp += map(version, sources)
         if self.scalars:
             stamp += [s.value for s in self.scalars]
         made = self._own.made
         kept = made.get(key)
         if kept is not None:
-            made.move_to_end(key)
+            if len(made) > 1:
+                made.move_to_end(key)
             return kept(stamp, self._make, sources, sequences, counts, rows)  # type: ignore[return-value]
         kept = Refreshed(None, device=self.problem.device)
         table = kept(stamp, self._make, sources, sequences, counts, rows)

@@ -85,6 +85,10 @@ def test_leaves_are_the_tensors_that_were_given_now() -> None:
         assert mods.softcap(cap).leaves == (cap,)
 
 
+def test_a_mod_without_tensors_is_made_once() -> None:
+    assert mods.softcap(30.0) is mods.softcap(30.0) is not mods.softcap(31.0)
+
+
 def test_numbers_that_are_equal_but_not_the_same_are_told_apart() -> None:
     assert mods.temperature(1).form != mods.temperature(1.5).form
     assert mods.sliding_window(1).form == mods.sliding_window(1).form
