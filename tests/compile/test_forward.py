@@ -246,8 +246,23 @@ def test_where_queries_see_few_keys_small_blocks_share_a_multiprocessor() -> Non
     assert [cut(64, length, causal()).blocks for length in (256, 4096, 8192)] == [3, 3, 1]
     assert [cut(96, length, causal()).blocks for length in (256, 2048, 4096)] == [3, 3, 1]
     assert cut(64, 8192, causal() & sliding_window(1024)).blocks == 3
-    assert cut(128, 8192, causal() & document(ids)).blocks == 2
+    assert cut(128, 4096, causal() & document(ids)).blocks == 2
     assert cut(256, 256, causal()).blocks == 1
+
+
+def test_of_long_documents_and_causal_d_64_warpgroups_pass_by_what_only_others_see() -> None:
+    ids = torch.arange(8192) // 700
+    long = cut(128, 8192, causal() & document(ids))
+    assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_apart", 2, 96, 1)
+    assert cut(64, 8192, causal()).kernel == "forward_apart"
+    assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward_in_order"
+    assert {cut(64, 8192, None).kernel, cut(128, 8192, causal()).kernel} == {"forward"}
+
+
+def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> None:
+    assert [cut(128, length, None).heads_together for length in (1024, 16384, 32768)] == [1, 1, None]
+    assert cut(128, 1024, causal()).heads_together is None
+    assert cut(128, 1024, None, heads_together=3).heads_together == 3
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:

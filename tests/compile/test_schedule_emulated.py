@@ -12,11 +12,13 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper import tiling
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
+from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from tests.support import outlier_normal
@@ -61,6 +63,30 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
         assert other_lse is not None
         assert torch.equal(out, other_out), schedule
         assert torch.equal(lse, other_lse), schedule
+
+
+def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Documents of 1 to 130 rows, in tiles of 128 queries; of the last tile's rows one warpgroup has none."""
+    monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 130, 99]))
+    q, k, v = (outlier_normal(1, 2, 300, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    mask = causal() & document(ids)
+    program = Program(None, mask.expr)
+    captured = [c.tensor for c in program.captures]
+    _, wanted = ca.attention(q, k, v, mask_mod=mask, scale=0.088, return_lse=True, backend="reference")
+    found = []
+    for persistent in (False, True):
+        problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
+        plan = plan_forward(problem, program, FEW)
+        assert plan.tiling.kernel == "forward_apart"
+        for mode in (EAGER, LATE, random_mode(1)):
+            with emulating(mode):
+                found.append(EmulatedForward(plan)(q, k, v, 0.088, captured)[:2])
+    for out, lse in found:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+    assert float((lse - wanted).abs().max()) <= 1e-4
 
 
 def test_a_plan_says_which_order_it_chose_and_why() -> None:

@@ -19,13 +19,14 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardInOrder
+    from .forward import HopperForward, HopperForwardApart, HopperForwardInOrder
     from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
     return {
         "forward": HopperForward,
         "forward_in_order": HopperForwardInOrder,
+        "forward_apart": HopperForwardApart,
         "forward_wide": HopperForwardWide,
         "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,

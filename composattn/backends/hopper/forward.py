@@ -1,6 +1,7 @@
 """The forward kernel for Hopper: warp-specialised, fed by bulk tensor copies, products on the warpgroup unit."""
 
 import abc
+import dataclasses
 from typing import Any, TypeVar
 
 import cutlass.cute as cute
@@ -9,12 +10,13 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
+from ...primitives.emit_tiles import BandTiles
 from ...primitives.pipelines import Copies, Edge, start_edges
 from ...primitives.swizzled_tiles import tensor_of, tile_layout
-from ...primitives.values import Fixed, permuted
+from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
-from ..fused.kernels.group_rows import Consume, Consumer, Load
+from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, Load
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
 from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
@@ -66,8 +68,10 @@ class HopperForward(WarpgroupForward[HopperTiling]):
 
         S0 = Q K0ᵀ | softmax 0 | S1 = Q K1ᵀ, O += P0 V0 | softmax 1 (while P0 V0 runs) | S2, O += P1 V1 | ...
 
-    and with two or more warpgroups and D <= 128 their turns interleave (one's products, the other's softmax).
+    and with two or more warpgroups and D <= 192 their turns interleave (one's products, the other's softmax).
     """
+
+    consumes = Consume
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
@@ -88,7 +92,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
     def consume(self, call, block, thread, scale_log2):
         me = Consumer(self, block, thread, scale_log2)
         me.turns.start(me.number)
-        Consume(self, call, me).run()
+        self.consumes(self, call, me).run()
         me.drain_stores()
 
 
@@ -96,6 +100,35 @@ class HopperForwardInOrder(HopperForward):
     """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
 
     arithmetic = IN_ORDER
+
+
+class HopperForwardApart(HopperForward):
+    """The same for masks with one interval, of which warpgroups pass by kv tiles that only others' rows see."""
+
+    def __init__(self, plan: ForwardPlan[HopperTiling]):
+        super().__init__(plan)
+        self.apart = isinstance(self.visited, BandTiles) and not plan.is_split
+        if self.apart:
+            self.consumes = ConsumeApart
+
+    def kv_tiles(self, call, work):
+        """Those that any of a block's rows sees."""
+        if not self.apart:
+            return super().kv_tiles(call, work)
+        return self.visited.of_all([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
+
+    def own_tiles(self, call, work, tiles, warpgroup):
+        """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
+        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m)
+        (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
+        sees = own.count > 0
+        return own, choose(sees, stop - own_stop, tiles.count), choose(sees, own_start - start, 0)
+
+    def leaves_of(self, call, work, warpgroup):
+        """For the bands of its rows; one whose rows are beyond the last query sees no keys."""
+        m = work.m * self.tiling.warpgroups + warpgroup
+        leaves = call.leaves(dataclasses.replace(work, m=m), ROWS)
+        return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
 
 
 class Block(Fixed):

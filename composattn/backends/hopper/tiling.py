@@ -25,6 +25,10 @@ SHORT_PERSISTENT = 1024
 # Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
 # want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained
 ONE_HEAD = 8 << 20
+APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
+# Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
+# 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
+LONG_DOCUMENTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +56,9 @@ class HopperTiling(ForwardTiling):
     @property
     def wait_late(self) -> bool:
         """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
-        softmax under its products. Three in turns lose 2 % by it (H200, D 64 causal).
+        softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
         """
-        return self.rescale_early and self.warpgroups == 1
+        return self.rescale_early if self.warpgroups == 1 else self.warpgroups == 2 and self.kernel == APART
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
@@ -63,10 +67,11 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
+        apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}",
         }
 
 
@@ -80,6 +85,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
     invariant = problem.schedule.batch_invariant
+    if widest == 128 and _has_long_documents(problem, program, heads):
+        return _documents(problem, program, heads)
     # 128 keys of D 128 leave a multiprocessor room for one such block
     if _is_short(problem, program, widest) and not (invariant and widest > 96):
         return _small(problem, program, heads)
@@ -99,6 +106,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_n = asked or min(by_registers, by_memory, 96 if gathers else 128)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
+    passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
     return _tiling(
         problem,
         heads,
@@ -113,6 +121,36 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         rescale_early=warpgroups == 3 or dv > 128,
         persistent=persistent,
         heads_together=_heads_together(problem, program),
+        kernel=APART if passes else _kernel(problem),
+    )
+
+
+def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether a query tile's warpgroups may visit other keys, neighbouring ones."""
+    apart = program.mask is not None and len(program.intervals) == 1
+    return apart and problem.layout.is_dense and heads == 1 and not problem.schedule.batch_invariant
+
+
+def _has_long_documents(problem: Problem, program: Program, heads: int) -> bool:
+    plain = program.score is None and program.keep is None and _may_pass(problem, program, heads)
+    return plain and captured_decide(program.intervals) and keys(problem) > LONG_DOCUMENTS
+
+
+def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
+    """Two warpgroups with 96 keys at a time."""
+    return _tiling(
+        problem,
+        heads,
+        tile_m=2 * ROWS,
+        tile_n=min(_by_registers(240, padded(problem.head_dim_v), program), 96),
+        stages=2,
+        warpgroups=2,
+        consumer_registers=240,
+        producer_registers=24,
+        pingpong=True,
+        persistent=problem.schedule.persistent or False,
+        heads_together=problem.schedule.heads_together,
+        kernel=APART,
     )
 
 
@@ -128,13 +166,16 @@ def _heads_together(problem: Problem, program: Program) -> int | None:
 def _tiling(problem: Problem, heads: int, **chosen: Any) -> HopperTiling:
     """With what hangs on the problem alone."""
     return HopperTiling(
-        kernel="forward_in_order" if problem.schedule.batch_invariant else "forward",
         d=padded(problem.head_dim),
         dv=padded(problem.head_dim_v),
         l2=32 << 20,
         packed_heads=heads,
         **chosen,
     )
+
+
+def _kernel(problem: Problem) -> str:
+    return "forward_in_order" if problem.schedule.batch_invariant else "forward"
 
 
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
@@ -174,6 +215,7 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
         blocks=3 if narrow else 2,
         persistent=problem.schedule.persistent or False,
         heads_together=_heads_together(problem, program),
+        kernel=_kernel(problem),
     )
 
 
@@ -199,6 +241,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
         persistent=persistent,
         blocks=blocks,
         heads_together=problem.schedule.heads_together,
+        kernel=_kernel(problem),
     )
 
 
