@@ -103,15 +103,7 @@ class Backward(Kernel, Generic[AnyTiling]):
             given.turns,
             counter_of(given.workspace),
             cleared_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m) if tiling.clears else None,
-            order,
-            pieces,
-            numbers,
-            given.scale,
-            given.captured,
-            given.scalars,
-            queries,
-            keys,
-            group,
+            (order, pieces, numbers, given.scale, given.captured, given.scalars, queries, keys, group),
         ).launch(
             grid=(blocks * sharing, 1, 1),
             cluster=None if sharing == 1 else (sharing, 1, 1),
@@ -149,42 +141,20 @@ class Backward(Kernel, Generic[AnyTiling]):
         return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
 
     @cute.kernel
-    def kernel(
-        self,
-        tmas,
-        tensors,
-        layouts,
-        statistics,
-        dq_accum,
-        turns,
-        counter,
-        cleared,
-        order,
-        pieces,
-        numbers,
-        scale,
-        captured,
-        scalars,
-        queries,
-        keys,
-        group,
-    ):
-        tiling = self.tiling
+    def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, work):
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
-        sums = statistics, dq_accum, clearing, turns
-        rest = order, pieces, numbers, scale, captured, scalars, queries, keys, group
-        call = Call(tmas, self.of_block(tensors), *sums, *rest)
+        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:
                 cpasync.prefetch_descriptor(tma)
         block = self.block(layouts, counter)
         start_edges(block.edges, warp)
-        if const_expr(order.table is None or tiling.persistent):
+        if const_expr(call.order.table is None or self.tiling.persistent):
             self.share_roles(call, block, warp)
         else:
-            if order.tile(self.first_number()).exists:
+            if call.order.tile(self.first_number()).exists:
                 self.share_roles(call, block, warp)
 
     def work_tile(self, call, number) -> "KeyTile":

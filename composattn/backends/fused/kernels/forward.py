@@ -59,19 +59,9 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         given = self.arguments(*arguments)
         self.dtype = given.q.element_type
         found = launched(self.plan, given, self.heads, self.rows)
-        self.kernel(
-            found.tmas,
-            found.tensors,
-            given.lse,
-            given.max_scores,
-            found.order,
-            given.scale,
-            given.captured,
-            given.scalars,
-            found.queries,
-            found.keys,
-            found.splits,
-        ).launch(
+        made = found.tensors, given.lse, given.max_scores, found.order
+        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits
+        self.kernel(found.tmas, (*made, *read)).launch(
             grid=(found.blocks(self.plan), 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
@@ -82,9 +72,9 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         )
 
     @cute.kernel
-    def kernel(self, tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits):
-        call = Call(tmas, tensors, lse, max_scores, order, scale, captured, scalars, queries, keys, splits)
-        if const_expr(order.table is None or self.tiling.persistent):
+    def kernel(self, tmas, work):
+        call = Call(tmas, *work)
+        if const_expr(call.order.table is None or self.tiling.persistent):
             self.roles(call)
         else:
             if call.tile(cute.arch.block_idx()[0]).exists:
