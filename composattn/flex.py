@@ -54,14 +54,14 @@ def flex_attention(
         )
     try:
         (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
-    except (AttributeError, RuntimeError, ValueError):  # which are refused by name where the call is checked
+    except (AttributeError, RuntimeError, ValueError):  # as below
         pass
     else:
-        if heads != kv_heads and not enable_gqa:
+        if heads != kv_heads and not enable_gqa and _are_dense(query, key):
             raise errors.GroupMismatch(
                 f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
             )
-        if kv_batch == 1 and batch > 1:
+        if kv_batch == 1 and batch > 1 and _are_dense(query, key):
             key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
     if return_aux is None:
@@ -84,6 +84,11 @@ def flex_attention(
     )
     out, *more = found if asked else (found,)
     return out, AuxOutput(**dict(zip(asked, more, strict=True)))
+
+
+def _are_dense(x: Any, y: Any) -> bool:
+    """Others are refused by name where the call is checked."""
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and not (x.is_nested or y.is_nested)
 
 
 def _check_aux(return_aux: Any, return_lse: bool) -> None:

@@ -92,7 +92,9 @@ class Planned:
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
         lie = None if varlen is None and paged is None else inputs.lie
         call: backends.Call | None = None
-        for is_q, is_k, is_v, then, prepared in self._latest:
+        # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
+        nested = getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False)
+        for is_q, is_k, is_v, then, prepared in () if nested else self._latest:
             if is_q(q) and is_k(k) and is_v(v) and lie == then:
                 call = prepared
                 break

@@ -173,6 +173,16 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
 }
 
 
+def test_a_nested_tensor_is_refused_after_dense_ones() -> None:
+    dense = qkv()
+    nested = torch.nested.as_nested_tensor(list(dense[0]))
+    attention = ca.Attention()
+    attention(*dense)
+    for n in range(3):
+        with pytest.raises(errors.UnsupportedLayout, match="nested"):
+            attention(*dense[:n], nested, *dense[n + 1 :])
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_bad_input_is_refused_by_name(kind: str) -> None:
     error, bad = CASES[kind]
