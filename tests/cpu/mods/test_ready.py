@@ -148,6 +148,7 @@ def test_odd_arguments_are_refused_as_ever() -> None:
 
 
 def test_nothing_that_is_remembered_keeps_a_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "_known", {})
     monkeypatch.setattr(ready, "_KNOWN_LIMIT", 20)
     for size in range(1, 100):
         table = torch.zeros(HEADS, 2 * size + 1)
