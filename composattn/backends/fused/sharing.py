@@ -33,7 +33,7 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sh
     One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
     that of sequences of their mean length.
     """
-    if _fills_registers(program):
+    if _fills_registers(problem, program):
         return Sharing(1, "as sums of gradients take the registers")
     if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, rows)) is not None:
         return Sharing(1, "as lists say what each visits")
@@ -47,9 +47,13 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sh
     return Sharing(2, f"which visit {ratio:.2f} times the area of smaller ones, of {most:.2f} that would pay")
 
 
-def _fills_registers(program: Program) -> bool:
-    """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44."""
+def _fills_registers(problem: Problem, program: Program) -> bool:
+    """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44, of
+    packed sequences by head 3.
+    """
     if sums_by(program, Pattern.ROW) or sums_by(program, Pattern.PAIR):
+        return True
+    if problem.layout.q == "packed" and sums_by(program, Pattern.HEAD):
         return True
     sees_score = program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
     return sees_score and sums_by(program, Pattern.DISTANCE)
