@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 
-_new: Any = object.__new__
-
-
 class Mod:
     """A mask or score mod as a value: `form` says what it computes, `leaves` are the tensors and scalars it reads."""
 
@@ -56,14 +53,14 @@ class Mod:
     @classmethod
     def formed(cls, form: str, leaves: tuple[Any, ...], name: str) -> Self:
         """The mod of this form."""
-        made = _new(cls)
+        made = cls.__new__(cls)
         made.form, made.leaves, made.name, made._expr = form, leaves, name, None
         return made
 
     @classmethod
     def joined(cls, kind: str, name: str, *parts: Mod) -> Self:
         """Mods joined by one of `graph.form.JOINS`."""
-        made = _new(cls)
+        made = cls.__new__(cls)
         made.name, made._expr = name, None
         if len(parts) == 1:
             made.form, made.leaves = joined(kind, parts[0].form), parts[0].leaves

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -103,6 +105,33 @@ def test_mods_made_inside_give_the_eager_gradients_in_one_graph(
     ids, inputs = torch.arange(LENGTH) // 7, draw(generator)
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     assert_same(results(compiled, model.bias, inputs, ids), results(model, model.bias, inputs, ids))
+
+
+def test_what_dynamo_follows_calls_no_c_function_by_a_name_of_ours(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Torch 2.13 looks through `_new = object.__new__`, 2.11 breaks the graph there."""
+    followed: dict[types.CodeType, dict[str, Any]] = {}
+    run = InliningInstructionTranslator.run
+
+    def noted(self: Any) -> Any:
+        followed[self.f_code] = self.f_globals
+        return run(self)
+
+    monkeypatch.setattr(InliningInstructionTranslator, "run", noted)
+    ids, inputs = torch.arange(LENGTH) // 7, draw(generator)
+    for make in MADE_INSIDE.values():
+        torch._dynamo.reset()
+        torch.compile(Model(make), fullgraph=True, backend="eager")(*inputs, ids)
+    ours = {code: scope for code, scope in followed.items() if scope["__name__"].startswith("composattn.")}
+    assert {"attention", "formed", "joined", "made"} <= {code.co_name for code in ours}
+    written_in_c = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
+    called = [(code.co_name, name, scope.get(name)) for code, scope in ours.items() for name in code.co_names]
+    assert not [
+        (where, name)
+        for where, name, value in called
+        if isinstance(value, written_in_c) and not str(value.__module__).startswith("torch")
+    ]
 
 
 def test_new_masks_of_the_same_form_do_not_recompile(generator: torch.Generator) -> None:
