@@ -26,7 +26,8 @@ DOCUMENTS = torch.arange(2048, dtype=torch.int32) // 300
 FA4_LOOP = 583  # instructions of flash-attn-4 4.0.0b36 of 64 queries and 32 keys of a warp, D 128, causal
 
 
-ROW, COLUMN, BIAS = (torch.randn(*size, requires_grad=True) for size in ((8, 2048), (2048,), (8, 4096)))
+SIZES = (8, 2048), (2048,), (8, 4096), (2048, 2048), (8,)
+ROW, COLUMN, BIAS, PAIRS, SLOPES = (torch.randn(*size, requires_grad=True) for size in SIZES)
 
 
 def by_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -35,6 +36,14 @@ def by_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 def by_column(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + COLUMN[kv]
+
+
+def by_pair(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + PAIRS[q, kv]
+
+
+def by_head(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s - SLOPES[h] * (q - kv)
 
 
 def by_distance_alone(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -65,6 +74,8 @@ MORE = {
     "softcap-causal-d128-by-two": backward_plans(softcap(30.0), causal()),
     "by-column-d128-by-two": backward_plans(by_column, causal(), learned=True),
     "by-distance-d128-by-two": backward_plans(by_distance_alone, causal(), learned=True),
+    "by-head-packed-d128-by-two": backward_plans(by_head, causal(), layout=PACKED, learned=True),
+    "alibi-causal-d128-by-two-in-order-sm103": backward_plans(alibi(8), causal(), in_order=True, target=B300),
     "plain-d128": by_one(),
     "plain-d64": backward_plans(d=64),
     "causal-packed-d64-sm103": backward_plans(mask=causal(), d=64, layout=PACKED, target=B300),
@@ -84,6 +95,10 @@ MORE = {
     "documents-d256-dv64": backward_plans(mask=document(DOCUMENTS) & causal(), d=256, dv=64),
     "by-row-d64": backward_plans(by_row, causal(), d=64, learned=True),
     "by-row-d128": backward_plans(by_row, causal(), d=128, learned=True),
+    "by-row-packed-d128": backward_plans(by_row, causal(), d=128, layout=PACKED, learned=True),
+    "by-pair-packed-d96": backward_plans(by_pair, causal(), d=96, layout=PACKED, learned=True),
+    "softcap-causal-d256-in-order-sm103": backward_plans(softcap(30.0), causal(), d=256, in_order=True, target=B300),
+    "by-distance-in-softcap-packed-d256": backward_plans(by_distance, causal(), d=256, layout=PACKED, learned=True),
     "by-column-d256": backward_plans(by_column, causal(), d=256, learned=True),
     "by-distance-in-softcap-d256": backward_plans(by_distance, causal(), d=256, learned=True),
 }

@@ -12,7 +12,7 @@ from ...call.problem import Problem
 from ..fused.sharing import sharing_of
 from ..fused.target import Target
 from ..fused.tiling import RowBackwardTiling
-from ..fused.traits import padded, reads_pairs, sums_by
+from ..fused.traits import padded, reads_pairs, sees_score, sums_by
 from .roles import REGISTERS, WARPGROUP
 from .tensor_memory import (
     GROUPS,
@@ -63,10 +63,15 @@ class BackwardRoles:
 ROLES = BackwardRoles(compute_registers=176, dq_registers=96, other_registers=64)
 # tensors read at (q, kv): relative bias of documents spilled 2, a gradient by pairs 38
 READING = BackwardRoles(compute_registers=184, dq_registers=80, other_registers=64)
-# a number a row for 64 rows of a thread: with 176 they spilled 38, with 192 still 2
-SUMMING_ROWS = BackwardRoles(compute_registers=200, dq_registers=56, other_registers=56)
+# sums by row, a number a row for 64 rows of a thread: with 176 they spilled 38, with 192 still 2; by pair of packed
+# sequences 2 to 26 with those for reading
+SUMMING = BackwardRoles(compute_registers=208, dq_registers=48, other_registers=48)
+# by two blocks and in a fixed order: ALiBi spilled 4
+TAKING_TURNS = BackwardRoles(compute_registers=192, dq_registers=72, other_registers=56)
 # products of more addresses: with 64 they spilled 38, with 96 still 37 beside sums by distance; dQ with 80 spilled 37
 WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128)
+# P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
+WIDE_AT_ONCE = BackwardRoles(compute_registers=136, dq_registers=112, other_registers=128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +183,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     wide = max(d, dv) > LANES
     if wide:
         d, dv = (max(LANES, -(-width // 64) * 64) for width in (d, dv))
-    roles = WIDE if wide else _roles(program)
+    roles = _wide_roles(program) if wide else _roles(problem, program)
     tiling = (WideBackwardTiling if wide else BlackwellBackwardTiling)(
         tile_m=ROWS,
         tile_n=ROWS // 2 if wide else ROWS,
@@ -200,29 +205,35 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         sharing = sharing_of(problem, program, ROWS, ALONE / PAIRED)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
-            return _by_pairs(tiling, target)
+            return _by_pairs(tiling, target, deterministic)
     smaller = (dataclasses.replace(tiling, q_stages=q, do_stages=do, dq_part=part) for q, do, part in SMALLER)
     return next(t for t in smaller if t.shared_memory(2) <= target.shared_memory)
 
 
-def _by_pairs(one: BlackwellBackwardTiling, target: Target) -> PairBackwardTiling:
+def _by_pairs(one: BlackwellBackwardTiling, target: Target, deterministic: bool) -> PairBackwardTiling:
     """With what a block alone would have."""
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-    own = {
+    own: dict[str, object] = {
         "kernel": PairBackwardTiling.kernel,
         "tile_n": 2 * one.tile_n,
         "q_stages": 1,
         "do_stages": 1,
         "section_tiles": one.section_tiles // 2,
     }
+    if deterministic and one.in_halves:
+        own["roles"] = TAKING_TURNS
     tilings = (PairBackwardTiling(**{**kept, **own, "dq_part": part}) for part in (32, 16, 8))
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 
-def _roles(program: Program) -> BackwardRoles:
+def _wide_roles(program: Program) -> BackwardRoles:
+    return WIDE_AT_ONCE if sees_score(program) else WIDE
+
+
+def _roles(problem: Problem, program: Program) -> BackwardRoles:
     """Where a thread has a key and half of the queries."""
-    if sums_by(program, Pattern.ROW):
-        return SUMMING_ROWS
+    if sums_by(program, Pattern.ROW) or (sums_by(program, Pattern.PAIR) and problem.layout.q == "packed"):
+        return SUMMING
     return READING if reads_pairs(program.score) else ROLES
 
 

@@ -8,11 +8,9 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...analysis.tile_lists import QueryLists, reason_for_lists
 from ...call.problem import Problem
-from ...graph.expr import Dep
-from ...graph.gradient import derivative
 from .order import exchanged, mirror, of_mean_length
 from .plan import extent_of
-from .traits import sums_by
+from .traits import sees_score, sums_by
 from .work import visits_now
 
 
@@ -33,7 +31,7 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sh
     One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
     that of sequences of their mean length.
     """
-    if _fills_registers(problem, program):
+    if _fills_registers(program):
         return Sharing(1, "as sums of gradients take the registers")
     if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, rows)) is not None:
         return Sharing(1, "as lists say what each visits")
@@ -47,16 +45,11 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sh
     return Sharing(2, f"which visit {ratio:.2f} times the area of smaller ones, of {most:.2f} that would pay")
 
 
-def _fills_registers(problem: Problem, program: Program) -> bool:
-    """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44, of
-    packed sequences by head 3.
-    """
+def _fills_registers(program: Program) -> bool:
+    """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44."""
     if sums_by(program, Pattern.ROW) or sums_by(program, Pattern.PAIR):
         return True
-    if problem.layout.q == "packed" and sums_by(program, Pattern.HEAD):
-        return True
-    sees_score = program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
-    return sees_score and sums_by(program, Pattern.DISTANCE)
+    return sees_score(program) and sums_by(program, Pattern.DISTANCE)
 
 
 def _visited(problem: Problem, program: Program, keys: int, rows: int) -> int | None:

@@ -6,7 +6,8 @@ from ...analysis.bands import mirrored, residual
 from ...analysis.captured_gradient import GradientProgram, Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.expr import Expr, Rate, walk
+from ...graph.expr import Dep, Expr, Rate, walk
+from ...graph.gradient import derivative
 
 
 def padded(d: int) -> int:
@@ -46,6 +47,11 @@ def sums_by(program: Program, pattern: Pattern) -> bool:
     """Whether the kernel sums the gradient of a tensor along such a pattern."""
     reads = program.reads.values() if isinstance(program, GradientProgram) else ()
     return any(read.pattern is pattern for group in reads for read in group)
+
+
+def sees_score(program: Program) -> bool:
+    """Whether the derivative of the score mod looks at the score, so that P and dS are computed together."""
+    return program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
 
 
 def queries(problem: Problem) -> int:

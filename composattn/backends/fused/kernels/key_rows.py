@@ -126,8 +126,9 @@ class KeyRows(KeyGroup):
 
     def _outputs(self, call: Any) -> Iterator[tuple]:
         work = self.work
+        keys = call.keys.sequence(work.b)  # read again: kept along the walk, a packed one's length was spilled
         for i, _, _, shared, width in self._results(call):
-            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (self.tiling.block_keys, width))
+            tiles = keys.tiles(call.tensors.results[i], work.kv_head, (self.tiling.block_keys, width))
             yield self.is_first_warp(), call.tmas.results[i], shared, tiles, self.stored_tile()
 
     def stored_tile(self) -> Int32:
