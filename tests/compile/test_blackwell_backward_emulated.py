@@ -131,6 +131,18 @@ CASES |= {
     ),
     "pair-d128": lambda: make_case(43, batch=1, heads=2, q_len=150, dim=128,
                                    **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
+    "packed-head-d128": lambda: make_varlen_case(
+        44, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, kv_heads=1, dim=128, mask_mod=causal(),
+        **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv)), **BF16,
+    ),
+    "packed-row-d96": lambda: make_varlen_case(
+        45, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, dim=96, mask_mod=causal(),
+        **by(lambda s, b, h, q, kv: s + 0.01 * ROW[h, q] * (q - kv)), **BF16,
+    ),
+    "packed-pair-d64": lambda: make_varlen_case(
+        46, [150, 0, 130, 37], [150, 20, 140, 5], heads=2, dim=64, mask_mod=causal(),
+        **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16,
+    ),
 }  # fmt: skip
 
 

@@ -126,10 +126,13 @@ class KeyRows(KeyGroup):
 
     def _outputs(self, call: Any) -> Iterator[tuple]:
         work = self.work
-        keys = call.keys.sequence(work.b)  # read again: kept along the walk, a packed one's length was spilled
         for i, _, _, shared, width in self._results(call):
-            tiles = keys.tiles(call.tensors.results[i], work.kv_head, (self.tiling.block_keys, width))
+            tiles = self.keys(call).tiles(call.tensors.results[i], work.kv_head, (self.tiling.block_keys, width))
             yield self.is_first_warp(), call.tmas.results[i], shared, tiles, self.stored_tile()
+
+    def keys(self, call: Any) -> Any:
+        """Where they lie, read again for each result: kept along the walk, the length of a packed sequence was spilled."""
+        return call.keys.sequence(self.work.b)
 
     def stored_tile(self) -> Int32:
         """Which one of the keys of all blocks this block's are."""

@@ -79,6 +79,10 @@ class QueryLanes(KeyRows):
 
     # --- the end of a tile ------------------------------------------------------------------------------------
 
+    def keys(self, call: Any) -> Any:
+        """As at the start: read again, documents of packed sequences spilled 6."""
+        return self.work.keys
+
     def put(self, shared: cute.Tensor, sums: cute.Tensor, first: int) -> None:
         column, key, lanes = self._place(first, cute.size(shared, mode=[1]))
         _put_column_if(lanes, shared, sums, key, column)
