@@ -131,7 +131,7 @@ class KeyRows(KeyGroup):
             yield self.is_first_warp(), call.tmas.results[i], shared, tiles, self.stored_tile()
 
     def keys(self, call: Any) -> Any:
-        """Where they lie, read again for each result: kept along the walk, the length of a packed sequence was spilled."""
+        """Where they lie, read again for each result: kept along the walk, a packed length was spilled."""
         return call.keys.sequence(self.work.b)
 
     def stored_tile(self) -> Int32:
