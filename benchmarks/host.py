@@ -4,7 +4,9 @@
 
 A row is an entry (ready mods made at each call, lambdas, flex_attention with and without a BlockMask, the module, a
 planned Attention); peers do the same call in their own way in the same run, in turns. Times are until the host has
-issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no kernel is waited for.
+issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no kernel is waited for. Hosts differ by a
+factor of 3, and so does one host when others work: in each row, in turns with it, are torch SDPA (causal, whatever the
+row) and our own kernels and memory without our Python.
 
     python benchmarks/host.py --count        with no GPU: the calls that Python makes, and time, kernels left out
 """
@@ -32,7 +34,7 @@ from benchmarks.host_work import Calls, calls_of, without_kernels  # noqa: E402
 from benchmarks.implementations import BARE, OURS  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
-from benchmarks.timing import host_stopwatch, interleaved  # noqa: E402
+from benchmarks.timing import Timing, host_stopwatch, interleaved  # noqa: E402
 from composattn.backends.fused.launch import ForwardLauncher  # noqa: E402
 from composattn.backends.fused.launch_backward import BackwardLauncher  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
@@ -83,15 +85,12 @@ def entries(x: Inputs) -> dict[str, dict[str, Call]]:
     planned = ca.Attention(mask_mod=causal())
     with_bias = ca.Attention(score_mod=alibi(x.slopes))
     kept, layer = alibi(x.slopes), Layer()
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     found: dict[str, dict[str, Call]] = {
         "ca.Attention, causal": {
             OURS: lambda: planned(*x.qkv),
-            "torch SDPA": lambda: sdpa(*x.qkv, is_causal=True),
         },
         "ca.attention, causal()": {
             OURS: lambda: ca.attention(*x.qkv, mask_mod=causal()),
-            "torch SDPA": lambda: sdpa(*x.qkv, is_causal=True),
         },
         "ca.attention, lambda": {OURS: lambda: ca.attention(*x.qkv, mask_mod=lambda b, h, q, kv: q >= kv)},
         "ca.attention, causal(), sinks": {OURS: lambda: ca.attention(*x.qkv, mask_mod=causal(), sinks=x.sinks)},
@@ -126,6 +125,11 @@ def entries(x: Inputs) -> dict[str, dict[str, Call]]:
         for name in ("ca.Attention, causal", "ca.attention, causal()"):
             found[name]["flash-attn-4"] = lambda: flash_attn_func(q, k, v, causal=True)[0].transpose(1, 2)
     return found
+
+
+def plain(x: Inputs) -> Call:
+    """What every row is compared with."""
+    return lambda: torch.nn.functional.scaled_dot_product_attention(*x.qkv, is_causal=True)
 
 
 class Bare:
@@ -208,19 +212,33 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
                     rows.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
                     continue
                 done[who] = run
-            if name == "ca.Attention, causal":
-                bare = Bare(calls[OURS], x, grad)
+            if OURS in done:
+                bare, sdpa = Bare(calls[OURS], x, grad), plain(x)
                 done[BARE] = _with_backward(bare, x) if grad else bare
+                done["torch SDPA"] = _with_backward(sdpa, x) if grad else sdpa
             with torch.set_grad_enabled(grad):
                 timings = interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
             found = [
                 {"row": _name(name, grad), "impl": who, "ms": t.ms, "spread": t.spread, "least_ms": t.least}
                 for who, t in timings.items()
             ]
-            print(_name(name, grad))
+            print(_name(name, grad), _compared(timings))
             show(found)
             rows += found
     return rows
+
+
+def _compared(timings: dict[str, Timing]) -> str:
+    """Ours in times of the two that each row has, by the least and by the median."""
+    ours = timings.get(OURS)
+    return (
+        ""
+        if ours is None
+        else ", ".join(
+            f"{ours.least / timings[who].least:.2f} and {ours.ms / timings[who].ms:.2f} of {who}"
+            for who in ("torch SDPA", BARE)
+        )
+    )
 
 
 def counted(rounds: int = 40) -> Iterator[tuple[str, Calls, float]]:

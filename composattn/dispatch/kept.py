@@ -67,7 +67,7 @@ def planned_of(
         if lending is None:
             return _made(forms, leaves, options), None
         captures = lending.captures
-        key = (key, *[capture.number for capture in captures])
+        key = (key, captures)
         if len(tensors) < len(leaves):
             key = (key, *[leaf.number for leaf in leaves if not isinstance(leaf, torch.Tensor)])
     try:

@@ -11,7 +11,6 @@ lent by tensors whose writes are counted apart (`x` and `x.data`): to a capture 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,7 +26,6 @@ from .expr import Capture
 from .forms import of_the_form
 
 _lock = threading.RLock()
-_numbers = itertools.count()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
 
@@ -36,11 +34,10 @@ class Lent(Capture):
 
     __slots__ = (
         "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_version",
-        "dependents", "epoch", "number", "unwritten",
+        "dependents", "epoch", "unwritten",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.number = next(_numbers)  # nobody else's, ever
         self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
@@ -83,10 +80,6 @@ class Lent(Capture):
         if tensor._version != self._version:
             self._version, self.unwritten = tensor._version, object()
         return True
-
-    def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, which it follows, was not written to since it was lent."""
-        return tensor._version == self._version
 
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
@@ -136,9 +129,11 @@ class Lending:
 
     __slots__ = ("captures", "outer", "tensors", "unwritten")
 
-    def __init__(self, captures: Sequence[Lent], tensors: Sequence[torch.Tensor]) -> None:
-        self.captures, self.tensors = captures, tensors
-        self.unwritten: Sequence[object | None] = (None,) * len(captures)
+    def __init__(
+        self, captures: Sequence[Lent], tensors: Sequence[torch.Tensor], unwritten: Sequence[object | None]
+    ) -> None:
+        """`unwritten`: those of the captures, as they are now."""
+        self.captures, self.tensors, self.unwritten = captures, tensors, unwritten
 
     def __enter__(self) -> None:
         self.outer, _local.now = _local.now, self
@@ -146,20 +141,24 @@ class Lending:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _local.now = self.outer
 
+    def stands(self) -> bool:
+        """Whether nothing was written to what was lent, and the captures stand for it still."""
+        for capture, tensor, then in zip(self.captures, self.tensors, self.unwritten):  # noqa: B905  as above
+            if then is None or capture.unwritten is not then or tensor._version != capture._version:
+                return False
+        return True
+
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
-        for capture, tensor, then in zip(self.captures, self.tensors, self.unwritten):  # noqa: B905  as above
-            if then is None or capture.unwritten is not then or not capture.is_unwritten(tensor):
+        if not self.stands():
+            for capture, tensor in zip(self.captures, self.tensors, strict=True):
                 capture.follow(tensor)
-        return Lending(self.captures, self.tensors)
+        return Lending(self.captures, self.tensors, [capture.unwritten for capture in self.captures])
 
 
 def current() -> Lending | None:
     """What is lent in this thread, for who has to lend it again later."""
-    now = _local.now
-    if now is not None:
-        now.unwritten = [capture.unwritten for capture in now.captures]
-    return now
+    return _local.now
 
 
 def lent_again(lending: Lending | None) -> AbstractContextManager[None]:
@@ -244,6 +243,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[Lent] = []
+    unwritten: list[object | None] = []
     known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
         capture = known.get(tensor._cdata)
@@ -252,15 +252,26 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
             if capture is None:
                 return None
         captures.append(capture)
-    return Lending(tuple(captures), tensors)
+        unwritten.append(capture.unwritten)
+    return Lending(tuple(captures), tensors, unwritten)
 
 
-def tensors_of(captures: Sequence[Capture]) -> Sequence[torch.Tensor]:
-    """What they stand for, now."""
-    lending = _local.now
-    if lending is not None and lending.captures == captures:
-        return lending.tensors
-    return [capture.tensor for capture in captures]
+class TensorsOf:
+    """What captures stand for, now: those of a lending at once where others, whose tensors stay, come behind them."""
+
+    __slots__ = ("_captures", "_lent", "_others")
+
+    def __init__(self, captures: tuple[Capture, ...]) -> None:
+        lent = sum(isinstance(capture, Lent) for capture in captures)
+        in_front = all(isinstance(capture, Lent) for capture in captures[:lent])
+        self._captures, self._lent = captures, captures[:lent]
+        self._others = [capture.tensor for capture in captures[lent:]] if in_front else None
+
+    def __call__(self) -> Sequence[torch.Tensor]:
+        lending = _local.now
+        if lending is None or self._others is None or lending.captures != self._lent:
+            return [capture.tensor for capture in self._captures]
+        return (*lending.tensors, *self._others) if self._others else lending.tensors
 
 
 def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:

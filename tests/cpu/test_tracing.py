@@ -258,7 +258,7 @@ def test_key_is_content_not_tensors() -> None:
     assert content_key(a) == content_key(b)
     assert content_key(a) != content_key(with_table(torch.randn(4, dtype=torch.float64)))
     stand_in = Lent()
-    with Lending([stand_in], [torch.randn(4)]):
+    with Lending([stand_in], [torch.randn(4)], [None]):
         keys = {content_key(read(capture, (index("h"),))) for capture in (stand_in, Capture(torch.randn(4)))}
     assert len(keys) == 1, "a kernel reads a lent tensor as any other"
     two = torch.randn(4), torch.randn(4)

@@ -14,11 +14,12 @@ from ...call.autograd import BackwardInputs, Grads, Results, attend
 from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
-from ...graph.lent import Lending, lent_again, tensors_of
+from ...graph.lent import Lending, TensorsOf, lent_again
 from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
+from .launch_backward import BackwardLauncher, Tables
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
@@ -46,13 +47,14 @@ class FusedCall:
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
+        self._captured = TensorsOf(program.captures)
         self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
         self.known_gradient: FusedGradient | None = None
 
     @property
     def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return tensors_of(self._reads[0])
+        return self._captured()
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
@@ -68,7 +70,7 @@ class FusedCall:
         q, k, v, _, _ = inputs
         captures, numbers = self._reads
         # a comprehension is a function of its own before Python 3.12
-        captured: Sequence[torch.Tensor] = tensors_of(captures) if captures else ()
+        captured: Sequence[torch.Tensor] = self._captured() if captures else ()
         scalars: Sequence[float | int] = [s.value for s in numbers] if numbers else ()
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and (
@@ -166,9 +168,18 @@ class FusedAttend:
     def backward(self, known: BackwardInputs) -> Grads:
         call = self.call
         launcher = None if call.known_gradient is None else call.known_gradient.ready(known)
-        if launcher is None:
+        tables = None if launcher is None else self._tables(launcher)
+        if launcher is None or (tables is None and not launcher.reads_what_is_given):
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
         q, k, v, out, lse, dout, dlse, captured, _, _ = known
-        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, captured, self.scalars, self.sequences)
+        given = (captured, self.scalars, self.sequences, None, None, tables)
+        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
         return (*grads, *[None] * len(captured)) if captured else grads
+
+    def _tables(self, launcher: BackwardLauncher) -> Tables | None:
+        """Those that stand for what was lent for this call."""
+        standing, lending = launcher.standing, self.lending
+        if standing is None or lending is None or not lending.stands():
+            return None
+        return standing.find(lending)  # type: ignore[no-any-return]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ...analysis.derived import Upkeep, refresh, value_of
 from ...analysis.program import Program
+from ...analysis.refreshed import distrusted, may_cache
+from ...analysis.streams import has_streams, stream_handle
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
+from ...graph.lent import Lending, Lent, current
 from .plan import ForwardPlan
 from .plan_backward import BackwardPlan
+from .work import WorkTables
 
 
 def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
@@ -53,8 +58,11 @@ class Reads:
             return ()
         if self.upkeep.derived:
             self.upkeep()
-        found = tuple(captured) if self.are_as_given else self._found(captured, scalars, sequences, made or {})
-        return tuple([t if t.ndim else t.reshape(1) for t in found]) if self.has_numbers else found
+        return self.given(captured if self.are_as_given else self._found(captured, scalars, sequences, made or {}))
+
+    def given(self, found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """These as they are read, where they are `as_given` or found."""
+        return tuple([t if t.ndim else t.reshape(1) for t in found] if self.has_numbers else found)
 
     def _found(
         self,
@@ -73,7 +81,49 @@ class Reads:
             for c, n in zip(self.captured, self.places, strict=True)
         )
 
+    def standing(self, *tables: WorkTables | None) -> Standing | None:
+        """What keeps these tables of dense calls; None where there is nothing to keep, or no call lends."""
+        there = [table for table in tables if table is not None]
+        kept = self.upkeep.derived or there
+        if not kept or not self.are_as_given or any(table.scalars for table in there):
+            return None
+        if not any(isinstance(c, Lent) for c in self.program.captures):
+            return None
+        return Standing(there[0].problem.device if there else self.upkeep.derived[0].tensor.device)
+
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of what a call reads, how many tiles each tile visits by the lists, of which there are some."""
         assert self.lists is not None
         return found[self.captured.index(self.lists.captures[0])]
+
+
+class Standing:
+    """Tables of the latest launch, which stand as long as nothing that was lent for it is written to.
+
+    All that was derived from what was lent is up to date as well then. One look at what was lent stands for one at each
+    table and each derived tensor: 4 to 8 µs less of an H200's host in each direction.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if has_streams(device) else None
+        self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
+
+    def find(self, lending: Lending | None) -> Any:
+        """The tables, if they stand for what was lent; None if not. Whether that stands `Lending.stands` says."""
+        kept = self._kept
+        if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
+            return None
+        return kept[2] if self._device is None or self._stream(self._device) == kept[1] else None
+
+    def keep(self, tables: Any) -> None:
+        """Keeps `tables` where what is lent now says when they end."""
+        lending = current()
+        if lending is None or None in lending.unwritten or distrusted() is not None or not may_cache():
+            return
+        stream = None if self._device is None else self._stream(self._device)
+        if self._device is None or stream is not None:
+            self._kept = lending.unwritten, stream, tables
+
+    def _stream(self, device: torch.device) -> int | None:
+        """The one of now; None where a CUDA graph records it, which must see what tensors hold at each replay."""
+        return None if torch._C._cuda_isCurrentStreamCapturing() else stream_handle(device)

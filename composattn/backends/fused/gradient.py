@@ -96,11 +96,10 @@ class FusedGradient:
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
     def ready(self, known: BackwardInputs) -> BackwardLauncher | None:
-        """The kernels of such a backward, if they were made and read nothing but what they are given, lent or not."""
+        """The kernels of such a backward, if they were made and sum nothing."""
         if True in known.wanted[3:] or known.dout.dtype is not known.out.dtype:
             return None
-        found = self._launchers.get((known.dlse is not None, self.deterministic(), NOTHING))
-        return found if found is not None and found.reads_what_is_given else None
+        return self._launchers.get((known.dlse is not None, self.deterministic(), NOTHING))
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""

@@ -11,6 +11,7 @@ import torch
 from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
+from ...graph.lent import current
 from ..streaming import Mods, Streaming
 from .arguments import CombineArguments, ForwardArguments
 from .bulk import readable
@@ -31,6 +32,8 @@ class ForwardLauncher:
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
+        self.reads_what_is_given = self.reads.are_given and plan.work is None and not self.reads.has_numbers
+        self.standing = self.reads.standing(plan.work) if self.is_dense else None
 
     @cached_property
     def kernel(self) -> Any:
@@ -67,13 +70,17 @@ class ForwardLauncher:
             fill_unused_rows(made)
             if not k.numel():
                 return made if plan.program.sink is None else self._without_keys(made, q, k, v, captured, sequences)
-        reads = self.reads(captured, scalars, sequences) if self.reads.captured else ()
+        if self.reads_what_is_given:
+            reads: Sequence[torch.Tensor] = captured
+            work = None
+        else:
+            reads, work = self._read(q, captured, scalars, sequences)
         given = (
             # in the order of ForwardArguments: a record made by name takes 0.7 µs more
             *(q, k, v, out, lse, max_scores, scale),
             None if self.is_dense else sequences,
-            None if plan.work is None else self._work(q, sequences, reads),
-            reads or None,
+            work,
+            tuple(reads) or None,
             tuple(scalars) or None,
         )
         on_device_of(q, self.launch, given)
@@ -123,12 +130,26 @@ class ForwardLauncher:
             parts, part_lse, lse = parts[:, None], part_lse[:, None], None if lse is None else lse[None]
         self.combine(*CombineArguments(parts=parts, part_lse=part_lse, out=by_head, lse=lse))
 
-    def _work(self, q: torch.Tensor, sequences: Sequences, reads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The table of the order of query tiles."""
-        plan = self.plan
-        assert plan.work is not None
-        counts = None if self.reads.lists is None else self.reads.counts(reads)
-        return plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
+    def _read(
+        self,
+        q: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What the mods read, and the table of the order of query tiles."""
+        plan, standing = self.plan, self.standing
+        if standing is not None:
+            found = standing.find(current())
+            if found is not None:
+                return self.reads.given(captured), found[0]
+        reads, work = self.reads(captured, scalars, sequences), None
+        if plan.work is not None:
+            counts = None if self.reads.lists is None else self.reads.counts(reads)
+            work = plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
+        if standing is not None:
+            standing.keep((work,))
+        return reads, work
 
 
 def tidied(*given: Any) -> ForwardArguments:

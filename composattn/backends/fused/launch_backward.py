@@ -46,6 +46,8 @@ class _Sizes(NamedTuple):
 _NO_SIZES = _Sizes((), 0, 0, (), (), None)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
+NO_TABLES: Tables = None, None
 Kernel = Callable[..., Any]
 
 
@@ -69,6 +71,7 @@ class BackwardLauncher:
         self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
+        self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
         self._sizes = _NO_SIZES
 
@@ -108,11 +111,13 @@ class BackwardLauncher:
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
         rows_known: RowStatistics | None = None,
+        tables: Tables | None = None,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
-        `made`: what the kernel reads that is neither captured nor derived from it. `rows_known` is filled in.
+        `made`: what the kernel reads that is neither captured nor derived from it. `rows_known` is filled in. `tables`
+        are those that stand for what was lent (`Standing`): nothing has to be lent again.
         Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
         a tile of keys.
         """
@@ -129,9 +134,14 @@ class BackwardLauncher:
             dv.zero_()
         if nothing:
             return dq, dk, dv
-        reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
+        if tables is not None:
+            reads, (rows, keys) = self.reads.given(captured), tables
+        else:
+            reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
+            rows, keys = self._work(q, k, sequences, reads) if self.has_tables else NO_TABLES
+            if self.standing is not None:
+                self.standing.keep((rows, keys))
         lie = None if self.is_dense else sequences
-        rows, keys = self._work(q, k, sequences, reads) if self.has_tables else (None, None)
         sizes = self._sizes
         if sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences)
@@ -182,9 +192,7 @@ class BackwardLauncher:
         if self.gather is not None:
             self.gather(*gathered)
 
-    def _work(
-        self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, reads: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _work(self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, reads: Sequence[torch.Tensor]) -> Tables:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.preprocess.work, self.plans.main
         total = k.shape[0] if main.layout.kv == "packed" else None
