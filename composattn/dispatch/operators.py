@@ -68,7 +68,8 @@ def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
 
     Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
     """
-    if torch.compiler.is_exporting() and any(isinstance(s, Scalar) for s in said.scalars):
+    # Dynamo of torch 2.11 says yes to is_exporting() wherever it compiles
+    if any(isinstance(s, Scalar) for s in said.scalars) and torch.compiler._is_exporting_flag:
         raise UnsupportedOption(
             "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
         )

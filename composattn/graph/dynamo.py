@@ -2,7 +2,8 @@
 
 Dynamo calls the operators of Python objects, all but two (torch 2.11 to 2.13): `~` it knows of tensors and integers
 only, and a comparison with an integer that it keeps symbolic it takes for one of unrelated things. `~(q >= kv)` is an
-everyday mask, and so is `q - kv < window` with a window that changes. Nor does it say which integers those are.
+everyday mask, and so is `q - kv < window` with a window that changes. Nor does it say which integers those are. Torch
+2.11 does not tell a function mode of `torch.rand`, so that a random number would be taken for a captured tensor.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def teach_dynamo() -> bool:
         _teach_varying(builtin.BuiltinVariable)
         if hasattr(builtin.BuiltinVariable, "_binop_handlers"):
             _teach_comparisons(builtin.BuiltinVariable._binop_handlers())
+        _teach_factories()
         getattr(builtin.BuiltinVariable, "call_function_handler_cache", {}).clear()
         builtin.BuiltinVariable.composattn_taught = True  # type: ignore[attr-defined]
     return True
@@ -55,6 +57,14 @@ def _teach_varying(builtins: Any) -> None:
         return of_dynamo(self, tx, value, kind)
 
     builtins.call_isinstance = call_isinstance
+
+
+def _teach_factories() -> None:
+    """Function modes are told of what makes tensors of nothing, all of it, as torch 2.13 tells them."""
+    from torch._dynamo.variables import torch as torchs
+    from torch.utils._device import _device_constructors
+
+    torchs.get_overridable_functions().update(_device_constructors())
 
 
 def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:

@@ -108,6 +108,8 @@ class Mod:
         return isinstance(other, Mod) and self.expr is other.expr
 
     def __hash__(self) -> int:
+        if not hasattr(self, "form"):  # Dynamo of torch 2.11 asks one that stands for a mod, and is none
+            return object.__hash__(self)
         return hash(self.expr)
 
     def __getstate__(self) -> tuple[str, tuple[Any, ...], str]:
