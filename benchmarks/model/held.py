@@ -18,7 +18,7 @@ from benchmarks.model.clocks import TARGETS
 from benchmarks.model.costs import Cost, tile_cost
 from benchmarks.model.kernels import Kernel
 from benchmarks.model.peer import PACKAGE
-from benchmarks.model.visits import makespan, of_head
+from benchmarks.model.visits import Visits, makespan, of_head
 from benchmarks.report import RESULTS
 
 RECORD = RESULTS / "model" / "h200.json"
@@ -99,20 +99,20 @@ def times(case: Case, pattern: Pattern, kernel: Kernel, packed: bool) -> dict[st
     """Clocks of a call by each reading: its blocks' tiles, on the multiprocessors as they come free."""
     costs = [tile_cost(kernel, ARCH, tested) for tested in (False, True)]
     heads = of_head(case, pattern, kernel.queries, kernel.keys, packed)
-    of_key_heads = case.direction == "backward"
-    # a block's heads follow each other in a backward, and share the rows in a forward
-    turns = kernel.heads if of_key_heads else 1
-    repeats = case.batch * case.heads // kernel.heads
     found = {}
     for reading, read in READINGS.items():
-        plain, tested = map(read, costs)
-        one = [float(t) for v in heads for t in (v.plain * plain + v.tested * tested) * turns / kernel.pieces]
-        one = [t for t in one for _ in range(kernel.pieces)]
-        blocks: Iterable[float] = one * repeats
-        if kernel.interleaved:
-            blocks = (t for t in sorted(one, reverse=True) for _ in range(repeats))
-        found[reading] = makespan(blocks, TARGETS[ARCH].sms)
+        found[reading] = makespan(blocks(case, kernel, heads, *map(read, costs)), TARGETS[ARCH].sms)
     return found
+
+
+def blocks(case: Case, kernel: Kernel, heads: Iterable[Visits], plain: float, tested: float) -> list[float]:
+    """Clocks of a call's blocks in the order in which they start, given those of a tile without a test and with one."""
+    # a block's heads follow each other in a backward, and share the rows in a forward
+    turns = kernel.heads if case.direction == "backward" else 1
+    one = [float(t) for v in heads for t in (v.plain * plain + v.tested * tested) * turns / kernel.pieces]
+    one = [t for t in one for _ in range(kernel.pieces)]
+    repeats = case.batch * case.heads // kernel.heads
+    return [t for t in sorted(one, reverse=True) for _ in range(repeats)] if kernel.interleaved else one * repeats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Kernel:
     `rows` x `keys` is what a block computes at a time, and `queries` of the rows' queries; `d` and `dv` are what the
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
     tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys.
-    `transposed`: see `roofline.backward_rows`.
+    `transposed`: see `roofline.backward_rows`. `together`: blocks that share a multiprocessor.
     """
 
     cubin: Path
@@ -48,6 +48,7 @@ class Kernel:
     interleaved: bool = True
     pieces: int = 1
     transposed: bool = False
+    together: int = 1
 
     @property
     def code(self) -> tuple[Instruction, ...]:
@@ -90,7 +91,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
-        pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide",
+        pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide", together=getattr(cut, "blocks", 1),
     )  # fmt: skip
 
 

@@ -7,7 +7,10 @@ import torch
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
+from benchmarks import limits
+from benchmarks.cases import CASES as EVERY
 from benchmarks.cases import causal, full
+from benchmarks.implementations import OURS
 from benchmarks.model import kernels
 from benchmarks.model.costs import tile_cost
 from benchmarks.tile_model import Counted, long_cases
@@ -45,3 +48,15 @@ def test_a_causal_forward_has_a_loop_for_tiles_with_a_test_and_one_for_those_wit
     lines = list(Counted.of(found, "sm_90a").lines())
     assert lines[0] == "128 x 128 a block, 384 threads, 0 spills"
     assert f"{len(working.plain.body)} plain, {len(working.tested.body)} tested" in "\n".join(lines)
+
+
+def test_the_limit_of_a_call_counts_rounds_and_pairs() -> None:
+    """By hand: 86 tiles of 96 keys of 20 heads are 1720 blocks, four more than 13 rounds of 132."""
+    kernel("D192 full")
+    case = next(case for case in EVERY if case.name == "backward D192 S8192 full")
+    found = limits.limit(case, OURS)
+    assert (
+        found.tile == "64 x 96" and found.rounds == 1720 / 132 and round(found.balance, 3) == round(1720 / 132 / 14, 3)
+    )
+    assert found.pairs == 86 * 96 / 8192 and found.tested == 0
+    assert found.flop_clocks < found.clocks < 1.5 * found.flop_clocks
