@@ -2,7 +2,7 @@
 
     python -m benchmarks.counters --only 'D64 S8192 full'      needs ncu (Nsight Compute) and a GPU for itself alone
 
-Two passes over the rows. The first times the calls in turns and then repeats each for 0.4 seconds, with the chip's
+Two passes over the rows. The first times the calls in turns and then repeats each, with the chip's
 clock and energy read beside it. In the second, a process of its own under ncu, each call runs once: ncu launches every
 kernel as often as its counters need passes, with the memory as it was. Clocks stay as they are.
 """
@@ -137,15 +137,19 @@ class Meter:
         return bool(found.value & self.POWER_CAP)
 
 
-def repeated(call: Call, ms: float, meter: Meter, seconds: float = 0.4, ahead_s: float = 0.15) -> Row:
-    """`call` again and again: milliseconds of one, and the clock and the power of the time after `ahead_s`."""
+def repeated(call: Call, ms: float, meter: Meter, seconds: float) -> Row:
+    """`call` again and again: milliseconds of one, and the clock and the power of the last half of the time.
+
+    The power cap is a slow one: of two calls repeated for 0.4 seconds the first ran at 710 to 740 W and the next, held
+    down for that, at 550 to 620.
+    """
     count = max(4, round(seconds * 1e3 / ms))
     clocks: list[tuple[int, bool]] = []
     energy: list[tuple[float, float]] = []
     done = threading.Event()
 
     def watch() -> None:
-        time.sleep(ahead_s)
+        time.sleep(seconds / 2)
         while not done.wait(0.004):
             clocks.append((meter.mhz(), meter.is_capped()))
             energy.append((time.perf_counter(), meter.joules()))
@@ -171,15 +175,17 @@ def repeated(call: Call, ms: float, meter: Meter, seconds: float = 0.4, ahead_s:
     return found
 
 
-def timed(case: Case, names: Sequence[str], device: torch.device, rounds: int, meter: Meter) -> list[Row]:
+def timed(
+    case: Case, names: Sequence[str], device: torch.device, options: argparse.Namespace, meter: Meter
+) -> list[Row]:
     """Rows of a case without counters yet."""
     calls, failed = calls_of(case, names, device)
     shown = {name: captured(call) for name, call in calls.items()} if case.in_graph else calls
-    timings = interleaved(shown, Stopwatch(device), rounds=rounds, limit_s=4.0)
+    timings = interleaved(shown, Stopwatch(device), rounds=options.rounds, limit_s=4.0)
     rows = []
     for name, timing in timings.items():
         row: Row = {"row": case.name, "impl": name, "ms": timing.ms, "spread": timing.spread}
-        rows.append(row | repeated(shown[name], timing.ms, meter))
+        rows.append(row | (repeated(shown[name], timing.ms, meter, options.repeat) if options.repeat else {}))
     return rows + failed
 
 
@@ -268,6 +274,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", default=["."], help="regular expressions on the case's name, in this order")
     made.add_argument("--impl", nargs="+", default=MEASURED, help="only these implementations, by name")
     made.add_argument("--rounds", type=int, default=6, help="interleaved rounds a case (at least 4)")
+    made.add_argument("--repeat", type=float, default=2.0, help="seconds for which each call repeats; 0: it does not")
     made.add_argument("--seconds", type=float, default=120.0, help="no row is begun after so long in a pass")
     made.add_argument("--out", type=Path, help="result file; default: benchmarks/results/counters/CHIP.json")
     made.add_argument("--once", type=Path, help=argparse.SUPPRESS)
@@ -290,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - start > options.seconds:
             break
         try:
-            rows = timed(case, options.impl, device, options.rounds, meter)
+            rows = timed(case, options.impl, device, options, meter)
         except Exception as error:  # out of memory, say: the other rows still run
             rows = [error_row(case, "harness", error)]
         result["rows"] += rows

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.implementations import DETERMINISTIC, OURS, PACKED
+
 RESULTS = Path(__file__).with_name("results") / "counters"
-OURS, PACKED, ORDERED, FLASH = "composattn", "composattn varlen", "composattn, fixed order", "flash-attn-4"
+FLASH = "flash-attn-4"
 NONE = "–"
 STALL = "stall_"
 
@@ -26,6 +28,11 @@ def others_us(row: Row) -> float | None:
     return (sum(times) - max(times)) * 1e-3 if times else None
 
 
+def gigahertz(kernel: Row) -> float | None:
+    """The clock while it was counted."""
+    return kernel["cycles"] / kernel["ns"] if kernel.get("cycles") and kernel.get("ns") else None
+
+
 def waits(kernel: Row, count: int = 3) -> str:
     """Why warps wait most, with how many of a scheduler's do per instruction issued."""
     found = {name.removeprefix(STALL): value for name, value in kernel.items() if name.startswith(STALL)}
@@ -37,23 +44,31 @@ def of_both(ours: Row, theirs: Row, value: Callable[[Row], float | None], form: 
     return ", ".join(NONE if (known := value(row)) is None else format(known, form) for row in (ours, theirs))
 
 
-def compared(rows: Iterable[Row]) -> list[tuple[str, Row, Row]]:
+def newest(files: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
+    """Counted rows by case and implementation; those of a case are of one run, the last that has ours."""
+    table: dict[str, dict[str, Row]] = {}
+    for file in files:
+        of_file: dict[str, dict[str, Row]] = {}
+        for row in file["rows"]:
+            if row.get("kernels"):
+                of_file.setdefault(row["row"], {})[row["impl"]] = row
+        table.update((case, by) for case, by in of_file.items() if OURS in by)
+    return table
+
+
+def compared(table: dict[str, dict[str, Row]]) -> list[tuple[str, Row, Row]]:
     """Of each case and way of ours to call it: the words for it, our row, and that of the fastest peer counted.
 
     A fixed order stands beside the default.
     """
-    table: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row.get("kernels"):
-            table.setdefault(row["row"], {})[row["impl"]] = row
     found = []
     for case, by in table.items():
         peers = sorted((row for name, row in by.items() if not name.startswith(OURS)), key=lambda row: row["ms"])
         for name, words in ((OURS, case), (PACKED, f"{case}, packed")):
             if name in by and peers:
                 found.append((words, by[name], peers[0]))
-        if ORDERED in by and OURS in by:
-            found.append((f"{case}, fixed order", by[ORDERED], by[OURS]))
+        if DETERMINISTIC in by:
+            found.append((f"{case}, fixed order", by[DETERMINISTIC], by[OURS]))
     return found
 
 
@@ -64,6 +79,10 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
     def reached(row: Row) -> float | None:
         clocks, cycles = limit(row).get("clocks"), main_kernel(row).get("cycles")
         return clocks / cycles if clocks and cycles else None
+
+    def in_use(row: Row) -> float | None:
+        kernel = main_kernel(row)
+        return kernel["occupied"] / kernel["cycles"] if kernel.get("cycles") and "occupied" in kernel else None
 
     def millions(row: Row) -> float | None:
         cycles = main_kernel(row).get("cycles")
@@ -77,18 +96,18 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
         of_both(ours, theirs, lambda row: row["ms"], ".3f"),
         of_both(ours, theirs, millions, ".3f"),
         of_both(ours, theirs, others_us, ".0f"),
-        of_both(ours, theirs, lambda row: row.get("mhz"), ".0f"),
-        of_both(ours, theirs, lambda row: row.get("watts"), ".0f"),
+        of_both(ours, theirs, lambda row: gigahertz(main_kernel(row)), ".2f"),
         ", ".join(f"{one['pairs']:.3f}" if one else NONE for one in known),
         ", ".join(f"{one['rounds']:.1f} {one['balance']:.2f}" if one else NONE for one in known),
+        of_both(ours, theirs, in_use, ".2f"),
         ", ".join(one.get("unit", NONE) for one in known),
         of_both(ours, theirs, reached, ".2f"),
     ]
 
 
 TIMES = (
-    "row", "peer", "ratio", "ms", "main kernel, M clocks", "others, µs", "MHz", "W", "visited pairs", "rounds, balance",
-    "busiest unit", "of its bound",
+    "row", "peer", "ratio", "ms", "main kernel, M clocks", "others, µs", "GHz", "visited pairs", "rounds, balance",
+    "had a block", "busiest unit", "of its bound",
 )  # fmt: skip
 SHARES = {
     "matrix": "matrix", "exp": "exp", "alu": "alu", "fma": "fma", "issue": "issue", "shared": "shared",
@@ -112,16 +131,14 @@ def table(head: Iterable[str], lines: Iterable[list[str]]) -> str:
 def all_kept(folder: Path = RESULTS) -> str:
     """Both tables, with where they come from; a word where nothing is kept."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "limits"]
-    pairs = compared(row for file in files for row in file["rows"])
+    pairs = compared(newest(files))
     if not pairs:
         return "No counters are kept.\n"
     kept = folder / "limits.json"
     limits = {(row["row"], row["impl"]): row for row in json.loads(kept.read_text())["rows"]} if kept.exists() else {}
     facts = files[0]
     commits = ", ".join(sorted({f"`{file['commit'][:12]}`" for file in files}))
-    source = (
-        f"{facts['machine']}; flash-attn-4 {facts['versions'].get('flash-attn-4')}; commit {commits}; {facts['date']}."
-    )
+    source = f"{facts['machine']}; flash-attn-4 {facts['versions'].get(FLASH)}; commit {commits}; {facts['date']}."
     head = ["row", *(f"{name}, %" for name in SHARES), "M instructions", "ours waits for", "it waits for"]
     times = table(TIMES, (time_line(*pair, limits) for pair in pairs))
     return f"{source}\n\n{times}\n{table(head, (share_line(*pair) for pair in pairs))}"
