@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import CASES
 from benchmarks.implementations import DETERMINISTIC, OURS, PACKED
 
 RESULTS = Path(__file__).with_name("results") / "counters"
 FLASH = "flash-attn-4"
 NONE = "–"
 STALL = "stall_"
+PEAK = 132 * 4096e-3  # TFLOP of the matrix units of an H200 in 10^9 clocks
 
 Row = dict[str, Any]
 
@@ -59,10 +61,11 @@ def newest(files: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
 def compared(table: dict[str, dict[str, Row]]) -> list[tuple[str, Row, Row]]:
     """Of each case and way of ours to call it: the words for it, our row, and that of the fastest peer counted.
 
-    A fixed order stands beside the default.
+    A fixed order stands beside the default. Cases are in their order.
     """
     found = []
-    for case, by in table.items():
+    places = {case.name: place for place, case in enumerate(CASES)}
+    for case, by in sorted(table.items(), key=lambda item: places.get(item[0], -1)):
         peers = sorted((row for name, row in by.items() if not name.startswith(OURS)), key=lambda row: row["ms"])
         for name, words in ((OURS, case), (PACKED, f"{case}, packed")):
             if name in by and peers:
@@ -79,6 +82,10 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
     def reached(row: Row) -> float | None:
         clocks, cycles = limit(row).get("clocks"), main_kernel(row).get("cycles")
         return clocks / cycles if clocks and cycles else None
+
+    def at_bound(row: Row) -> float | None:
+        found, clock = limit(row), gigahertz(main_kernel(row))
+        return found["flop_clocks"] / found["clocks"] * PEAK * clock if found and clock else None
 
     def in_use(row: Row) -> float | None:
         kernel = main_kernel(row)
@@ -101,13 +108,14 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
         ", ".join(f"{one['rounds']:.1f} {one['balance']:.2f}" if one else NONE for one in known),
         of_both(ours, theirs, in_use, ".2f"),
         ", ".join(one.get("unit", NONE) for one in known),
+        of_both(ours, theirs, at_bound, ".0f"),
         of_both(ours, theirs, reached, ".2f"),
     ]
 
 
 TIMES = (
     "row", "peer", "ratio", "ms", "main kernel, M clocks", "others, µs", "GHz", "visited pairs", "rounds, balance",
-    "had a block", "busiest unit", "of its bound",
+    "had a block", "busiest unit", "bound, TFLOP/s", "of it",
 )  # fmt: skip
 SHARES = {
     "matrix": "matrix", "exp": "exp", "alu": "alu", "fma": "fma", "issue": "issue", "shared": "shared",

@@ -58,10 +58,11 @@ def test_a_line_has_ours_beside_the_fastest_peer_and_a_fixed_order_beside_the_de
 
 
 def test_a_kernel_is_held_to_its_bound_in_clocks_so_that_no_clock_rate_matters() -> None:
-    limit = {"pairs": 1.008, "rounds": 13.03, "balance": 0.931, "unit": "shared", "clocks": 1.5e6}
+    limit = {"pairs": 1.008, "rounds": 13.03, "balance": 0.931, "unit": "shared", "clocks": 1.5e6, "flop_clocks": 1.2e6}
     line = counters_report.time_line("case", row(OURS, 2.0), row(FLASH, 1.9), {("case", OURS): limit})
     cells = dict(zip(counters_report.TIMES, line, strict=True))
-    assert cells["of its bound"] == "0.75, –" and cells["ratio"] == "0.950" and cells["others, µs"] == "70, 70"
+    assert cells["of it"] == "0.75, –" and cells["ratio"] == "0.950" and cells["others, µs"] == "70, 70"
+    assert cells["bound, TFLOP/s"] == f"{132 * 4.096 * 0.8:.0f}, –", "of a clock of 1 GHz"
     assert cells["rounds, balance"] == "13.0 0.93, –" and cells["busiest unit"] == "shared, –"
     assert counters_report.waits(row(OURS, 2.0)["kernels"][1]) == "barrier 2.2 wait 1.5"
 
