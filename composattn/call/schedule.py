@@ -31,8 +31,8 @@ class Schedule:
 
     batch_invariant: the same bits for a row whatever else is in the call: other sequences, other queries of its own
         (decode or prefill), packed or paged keys. Its keys are then always summed in the same order, in tiles whose
-        size D and the mods decide, and never in parts. Of the generated kernels' forward, for masks whose rows see one
-        run of keys.
+        size D and the mods decide (a window's width, if a constant), and never in parts. Of the generated kernels'
+        forward, for masks whose rows see one run of keys.
 
     Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
     """

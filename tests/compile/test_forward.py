@@ -259,6 +259,15 @@ def test_of_long_documents_and_causal_d_64_warpgroups_pass_by_what_only_others_s
     assert {cut(64, 8192, None).kernel, cut(128, 8192, causal()).kernel} == {"forward"}
 
 
+def test_batch_invariant_tiles_of_a_window_are_small_wherever_its_queries_stand() -> None:
+    window = causal() & sliding_window(127)
+    for mask in (window, window.shifted(q=torch.tensor(5)), window & document(torch.arange(8192) // 700)):
+        assert {cut(64, n, mask, batch_invariant=True).tile_n for n in (1, 100, 8192)} == {64}
+    assert cut(64, 8192, window, batch_invariant=True).blocks == 3
+    others = {(64, causal() & sliding_window(4000)), (64, causal() & sliding_window(ca.scalar(127))), (128, window)}
+    assert {cut(dim, n, mask, batch_invariant=True).tile_n for dim, mask in others for n in (1, 8192)} == {128}
+
+
 def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> None:
     assert [cut(128, length, None).heads_together for length in (1024, 16384, 32768)] == [1, 1, None]
     assert cut(128, 1024, causal()).heads_together is None

@@ -25,6 +25,9 @@ SHORT_PERSISTENT = 1024
 # Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
 # want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained
 ONE_HEAD = 8 << 20
+# Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
+# 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
+NARROW = 2048
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -93,7 +96,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160; so do the
     # words of dropout (63 spilled with D 64)
     gathers = reads_pairs(program.score)
-    asked = invariant_keys(widest, program) if invariant else 0
+    asked = _keys_in_order(widest, program) if invariant else 0
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
@@ -178,6 +181,12 @@ def _kernel(problem: Problem) -> str:
     return "forward_in_order" if problem.schedule.batch_invariant else "forward"
 
 
+def _keys_in_order(widest: int, program: Program) -> int:
+    """Keys of a tile where results are batch-invariant: fewer where constants of the mask leave a row few."""
+    narrow = widest <= 96 and program.limits is not None and (program.limits.most or NARROW + 1) <= NARROW
+    return 64 if narrow else invariant_keys(widest, program)
+
+
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     """Whether query tiles visit few keys, or tensors say how many, which is few as a rule (documents)."""
     if problem.layout.kv == "paged" or widest > 128:
@@ -192,7 +201,8 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
     """One warpgroup for each block, and two or three blocks on a multiprocessor."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     invariant = problem.schedule.batch_invariant
-    narrow = max(d, dv) <= 96 and not invariant
+    in_order = _keys_in_order(max(d, dv), program) if invariant else 0
+    narrow = max(d, dv) <= 96 and in_order <= 64
     registers = 136 if narrow else 216
     # values of a score mod beside those of a mask: 6 spills with D 96 and 64 columns
     both = 10 if program.score is not None and reads_any(program.mask) else 0
@@ -200,13 +210,11 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
     # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
     if reads_pairs(program.score) or keys(problem) <= 128:
         tile_n = min(tile_n, 64)
-    if invariant:
-        tile_n = invariant_keys(max(d, dv), program)
     return _tiling(
         problem,
         heads,
         tile_m=ROWS,
-        tile_n=tile_n,
+        tile_n=in_order or tile_n,
         stages=2,
         warpgroups=1,
         consumer_registers=registers,
@@ -226,7 +234,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
     """
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     persistent = problem.schedule.persistent or False
-    tile_n = invariant_keys(max(d, dv), program) if problem.schedule.batch_invariant else 64
+    tile_n = _keys_in_order(max(d, dv), program) if problem.schedule.batch_invariant else 64
     blocks = 2 if max(d, dv) <= (128 if tile_n == 64 else 96) and not persistent else 1
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return _tiling(

