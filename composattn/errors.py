@@ -146,19 +146,22 @@ class UnsupportedPageSize(InvalidArgument):
 
 
 class OffsetsNotMonotone(InvalidArgument):
-    """cu_seqlens in which a sequence ends before it begins; found under `debug_checks`."""
+    """cu_seqlens in which a sequence ends before it begins; found by the PyTorch backends, and by `debug_checks`."""
 
 
 class OffsetsOutOfRange(InvalidArgument):
-    """cu_seqlens that does not begin with 0 and end with the total; found under `debug_checks`."""
+    """cu_seqlens that does not begin with 0 and end with the total; found by `debug_checks`.
+
+    Rows that are not there are found by the PyTorch backends too.
+    """
 
 
 class UsedOutOfRange(InvalidArgument):
-    """seqused that is negative or beyond the sequence's length or pages; found under `debug_checks`."""
+    """seqused that is negative or beyond the sequence's length or pages; found as wrong offsets are."""
 
 
 class PageOutOfRange(InvalidArgument, IndexError):
-    """A page table that names a page which the cache does not have; found under `debug_checks`."""
+    """A page table that names a page which the cache does not have; found as wrong offsets are."""
 
 
 class MaximumExceeded(InvalidArgument):

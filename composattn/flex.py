@@ -47,6 +47,8 @@ def flex_attention(
     """
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise errors.UnsupportedOption(f"kernel_options is {kernel_options!r}; torch takes a dict, or None")
     if kernel_options:
         _check_kernel(kernel_options)
         warnings.warn(

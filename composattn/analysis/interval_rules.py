@@ -219,6 +219,13 @@ def _f_fmod(x: Floats, y: Floats) -> Floats:
     return widened(-size, size, x.nan | y.nan | _holds_zero(y) | _infinite(x))
 
 
+def _f_sign(x: Floats) -> Floats:
+    low, high = torch.sign(x.low), torch.sign(x.high)
+    zero = torch.zeros_like(low)  # that of NaN
+    low, high = torch.where(x.nan, low.clamp(max=0), low), torch.where(x.nan, high.clamp(min=0), high)
+    return Floats(low, high, zero.bool())
+
+
 # --- what integers and floats share ----------------------------------------------------------------------------
 
 
@@ -319,7 +326,7 @@ RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
     ("fmod", Ints): _i_fmod, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
     ("and", Ints): _i_and, ("square", Ints): _squared(_i_mul), ("square", Floats): _squared(_f_mul),
-    **_both_kinds("abs", _abs), **_both_kinds("sign", _exactly(torch.sign)),
+    **_both_kinds("abs", _abs), ("sign", Ints): _exactly(torch.sign), ("sign", Floats): _f_sign,
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
     ("fmod", Floats): _f_fmod, ("rsqrt", Floats): _f_rsqrt,

@@ -211,7 +211,10 @@ class _Dense:
         # Widened once, before they are read, so that their gradients are summed in the working precision.
         given = tensors or {}
         held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
-        self.tensors = {key: t.to(self.working) if t.is_floating_point() else t for key, t in held.items()}
+        self.tensors = {
+            key: t.to(torch.promote_types(t.dtype, self.working)) if t.is_floating_point() else t
+            for key, t in held.items()
+        }
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
         with lent_again(self.lending):  # a recomputation runs when the call is over

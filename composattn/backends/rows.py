@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call.checks import check_pages
+from ..call.checks import check_pages, ranges
 from ..call.sequences import Sequences
 
 
@@ -57,10 +57,10 @@ class Dense:
 class Packed(Dense):
     """Packed queries and keys."""
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Sequences, q_rows: int | None = None, kv_rows: int | None = None) -> None:
         assert sequences.cu_q is not None and sequences.cu_k is not None
-        queries = _ranges(sequences.cu_q, sequences.used_q)
-        keys = _ranges(sequences.cu_k, sequences.used_k)
+        queries = ranges("q", sequences.cu_q, sequences.used_q, q_rows)
+        keys = ranges("k", sequences.cu_k, sequences.used_k, kv_rows)
         self.parts = [Part(b, *both) for b, both in enumerate(zip(queries, keys, strict=True))]
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,11 +83,11 @@ class Packed(Dense):
 class PagedKeys(Packed):
     """Keys in pages, packed queries."""
 
-    def __init__(self, sequences: Sequences, page_size: int) -> None:
+    def __init__(self, sequences: Sequences, page_size: int, q_rows: int | None = None) -> None:
         assert sequences.page_table is not None and sequences.used_k is not None
         self.table, self.page_size = sequences.page_table, page_size
         cu_k = torch.nn.functional.pad(sequences.used_k.cumsum(0), (1, 0))
-        super().__init__(sequences._replace(cu_k=cu_k, used_k=None))
+        super().__init__(sequences._replace(cu_k=cu_k, used_k=None), q_rows)
 
     @cached_property
     def pages(self) -> torch.Tensor:
@@ -133,15 +133,9 @@ class PagedKeysDenseQueries(PagedKeys):
 def arrange(sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Dense:
     """How to see the tensors of a call; waits for the device unless it is dense."""
     if sequences.page_table is None:
-        return Dense(q, k) if sequences.cu_q is None else Packed(sequences)
+        return Dense(q, k) if sequences.cu_q is None else Packed(sequences, q.shape[0], k.shape[0])
     assert sequences.used_k is not None
     check_pages(sequences.page_table, sequences.used_k, k.shape[2], k.shape[0])  # what follows reads them on the host
     if sequences.cu_q is None:
         return PagedKeysDenseQueries(sequences, k.shape[2], q)
-    return PagedKeys(sequences, k.shape[2])
-
-
-def _ranges(offsets: torch.Tensor, used: torch.Tensor | None) -> list[slice]:
-    starts = offsets.tolist()
-    counts = offsets.diff().tolist() if used is None else used.tolist()
-    return [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+    return PagedKeys(sequences, k.shape[2], q.shape[0])

@@ -150,18 +150,36 @@ def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int) -> lis
     at = offsets.tolist()
     if at[0] != 0:
         raise errors.OffsetsOutOfRange(f"{name} begins with {at[0]}; it must begin with 0: the running sums of lengths")
-    lengths = [end - start for start, end in pairwise(at)]
-    for b, length in enumerate(lengths):
-        if length < 0:
-            raise errors.OffsetsNotMonotone(
-                f"{name} falls from {at[b]} to {at[b + 1]} at sequence {b}; it must be the running sums of lengths"
-            )
+    lengths = _lengths_between(name, at)
     if at[-1] != total:
         raise errors.OffsetsOutOfRange(
             f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
             "with seqused 0"
         )
     return lengths
+
+
+def _lengths_between(name: str, at: list[int]) -> list[int]:
+    lengths = [end - start for start, end in pairwise(at)]
+    for b, length in enumerate(lengths):
+        if length < 0:
+            raise errors.OffsetsNotMonotone(
+                f"{name} falls from {at[b]} to {at[b + 1]} at sequence {b}; it must be the running sums of lengths"
+            )
+    return lengths
+
+
+def ranges(of: str, offsets: torch.Tensor, used: torch.Tensor | None, total: int | None) -> list[slice]:
+    """The rows of q or k (`of`) that each sequence uses, of `total` if given; waits for the device.
+
+    Raises: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`.
+    """
+    at, name = offsets.tolist(), f"cu_seqlens_{of}"
+    lengths = _lengths_between(name, at)
+    if at[0] < 0 or (total is not None and at[-1] > total):
+        raise errors.OffsetsOutOfRange(f"{name} goes from {at[0]} to {at[-1]}, and {of} has {total} rows")
+    counts = _check_used(f"seqused_{of}", used, lengths)
+    return [slice(start, start + count) for start, count in zip(at, counts, strict=False)]
 
 
 def _check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> list[int]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from .ops import CASTS, MIRRORED, OPS
 class Env:
     """Values for the leaves; any mutually broadcastable shapes, integers as int64.
 
-    `float_dtype` is the type that floats are computed in. `tensors` maps a captured tensor object to what is
-    read in its place (a leaf that requires grad, a copy on another device), `scalars` a `ca.scalar` to the value it
-    had when the call began (a backward must not see a later one). `reads` receives, for every read,
-    what was asked before clamping, so that a caller can check it where the mask is visible.
+    `float_dtype` is the type that floats have, and are computed in unless a captured tensor has fp64. `tensors` maps
+    a captured tensor object to what is read in its place (a leaf that requires grad, a copy on another device),
+    `scalars` a `ca.scalar` to the value it had when the call began (a backward must not see a later one). `reads`
+    receives, for every read, what was asked before clamping, so that a caller can check it where the mask is visible.
     """
 
     index: Mapping[str, torch.Tensor | int]
@@ -50,9 +50,24 @@ def evaluate(root: Expr, env: Env) -> torch.Tensor:
 def evaluate_all(roots: list[Expr], env: Env) -> list[torch.Tensor]:
     """Values of several roots, shared parts once."""
     memo: dict[int, Any] = {}
-    for node in walk(*roots):
-        memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], env)
-    return [memo[id(r)] for r in roots]
+    nodes = list(walk(*roots))
+    wide = _widened(env, nodes)
+    for node in nodes:
+        memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], wide)
+    found = [memo[id(r)] for r in roots]
+    return found if wide is env else _narrowed(found, env)
+
+
+def _widened(env: Env, nodes: Iterable[Expr]) -> Env:
+    """`env`, with floats in fp64 where a captured tensor is: of times since 1970, fp32 keeps steps of 128 s."""
+    if env.float_dtype is torch.float64:
+        return env
+    wide = any(node.op == "read" and env.tensor_of(node).dtype is torch.float64 for node in nodes)
+    return replace(env, float_dtype=torch.float64) if wide else env
+
+
+def _narrowed(values: list[torch.Tensor], env: Env) -> list[torch.Tensor]:
+    return [v.to(env.float_dtype) if v.is_floating_point() else v for v in values]
 
 
 class Repeated:
@@ -62,11 +77,13 @@ class Repeated:
     """
 
     def __init__(self, roots: list[Expr], env: Env) -> None:
-        self.roots, self.env = roots, env
+        nodes = list(walk(*roots))
+        self.roots, self.asked, self.env = roots, env, _widened(env, nodes)
+        env = self.env
         self.fixed: dict[int, Any] = {}
         self.places: dict[int, tuple[torch.Tensor, ...]] = {}
         self.steps: list[Expr] = []
-        for node in walk(*roots):
+        for node in nodes:
             known = all(id(a) in self.fixed for a in node.args)
             if not known or node.op in ("read", "scalar"):
                 self.steps.append(node)
@@ -84,7 +101,7 @@ class Repeated:
                 memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], self.env)
             else:
                 memo[id(node)] = _element(node, places, self.env)
-        return [memo[id(r)] for r in self.roots]
+        return _narrowed([memo[id(r)] for r in self.roots], self.asked)
 
 
 def _value(node: Expr, args: list[Any], env: Env) -> Any:

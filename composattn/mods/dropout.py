@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 
 from .. import errors
 from ..graph.philox import ONE
@@ -53,7 +54,9 @@ class Dropout(Mod):
         Raises: `UnsupportedOption`.
         """
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0 - 1.0 / ONE:
-            raise errors.UnsupportedOption(f"dropout_p is {p!r}; it must be a number from 0 to less than 1")
+            raise errors.UnsupportedOption(
+                f"dropout_p is {p!r}; it must be a number from 0 to less than 1, at most {ONE - 1}/{ONE}"
+            )
         least = round(p * ONE)
         if least == 0:
             return None
@@ -75,9 +78,18 @@ class Dropout(Mod):
         return Dropout.formed(_form("scalar", least), (number,), f"dropout({p})")
 
     def draw(self) -> None:
-        """Another seed of torch's generator for this thread's next call, where it gives that."""
+        """Another seed of torch's generator for this thread's next call, where it gives that.
+
+        Raises: `UnsupportedTransform` below a vmap that draws one for each sample.
+        """
         if self.leaves[0] is SEED:
-            SEED.value = int(torch.randint(_SEEDS, ()))
+            drawn = torch.randint(_SEEDS, ())
+            if is_batchedtensor(drawn):
+                raise errors.UnsupportedTransform(
+                    "below vmap(randomness='different') each sample has a seed of its own, which is no Python number; "
+                    "map over a tensor of seeds, and pass each as dropout_seed=seed to ca.attention"
+                )
+            SEED.value = int(drawn)
 
     def on_device(self, device: torch.device) -> Dropout:
         """With a tensor for a seed, as compiled code and CUDA graphs want it; drawn there where torch gives it."""

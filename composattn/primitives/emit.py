@@ -23,6 +23,7 @@ from cutlass.cute import math as cm
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
+from ..graph.jumps import deciding
 from ..graph.linear import Affine, affine
 from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
@@ -32,6 +33,7 @@ from .emit_dropout import copied, drop
 from .emit_ops import CUTE, Neighbours, convert, read_element
 from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
+from .quotients import quotient
 from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
@@ -274,6 +276,8 @@ class Evaluator:
         if node.op == "where":
             condition, *branches = node.args
             return CUTE["where"](self._value(condition, r, c), *(self._as(a, wanted, r, c) for a in branches))
+        if node.op == "div" and node in self.mods.deciding:
+            return quotient(*(self._as(a, wanted, r, c) for a in node.args))
         if node.op in ("isnan", "isinf"):
             return CUTE[node.op](self._value(node.args[0], r, c))
         return CUTE[node.op](*(self._as(a, wanted, r, c) for a in node.args))
@@ -461,6 +465,7 @@ class Mods:
         self.capture_slot = {capture: slot for slot, capture in enumerate(read)}
         self.scalar_slot = {scalar: slot for slot, scalar in enumerate(program.scalars)}
         self.in_blocks: dict[tuple[Expr, Dep], bool] = {}
+        self.deciding = deciding(self.score, self.mask)
         self.additive = None if self.score is None else additive(self.score, of_one_head)
         self.steepest = steepest_tanh(self.score)
 

@@ -17,6 +17,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute import math as cm
 
 from ..graph.expr import DType
+from . import quotients
 from .exponential import LN_2, LOG2_E, exp2
 from .values import Fixed, choose
 
@@ -79,21 +80,25 @@ _maximum, _minimum = _extreme(cm.max), _extreme(cm.min)
 
 
 def _floordiv(x: Any, y: Any) -> Any:
-    return cm.floor(_division(x, y)) if _is_float(x, y) else x // y
+    return quotients.floored(x, y) if _is_float(x, y) else x // y
 
 
 def _mod(x: Any, y: Any) -> Any:
+    if _is_float(x, y):
+        return quotients.modulo(x, y)
     return x - _floordiv(x, y) * y  # Python's sign: that of the divisor
 
 
 def _truncdiv(x: Any, y: Any) -> Any:
     if _is_float(x, y):
-        return cm.trunc(_division(x, y))
+        return quotients.truncated(x, y)
     down = x // y  # not by magnitudes: the least number has none
     return choose((down * y != x) & ((x < 0) ^ (y < 0)), down + 1, down)
 
 
 def _fmod(x: Any, y: Any) -> Any:
+    if _is_float(x, y):
+        return quotients.remainder(x, y)
     return x - _truncdiv(x, y) * y
 
 
@@ -105,7 +110,7 @@ def _abs(x: Any) -> Any:
 
 def _sign(x: Any) -> Any:
     one = type(x)(1)
-    return choose(x > 0, one, choose(x < 0, -one, x * 0))
+    return choose(x > 0, one, choose(x < 0, -one, one - one))  # 0 of NaN too, as in torch
 
 
 def _power(x: Any, y: Any) -> Any:

@@ -209,11 +209,30 @@ def test_pages_that_are_not_there_are_named_where_the_host_reads_them_anyway(kin
         paged(**bad, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+@pytest.mark.parametrize(
+    ("error", "varlen"),
+    [
+        (errors.OffsetsNotMonotone, ca.Varlen(int32(0, 5, 3, 8))),
+        (errors.OffsetsNotMonotone, ca.Varlen(CU, int32(0, 5, 3, 8))),
+        (errors.OffsetsOutOfRange, ca.Varlen(int32(-1, 3, 3, 8))),
+        (errors.OffsetsOutOfRange, ca.Varlen(int32(0, 3, 3, 9))),
+        (errors.UsedOutOfRange, ca.Varlen(CU, seqused_q=int32(3, 0, 7))),
+        (errors.UsedOutOfRange, ca.Varlen(CU, seqused_k=int32(-1, 0, 1))),
+    ],
+)
+def test_offsets_that_say_nothing_are_named_where_the_host_reads_them_anyway(
+    error: type[Exception], varlen: ca.Varlen, backend: str
+) -> None:
+    with pytest.raises(error):
+        packed(varlen, backend=backend)
+
+
 def test_compiled_code_checks_contents_when_it_runs() -> None:
     attend = torch.compile(lambda q, k, v, varlen: ATTEND(q, k, v, varlen=varlen), fullgraph=True, backend="eager")
-    attend(*rows(), ca.Varlen(int32(0, 5, 3, 8)))
-    with ca.debug_checks(), pytest.raises(errors.OffsetsNotMonotone):
-        attend(*rows(), ca.Varlen(int32(0, 5, 3, 8)))
+    attend(*rows(), ca.Varlen(int32(1, 3, 3, 8)))
+    with ca.debug_checks(), pytest.raises(errors.OffsetsOutOfRange):
+        attend(*rows(), ca.Varlen(int32(1, 3, 3, 8)))
 
 
 def test_compiled_code_checks_blocks_when_it_runs() -> None:

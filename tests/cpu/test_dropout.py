@@ -212,7 +212,16 @@ def test_derivatives_have_derivatives(generator: torch.Generator) -> None:
     assert torch.autograd.gradgradcheck(lambda *x: ca.attention(*x, dropout_p=P, dropout_seed=1), (q, k, v))
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.0, True, "0.1"])
+def test_vmap_takes_a_seed_per_sample_and_names_those_that_it_would_draw(generator: torch.Generator) -> None:
+    x, seeds = torch.randn(2, 1, 2, 9, 8, generator=generator), torch.tensor([3, 4])
+    found = torch.vmap(lambda a, seed: ca.attention(a, a, a, dropout_p=P, dropout_seed=seed))(x, seeds)
+    wanted = [ca.attention(a, a, a, dropout_p=P, dropout_seed=seed) for a, seed in zip(x, (3, 4), strict=True)]
+    torch.testing.assert_close(found, torch.stack(wanted))
+    with pytest.raises(errors.UnsupportedTransform, match="dropout_seed=seed"):
+        torch.vmap(lambda a: ca.attention(a, a, a, dropout_p=P), randomness="different")(x)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 0.99999, True, "0.1"])
 def test_what_is_no_probability_is_refused_by_name(p: Any, generator: torch.Generator) -> None:
     with pytest.raises(errors.UnsupportedOption, match="dropout_p"):
         ca.attention(*inputs(generator), dropout_p=p)

@@ -12,6 +12,7 @@ from composattn import errors
 from composattn.analysis.picture import dense, tiles_of
 from composattn.analysis.tiles import tiles
 from composattn.mods import masks
+from composattn.mods.mask import Mask
 from tests.cpu.analysis.random_masks import RandomMask
 
 
@@ -125,3 +126,9 @@ def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(errors.MissingDependency, match="composattn\\[plot\\]"):
         masks.causal().picture(tmp_path / "mask.png", 64)
+
+
+def test_the_sign_of_what_is_no_number_is_zero() -> None:
+    below = torch.full((32,), -2.0)
+    tiles_of_signs = Mask.of(lambda b, h, q, kv: torch.sign(torch.log(below[kv])) >= 0).tiles(32, 32, (16, 16))
+    assert (tiles_of_signs != 0).all()

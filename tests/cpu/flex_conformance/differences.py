@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import composattn as ca
 from composattn import errors
@@ -67,6 +67,27 @@ def with_a_rule_of_its_own(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return StraightThrough.apply(score)
 
 
+BYTES = torch.arange(LENGTH, dtype=torch.uint8)
+
+
+def difference_of_bytes(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + 0.1 * (BYTES[q] - BYTES[kv])
+
+
+def half_of_the_blocks() -> Any:
+    """A mask that says more than its blocks: only those of the first 16 keys are listed."""
+    whole = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, LENGTH, LENGTH, "cpu", 16)
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32), BLOCK_SIZE=16,
+        mask_mod=whole.mask_mod, seq_lengths=(LENGTH, LENGTH),
+    )  # fmt: skip
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    torch.testing.assert_close(found, wanted)
+    return found
+
+
 def quiet(call: Callable[[], Any]) -> Callable[[], Any]:
     """Without the warning that options have no effect."""
 
@@ -81,6 +102,14 @@ def quiet(call: Callable[[], Any]) -> Callable[[], Any]:
 def gradients() -> Any:
     q, k, v = (t.clone().requires_grad_() for t in (Q, K, V))
     return torch.autograd.grad(ca.flex_attention(q, k, v).sum(), (q, k, v))
+
+
+def untaken_branch() -> Any:
+    q = Q.clone().requires_grad_()
+    out = ca.flex_attention(q, K, V, score_mod=lambda s, b, h, q, kv: torch.where(s > 0, s.sqrt(), s))
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert gradient.isfinite().all()
+    return gradient
 
 
 DIFFERENCES = [
@@ -128,6 +157,38 @@ DIFFERENCES = [
             Q, K, V, block_mask=create_block_mask(lambda b, h, q, kv: q >= kv, 2, 4, LENGTH, LENGTH, "cpu", 8)
         ),
         errors.UnsupportedBlockSize,
+    ),
+    Difference(
+        "blocks that say less than their mask_mod", "on a CPU the mask_mod alone counts, in its GPU kernels both",
+        "both count", "one answer on every device",
+        lambda: same(
+            ca.flex_attention(Q, K, V, block_mask=half_of_the_blocks()),
+            ca.attention(Q, K, V, mask_mod=lambda b, h, q, kv: (q >= kv) & (kv < 16)),
+        ),
+    ),
+    Difference(
+        "sums of integers narrower than 32 bits, as `bytes[q] - bytes[kv]`", "wrap around in their type",
+        "are those of int32", "graphs have two integer types; write `.to(torch.uint8)` behind the sum to wrap it",
+        lambda: same(
+            ca.flex_attention(Q, K, V, score_mod=difference_of_bytes),
+            ca.attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + 0.1 * (q - kv)),
+        ),
+    ),
+    Difference(
+        "sums of integers that leave 32 or 64 bits", "wrap around in their type",
+        "int32 wraps in kernels alone; where a bound on keys is derived of a sum, it is taken not to wrap",
+        "a limit of 2^63 - 1 is meant as none",
+        lambda: ca.attention(Q, K, V, mask_mod=lambda b, h, q, kv: kv - q <= 2**63 - 1),
+    ),
+    Difference(
+        "`.double()` in a mod", "fp64", "fp32; on the PyTorch backends fp64 if q or a captured tensor has it",
+        "kernels compute mods in fp32, and refuse captured fp64; subtract integers before you cast them",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + q.double() / LENGTH),
+    ),
+    Difference(
+        "the gradient of a branch that is not taken, as in `torch.where(s > 0, s.sqrt(), s)`", "NaN if it is infinite",
+        "not looked at", "a derivative is a formula with the same `where`",
+        untaken_branch,
     ),
     Difference(
         "`return_lse=True`", "a `FutureWarning`, once", "no warning", "it stays; `return_aux` says the same",

@@ -55,6 +55,12 @@ def test_options_that_tune_torchs_kernels_warn() -> None:
     assert torch.equal(found, ca.flex_attention(Q, K, V))
 
 
+@pytest.mark.parametrize("options", [3, "BLOCK_M", [("BLOCK_M", 16)]])
+def test_options_are_a_dict(options: Any) -> None:
+    with pytest.raises(ca.errors.UnsupportedOption, match="a dict"):
+        ca.flex_attention(Q, K, V, kernel_options=options)
+
+
 def test_what_to_return_is_said_by_torchs_request() -> None:
     with pytest.raises(ca.errors.UnsupportedOption, match="AuxRequest"):
         ca.flex_attention(Q, K, V, return_aux=True)
