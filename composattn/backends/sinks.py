@@ -25,8 +25,9 @@ def by_head(sink: Expr) -> Capture | None:
 
 def gradient_by_head(sinks: torch.Tensor, log2_lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The gradient of sinks (Hq,), of log2(e)·LSE and D of rows (B or 1, Hq, rows): added in fp64, in a fixed order."""
-    below = torch.add(log2_lse, sinks[:, None], alpha=-math.log2(math.e))
-    total = torch.pow(0.5, below).mul_(delta).sum((0, 2), dtype=torch.float64)
+    # torch.pow(0.5, x) would be one kernel more, which puts 0.5 on the device
+    share = torch.rsub(log2_lse, sinks[:, None], alpha=math.log(2.0)).exp_()
+    total = share.mul_(delta).sum((0, 2), dtype=torch.float64)
     return torch.mul(total, -1.0, out=torch.empty_like(sinks))
 
 

@@ -153,7 +153,7 @@ class BackwardLauncher:
             if not self.is_dense:
                 workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
             statistics = workspace[COUNTER : COUNTER + sizes.rows]
-            rows_known.log2_lse, rows_known.delta = statistics.view(2, *dq_accum.shape[:2], -1)
+            rows_known.log2_lse, rows_known.delta = statistics.view(2, *dq_accum.shape[:2], -1).unbind()
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         known = self._tidy_strides
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
