@@ -96,7 +96,10 @@ def peer_kernel(call: PeerCall, arch: str) -> PeerKernel:
     if not (folder / "tile.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         seconds_to_compile(call, arch, folder)
-    (cubin,) = folder.glob(f"*flash_{'fwd' if call.direction == 'forward' else 'bwd'}_sm*.cubin")
+    found = list(folder.glob(f"*flash_{'fwd' if call.direction == 'forward' else 'bwd'}_sm*.cubin"))
+    if not found:
+        raise PeerRefused(f"{PACKAGE} has kernels of their own for this call (gradients of D 256: two), not read here")
+    (cubin,) = found
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", cubin.with_suffix(".ptx").read_text())
     assert threads is not None
     return PeerKernel(cubin, int(threads.group(1)), **json.loads((folder / "tile.json").read_text()))

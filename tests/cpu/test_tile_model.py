@@ -276,6 +276,18 @@ def test_a_missing_peer_is_named_with_what_to_install(
     assert told.startswith("not installed: quack-kernels, einops; pip install") and "flash-attn-4==" in told
 
 
+def test_a_peers_kernels_of_another_name_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def compiled(call: peer.PeerCall, arch: str, folder: Path) -> None:
+        (folder / "tile.json").write_text("{}")
+        (folder / "flash_attncutesm100_hd256_2cta_fmha_backward.sm_100a.cubin").touch()
+
+    monkeypatch.setattr(peer, "version", lambda: "4")
+    monkeypatch.setattr(peer, "seconds_to_compile", compiled)
+    monkeypatch.setattr(peer.disk_cache, "usable", lambda: tmp_path)
+    with pytest.raises(peer.PeerRefused, match="kernels of their own"):
+        peer.peer_kernel(peer.PeerCall("backward", 256), "sm_100a")
+
+
 def test_ratios_say_how_reliable_they_are() -> None:
     assert "first run --target sm_90a" in tile_model.reliability([], "bound")
     assert tile_model.reliability([row("forward a", 1.10, 1.50)], "bound").startswith(
