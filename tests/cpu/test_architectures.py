@@ -17,8 +17,8 @@ from composattn.backends.fused.architecture import ARCHITECTURES, planned_for
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, TARGETS, Target
-from composattn.call.problem import Problem
-from composattn.call.schedule import Schedule
+from composattn.call.problem import DENSE, Problem
+from composattn.call.schedule import AUTO, Schedule
 
 GPU = torch.device("cuda", 0)
 
@@ -148,3 +148,20 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
     assert whole.gather is None and cut.gather is not None
     assert whole.main.key != cut.main.key
     assert (whole.preprocess.key, whole.postprocess.key) == (cut.preprocess.key, cut.postprocess.key)
+
+
+def test_grouped_heads_whose_queries_outgrow_l2_come_few_at_a_time() -> None:
+    """Of Hopper's backward: 8 heads of 8k queries are 67 MB of Q, dO and dQ."""
+
+    def together(
+        heads: int, kv_heads: int, length: int, deterministic: bool = False, schedule: Schedule = AUTO
+    ) -> int | None:
+        shape = (2, heads, kv_heads, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+        problem = Problem(*shape, None, DENSE, schedule)
+        return plan_backward(problem, Program(), HOPPER, deterministic=deterministic).main.tiling.heads_together
+
+    assert together(32, 4, 8192) == 2 and together(32, 4, 16384) == 1
+    assert together(32, 4, 8192, deterministic=True) == 1
+    assert together(32, 4, 8192, schedule=Schedule(heads_together=3)) == 3
+    assert together(32, 4, 4096) is None, "these fit"
+    assert together(16, 16, 65536) is None, "the tiles of one fill the machine"
