@@ -16,6 +16,7 @@ from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, bu
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
 from composattn.backends.blackwell.backward_tiling import ALONE, PAIRED
+from composattn.backends.fused import disk_cache
 from composattn.backends.fused.inspect import Instruction, disassembled
 
 B200 = TARGETS["sm_100a"]
@@ -283,7 +284,7 @@ def test_a_peers_kernels_of_another_name_are_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(peer, "version", lambda: "4")
     monkeypatch.setattr(peer, "seconds_to_compile", compiled)
-    monkeypatch.setattr(peer.disk_cache, "usable", lambda: tmp_path)
+    monkeypatch.setattr(disk_cache, "usable", lambda: tmp_path)
     with pytest.raises(peer.PeerRefused, match="kernels of their own"):
         peer.peer_kernel(peer.PeerCall("backward", 256), "sm_100a")
 
