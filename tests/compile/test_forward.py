@@ -268,6 +268,18 @@ def test_batch_invariant_tiles_of_a_window_are_small_wherever_its_queries_stand(
     assert {cut(dim, n, mask, batch_invariant=True).tile_n for dim, mask in others for n in (1, 8192)} == {128}
 
 
+def test_with_d_256_a_mask_takes_smaller_tiles() -> None:
+    assert [cut(256, 8192, mask).tile_n for mask in (None, causal())] == [80, 64]
+
+
+def test_where_many_sequences_decode_from_many_keys_two_stages_are_enough() -> None:
+    def stages(batch: int, keys: int) -> int:
+        problem = Problem(batch, 64, 8, 1, keys, 128, 128, torch.bfloat16, torch.device("cuda"))
+        return forward_tiling(problem, ca.Attention().program, HOPPER).stages
+
+    assert [stages(128, 4096), stages(128, 1024), stages(64, 8192)] == [2, 3, 3]
+
+
 def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> None:
     assert [cut(128, length, None).heads_together for length in (1024, 16384, 32768)] == [1, 1, None]
     assert cut(128, 1024, causal()).heads_together is None

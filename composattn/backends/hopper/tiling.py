@@ -28,6 +28,12 @@ ONE_HEAD = 8 << 20
 # Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
 # 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
 NARROW = 2048
+# Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
+# -2 %)
+MASKED_256 = 64
+# Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
+# only has more places read at once: 1.6 % of 128 sequences of 4,096 keys
+MANY_FEW, MANY_KEYS = 6, 4096
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -106,7 +112,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
-    tile_n = asked or min(by_registers, by_memory, 96 if gathers else 128)
+    most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
+    tile_n = asked or min(by_registers, by_memory, most)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
@@ -237,12 +244,14 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
     tile_n = _keys_in_order(max(d, dv), program) if problem.schedule.batch_invariant else 64
     blocks = 2 if max(d, dv) <= (128 if tile_n == 64 else 96) and not persistent else 1
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
+    many = problem.batch * problem.kv_heads >= MANY_FEW * target.sms and keys(problem) >= MANY_KEYS
+    most = 2 if many and blocks == 2 and max(d, dv) == 128 and problem.layout.is_dense else 8
     return _tiling(
         problem,
         heads,
         tile_m=ROWS,
         tile_n=tile_n,
-        stages=min(8, room // (2 * tile_n * (d + dv))),
+        stages=min(most, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
         consumer_registers=240 if blocks == 1 else 216,
         producer_registers=40,  # page numbers beside what all copies need
