@@ -132,7 +132,9 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)
         return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
     known = BackwardInputs(q, k, v, out, lse, dout, dlse, captured, wanted)
-    return without_autocast(q, call.backward, known)
+    if torch._C._is_any_autocast_enabled():
+        return without_autocast(q, call.backward, known)
+    return call.backward(known)  # type: ignore[no-any-return]
 
 
 def _one_by_one(gradient: Callable[..., Grads], *results: torch.Tensor | None) -> Grads:

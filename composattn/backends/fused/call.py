@@ -16,10 +16,11 @@ from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending, TensorsOf, lent_again
 from .architecture import architecture_of
+from .captured import Standing
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import BackwardLauncher, Tables
+from .launch_backward import Tables
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
@@ -168,7 +169,7 @@ class FusedAttend:
     def backward(self, known: BackwardInputs) -> Grads:
         call = self.call
         launcher = None if call.known_gradient is None else call.known_gradient.ready(known)
-        tables = None if launcher is None else self._tables(launcher)
+        tables = None if launcher is None or launcher.standing is None else self._tables(launcher.standing)
         if launcher is None or (tables is None and not launcher.reads_what_is_given):
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
@@ -177,9 +178,7 @@ class FusedAttend:
         grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
         return (*grads, *[None] * len(captured)) if captured else grads
 
-    def _tables(self, launcher: BackwardLauncher) -> Tables | None:
+    def _tables(self, standing: Standing) -> Tables | None:
         """Those that stand for what was lent for this call."""
-        standing, lending = launcher.standing, self.lending
-        if standing is None or lending is None or not lending.stands():
-            return None
-        return standing.find(lending)  # type: ignore[no-any-return]
+        lending = self.lending
+        return None if lending is None or not lending.stands() else standing.find(lending)
