@@ -53,6 +53,8 @@ tolerance rule of `composattn.testing` against fp64. Columns are masks whose kv 
 - bf16, D and Dv {dim}, wide heads D {wide} and Dv {wide_v}; MHA {mha} heads, GQA {gqa} heads. Dense: {q_len} queries,
   {kv_len} keys. Varlen: {q_lens} queries, {kv_lens} keys. Paged: {paged_q_len} queries each, {paged_kv_lens} keys in
   pages of {page_size}.
+- *offsets*: mask and score mod are shifted, by numbers, run-time numbers and tensors, as for a rank's part of a call.
+  *largest scores*: `return_max_scores=True`, held to fp64 too.
 """
 
 

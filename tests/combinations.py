@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from composattn import BlockSparse, ComposattnError, Mask, Score, attention, mods
+from composattn import BlockSparse, ComposattnError, Mask, Score, attention, mods, scalar
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case, run
 
 OK = "right"
@@ -48,6 +48,12 @@ def _own_function(shapes: Shapes) -> Score:
     return Score.of(lambda score, b, h, q, kv: score + rows[b, q] * torch.cos((kv % 7) * 0.5) - 0.1 * h, "own function")
 
 
+def _part_of_a_call(shapes: Shapes) -> dict[str, Any]:
+    """The second half of the heads, from a query that a number says and a key that a tensor says."""
+    begin = torch.tensor(9, device=shapes.device)
+    return {"score_mod": mods.alibi(2 * shapes.heads).shifted(h=shapes.heads, q=scalar(30), kv=begin)}
+
+
 MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
     "none": lambda shapes: {},
     "alibi": lambda shapes: {"score_mod": mods.alibi(shapes.heads)},
@@ -56,9 +62,14 @@ MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
     "own function": lambda shapes: {"score_mod": _own_function(shapes)},
     "dropout": lambda shapes: {"dropout": (0.2, 7)},
     "learned sinks": lambda shapes: {"sinks": 2 * shapes.normal(shapes.heads).requires_grad_()},
+    "offsets": _part_of_a_call,
+    "largest scores": lambda shapes: {},
     "wide heads": lambda shapes: {},
 }
 """What a call is given besides its mask."""
+
+LARGEST = "largest scores"
+SHIFTED = "offsets"
 
 DIMS = {"wide heads": (512, 320)}
 """D and Dv, where they are not both `DIM`."""
@@ -102,6 +113,8 @@ class Cell:
         q_len = PAGED_Q_LEN if self.layout == "paged" else Q_LEN
         shapes = Shapes(generator, device, heads, q_len)
         given = MODS[self.mod](shapes) | {"mask_mod": MASKS[self.mask](shapes)}
+        if self.mod == SHIFTED:
+            given["mask_mod"] = given["mask_mod"].shifted(q=scalar(30), kv=torch.tensor(9, device=device))
         dim, v_dim = DIMS.get(self.mod, (DIM, DIM))
         call: dict[str, Any] = {
             "heads": heads,
@@ -135,7 +148,7 @@ def outcome(cell: Cell, backend: str, device: str | torch.device = "cpu") -> str
     Raises: AssertionError where the result is wrong, or differs between two deterministic runs; what is no refusal.
     """
     case = cell.case(device)
-    attend = functools.partial(attention, backend=backend)
+    attend = functools.partial(_with_largest if cell.mod == LARGEST else attention, backend=backend)
     if cell.way == "deterministic":
         attend = functools.partial(attend, deterministic=True)
     try:
@@ -147,3 +160,13 @@ def outcome(cell: Cell, backend: str, device: str | torch.device = "cpu") -> str
     except ComposattnError as refusal:
         return f"{type(refusal).__name__}: {refusal}"
     return OK
+
+
+def _with_largest(q: torch.Tensor, *tensors: torch.Tensor, backend: str, **options: Any) -> Any:
+    """`attention`, with the largest scores asked for beside its results, and held to those in fp64."""
+    out, lse, found = attention(q, *tensors, backend=backend, **options, return_max_scores=True)
+    exact = (t.detach().double() for t in (q, *tensors))
+    with torch.no_grad():
+        *_, wanted = attention(*exact, backend="reference", **options, return_max_scores=True)
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-4, atol=1e-4)
+    return out, lse

@@ -81,6 +81,14 @@ class BlockSparse(Mask):
         made._set(source, tensors, partial)
         return made
 
+    def named(self, name: str) -> Mask:  # type: ignore[override]
+        """The same by another name, as a mask: its blocks are asked for by number no more."""
+        return Mask(self.expr, name)
+
+    def shifted(self, **by: Any) -> Mask:  # type: ignore[override]
+        """As of `Mask`: a mask that reads the blocks of the larger call."""
+        return self.named(self.name).shifted(**by)
+
     @property
     def table(self) -> Table:
         """The kinds of the blocks as a tensor, see `Table`."""

@@ -268,3 +268,15 @@ def test_numbers_that_name_no_block_are_refused_where_contents_are_checked(
     attend(q, k, v)
     with ca.debug_checks(), pytest.raises(errors.BlocksOutOfRange, match=name):
         attend(q, k, v)
+
+
+def test_by_another_name_or_shifted_they_are_a_mask_that_reads_the_same_blocks() -> None:
+    kinds = torch.randint(0, 3, (1, 2, 4, 4)).to(torch.int8)
+    blocks = ca.BlockSparse(kinds, 16, partial=causal())
+    whole = blocks.dense(64, 64, 1, 2)
+    assert torch.equal(blocks.named("mine").dense(64, 64, 1, 2), whole)
+    assert str(blocks.named("mine")) == "mine"
+    assert torch.equal(blocks.shifted(h=1, q=20).dense(44, 64, 1, 1), whole[:, 1:, 20:])
+    q = torch.randn(1, 2, 64, 16)
+    with pytest.raises(errors.BlockMaskMismatch, match="4 blocks of 16 queries"):
+        ca.attention(q[:, :, 20:], q, q, mask_mod=blocks.shifted(q=20))  # a part's blocks must be cut

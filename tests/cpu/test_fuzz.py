@@ -5,9 +5,11 @@ New seeds in every run; `--seed` replays one, and a failure names its case's own
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from hypothesis import HealthCheck, given, settings
 import composattn as ca
 from composattn.backends import tiles
 from composattn.backends.tiles import TileSizes
-from composattn.testing import Space, check, make_case, random_case, strategies
+from composattn.testing import Space, check, make_case, random_case, run, strategies
+from composattn.testing.parts import draw_part
+from composattn.testing.site import Seeded
 
 attend = functools.partial(ca.attention, backend="streaming")
 
@@ -50,6 +54,30 @@ def test_larger_calls_in_their_own_tiles(round_: int) -> None:
     draw = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:wide:{round_}")
     for _ in range(25):
         held_to_the_tolerance(draw.randrange(2**31), WIDE)
+
+
+@pytest.mark.parametrize("round_", range(ROUNDS))
+def test_parts_of_calls_by_offsets(round_: int) -> None:
+    draw, found = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:parts:{round_}"), 0
+    for seed in (draw.randrange(2**31) for _ in range(CASES // 2)):
+        whole = dataclasses.replace(random_case(seed), dropout=(0.0, 0))
+        drawn = draw_part(Seeded(seed), whole)
+        if drawn is None:
+            continue
+        part, place = drawn
+        found += 1
+        try:
+            check(attend, part)
+            of_whole, of_part = (run(in_fp64, case.without_gradients()) for case in (whole, part))
+            for name, result in of_part.items():
+                torch.testing.assert_close(result, of_whole[name][place], rtol=1e-9, atol=1e-9)
+        except Exception as error:
+            raise AssertionError(f"random_case({seed}), a part: {part}") from error
+    assert found > CASES // 10
+
+
+def in_fp64(*tensors: torch.Tensor, **options: Any) -> Any:
+    return ca.attention(*(t.double() for t in tensors), **options, backend="reference")
 
 
 @given(strategies.cases())

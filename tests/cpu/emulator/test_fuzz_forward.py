@@ -24,7 +24,8 @@ from composattn.call.schedule import ORDERS
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
-from composattn.testing.site import Seeded
+from composattn.testing.parts import draw_part
+from composattn.testing.site import Choices, Seeded
 from composattn.testing.tolerance import assert_case_close
 from tests.support import cut_as_long_ones, on_few_multiprocessors
 
@@ -65,7 +66,7 @@ class Call:
     @classmethod
     def of(cls, seed: int) -> Call:
         choices = Seeded(seed)
-        case = draw_case(choices, choices.choice(cls.spaces))
+        case = cls.drawn(choices)
         schedule = ca.Schedule(
             order=choices.choice(("auto", *ORDERS)),
             persistent=choices.choice((None, None, True)),
@@ -74,6 +75,10 @@ class Call:
             pack_gqa=choices.choice((None, None, False)),
         )
         return cls(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1)
+
+    @classmethod
+    def drawn(cls, choices: Choices) -> Case:
+        return draw_case(choices, choices.choice(cls.spaces))
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
@@ -116,6 +121,17 @@ class WideCall(Call):
     spaces = (WIDE,)
 
 
+class PartCall(Call):
+    """Parts of larger calls, by mods that are shifted: by numbers, run-time numbers and tensors."""
+
+    spaces = tuple(dataclasses.replace(space, layouts=("dense",)) for space in Call.spaces)
+
+    @classmethod
+    def drawn(cls, choices: Choices) -> Case:
+        parts = (draw_part(choices, super(PartCall, cls).drawn(choices)) for _ in itertools.count())
+        return next(part for part, _ in filter(None, parts) if (part.mask_mod, part.score_mod) != (None, None))
+
+
 def held_in_every_mode(seed: int, backend: str, kind: type[Any] = Call) -> object:
     """The call of a kind (`of`, `check`) that this seed draws, checked."""
     call = kind.of(seed)
@@ -144,6 +160,17 @@ def test_random_calls(number: int, backend: str) -> None:
 
 def test_a_random_call_of_wide_heads() -> None:
     held_in_every_mode(small(WideCall, 0), "hopper-emulated", WideCall)
+
+
+def test_a_random_part_of_a_call() -> None:
+    held_in_every_mode(small(PartCall, 0), "hopper-emulated", PartCall)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS)))
+@pytest.mark.parametrize("number", range(40))
+def test_random_parts_of_calls(number: int, backend: str) -> None:
+    held_in_every_mode(seeds(40)[number], backend, PartCall)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -170,6 +171,106 @@ def test_checkpointing_changes_no_gradient() -> None:
     _, again = logits_and_gradients(of, "composattn", inputs)
     for name, gradient in kept_ones.items():
         assert torch.equal(again[name], gradient), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("told", [True, False])
+def test_packed_documents_under_checkpointing_have_the_gradients_of_each_alone(told: bool, reentrant: bool) -> None:
+    of, lengths = model("mistral").train(), [11, 22, 7]
+    tokens, pushed = torch.randint(1, WORDS, (1, 40)), torch.randn(1, 40, WORDS)
+    of.set_attn_implementation("eager")
+    for document, push in zip(tokens.split(lengths, 1), pushed.split(lengths, 1), strict=True):
+        (of(document, use_cache=False).logits * push).sum().backward()
+    wanted = {name: p.grad for name, p in of.named_parameters() if p.grad is not None}
+    of.zero_grad()
+    of.set_attn_implementation("composattn")
+    of.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    begins = torch.tensor([0, 11, 33, 40], dtype=torch.int32)
+    documents = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 22, "max_length_k": 22}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = of(tokens, position_ids=positions, use_cache=False, **(documents if told else {})).logits
+    (packed * pushed).sum().backward()
+    for name, gradient in wanted.items():
+        found = of.get_parameter(name).grad
+        assert float((found - gradient).norm()) <= 4e-6 * float(gradient.norm() + 1e-3), name
+
+
+def test_adapters_of_low_rank_learn_what_they_do_in_eager_under_checkpointing() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = torch.nn.Parameter(torch.randn(4, base.in_features) / 10)
+            self.up = torch.nn.Parameter(torch.randn(base.out_features, 4) / 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+
+    of = model("gpt-oss").train().requires_grad_(False)
+    for layer_ in of.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer_.self_attn, name, Adapted(getattr(layer_.self_attn, name)))
+    of.enable_input_require_grads()
+    of.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = {"input_ids": torch.randint(1, WORDS, (2, TOKENS)), "use_cache": False}
+    _, wanted = logits_and_gradients(of, "eager", inputs)
+    wanted = {name: gradient.clone() for name, gradient in wanted.items()}
+    _, found = logits_and_gradients(of, "composattn", inputs)
+    assert len(found) == 8
+    for name, gradient in wanted.items():
+        assert float((found[name] - gradient).norm()) <= 4e-6 * float(gradient.norm()), name
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "the prompt in chunks": {"prefill_chunk_size": 16},
+    "beams of a static cache": {"num_beams": 3, "num_return_sequences": 2, "cache_implementation": "static"},
+    "beams that may not repeat": {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_other_ways_to_generate_give_the_tokens_of_eager(name: str, way: str) -> None:
+    of, tokens, mask = model(name).eval(), torch.randint(1, WORDS, (2, TOKENS)), padding("left")
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | WAYS[way]
+    found = []
+    for implementation in ("eager", "composattn"):
+        of.set_attn_implementation(implementation)
+        found.append(of.generate(tokens, **options))
+    assert torch.equal(*found)
+
+
+def test_drafted_tokens_are_taken_as_in_eager() -> None:
+    of, helper, tokens = model("mistral").eval(), model("mistral").eval(), torch.randint(1, WORDS, (1, TOKENS))
+    found = []
+    for implementation in ("eager", "composattn"):
+        of.set_attn_implementation(implementation)
+        helper.set_attn_implementation(implementation)
+        found.append(of.generate(tokens, assistant_model=helper, max_new_tokens=NEW, do_sample=False, pad_token_id=0))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "llama", "mistral", "gpt-oss")]
+)
+def test_a_compiled_training_step_learns_what_eager_does_at_other_lengths_too(name: str) -> None:
+    of = model(name).train()
+    of.set_attn_implementation("composattn")
+    twin = copy.deepcopy(of)
+    twin.set_attn_implementation("eager")
+    steps = [torch.optim.SGD(m.parameters(), 0.1) for m in (of, twin)]
+    torch._dynamo.reset()
+    compiled = torch.compile(of, fullgraph=True, backend="aot_eager")
+    for length in (TOKENS, TOKENS + 8, TOKENS + 24):
+        tokens = torch.randint(1, WORDS, (2, length))
+        losses = [m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (compiled, twin)]
+        assert float((losses[0] - losses[1]).detach().abs()) <= 1e-5
+        for loss, step in zip(losses, steps, strict=True):
+            loss.backward()
+            step.step()
+            step.zero_grad()
+    for ours, theirs in zip(of.parameters(), twin.parameters(), strict=True):
+        assert float((ours - theirs).detach().abs().max()) <= 1e-5
 
 
 SLOWLY_COMPILED = [pytest.param(name, "left", marks=pytest.mark.slow) for name in ("llama", "gemma2")]
