@@ -21,6 +21,7 @@ PAGES = (
     "docs/how_it_works.md",
     "docs/integrations.md",
     "docs/more.md",
+    "docs/searches.md",
     "docs/tutorial.md",
     "docs/vllm.md",
 )
