@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...graph.multiples import is_of_score
 from ..fused.order import queries_of_a_key
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
@@ -16,6 +17,7 @@ from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, pad
 
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
+L2 = 50 << 20  # bytes
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
@@ -38,8 +40,9 @@ class HopperBackwardTiling(BackwardTiling):
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
-    runs, and dS written before the product for dV starts; else P and dS are computed together (always where the
-    derivative of a score looks at the score). `dq_later`: dQ of a query tile is computed a tile later, so that no
+    runs, and dS written before the product for dV starts; else P and dS are computed together. `bends_early`: so is P,
+    with what dP - D is multiplied by, where the derivative of a score looks at the score, and a tanh near 0 is a
+    polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
     warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
     starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
     from registers. `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
@@ -59,6 +62,7 @@ class HopperBackwardTiling(BackwardTiling):
     dq_in_bulk: bool = False
     passing: bool = False
     tries_first: bool = False
+    bends_early: bool = True
     distances: int = 0
 
     @property
@@ -190,12 +194,13 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         consumer_registers=240,
         producer_registers=24,
         p_early=True,
+        bends_early=not tall and _bends_early(program, max(d, dv), deterministic),
         dq_later=later,
         dq_in_bulk=sends,
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=16 << 20,
         section_tiles=_section_tiles(target),
-        heads_together=problem.schedule.heads_together,
+        heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
     )
@@ -206,6 +211,16 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     gains = program.score is None if tall else not deterministic
     gains = gains and not listed and not (deterministic and (sends or reads_any(program.mask)))
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling
+
+
+def _bends_early(program: Program, widest: int, deterministic: bool) -> bool:
+    """Whether there are registers for P m'(s) beside P: not with 128 queries (593 spills), nor for what else mods read.
+
+    With D 128 beside no ids of documents either (32 spills in the loop), nor turns.
+    """
+    if not is_of_score(program.score) or program.keep is not None:
+        return False
+    return widest < 128 or not (deterministic or has_costly_test(program.mask))
 
 
 def _leaves_halves(program: Program, seen: float) -> bool:
@@ -221,6 +236,21 @@ def _leaves_halves(program: Program, seen: float) -> bool:
 def _section_tiles(target: Target) -> int:
     """Of heads that run together: with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle."""
     return 3 * target.sms // 2
+
+
+def _heads_together(problem: Problem, row: int, tile_n: int, target: Target, deterministic: bool) -> int | None:
+    """Key/value heads at a time: few where the queries of one, of `row` bytes each, are more than L2 holds; else None.
+
+    Then so many as fill the multiprocessors once. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
+    call moved 8 times the bytes of DRAM that it has to. In a fixed order one is 24 % faster than four, two 15 %.
+    """
+    asked = problem.schedule.heads_together
+    if asked is not None or problem.group == 1 or not problem.layout.is_dense:
+        return asked
+    if problem.group * problem.q_len * row <= L2:
+        return None
+    tiles = max(1, -(-problem.kv_len // tile_n))
+    return 1 if deterministic else max(1, round(target.sms / tiles))
 
 
 def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
