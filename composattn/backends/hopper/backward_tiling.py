@@ -17,7 +17,7 @@ from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, pad
 
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
-L2 = 50 << 20  # bytes
+L2 = 50 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
@@ -45,7 +45,8 @@ class HopperBackwardTiling(BackwardTiling):
     polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
     warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
     starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
-    from registers. `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
+    from registers. `dq_pieces` of a warpgroup's part then pass through the same place one after the other.
+    `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
     `Edge`.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
     """
@@ -62,6 +63,7 @@ class HopperBackwardTiling(BackwardTiling):
     dq_in_bulk: bool = False
     passing: bool = False
     tries_first: bool = False
+    dq_pieces: int = 1
     bends_early: bool = True
     distances: int = 0
 
@@ -72,6 +74,11 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def transposed(self) -> bool:
         return self.kernel == "backward_transposed"
+
+    @property
+    def has_one_ds(self) -> bool:
+        """Whether who writes the next P and dS waits until these have been read."""
+        return self.transposed and self.ds_stages == 1
 
     @property
     def dq_parts(self) -> int:
@@ -104,7 +111,7 @@ class HopperBackwardTiling(BackwardTiling):
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         front = -(-(512 + 4 * self.statistic_stride * (self.q_stages + self.do_stages)) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
-        dq = 4 * self.tile_m * self.d if self.dq_in_bulk else 0
+        dq = 4 * self.tile_m * self.d // self.dq_pieces if self.dq_in_bulk else 0
         if self.persistent and not self.dq_in_bulk:
             stationary *= 2
         return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
@@ -157,9 +164,13 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         return _halves(problem, target)
     if max(d, dv) > 128:
         tiling = _shared_keys(d, dv, problem, target)
+        # beside a warp that clears, ptxas moves the sleep of a wait out of the loop; causal ones of D 256 have it there
+        clears = problem.layout.is_dense and not deterministic
         if not _takes_more_keys(d, dv, program):
-            return tiling
-        return dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True)
+            return dataclasses.replace(tiling, clears=clears and program.mask is None)
+        tiling = dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True, clears=clears)
+        halves = deterministic and d == dv and program.score is None and not has_opaque_test(program)
+        return _by_halves(tiling) if halves else _longer_sections(tiling, problem, program, target)
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
@@ -200,7 +211,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=16 << 20,
         section_tiles=_section_tiles(target),
-        heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
+        heads_together=_heads_together(problem, target, 128, d, dv, deterministic),
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
     )
@@ -238,21 +249,6 @@ def _section_tiles(target: Target) -> int:
     return 3 * target.sms // 2
 
 
-def _heads_together(problem: Problem, row: int, tile_n: int, target: Target, deterministic: bool) -> int | None:
-    """Key/value heads at a time: few where the queries of one, of `row` bytes each, are more than L2 holds; else None.
-
-    Then so many as fill the multiprocessors once. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
-    call moved 8 times the bytes of DRAM that it has to. In a fixed order one is 24 % faster than four, two 15 %.
-    """
-    asked = problem.schedule.heads_together
-    if asked is not None or problem.group == 1 or not problem.layout.is_dense:
-        return asked
-    if problem.group * problem.q_len * row <= L2:
-        return None
-    tiles = max(1, -(-problem.kv_len // tile_n))
-    return 1 if deterministic else max(1, round(target.sms / tiles))
-
-
 def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
     """Whether two warpgroups have registers for transposed sums of 96 keys: of 384 rows, 144 a thread.
 
@@ -262,6 +258,32 @@ def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
     fits = d == 192 and dv in (128, 192)
     reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_costly_test(program.mask)
     return fits and not reads and not sums_by(program, Pattern.DISTANCE)
+
+
+def _by_halves(tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+    """With dQ in bulk, in the place of a second P and dS: 5 % in a fixed order, where else it loses 2."""
+    return dataclasses.replace(tiling, ds_stages=1, dq_in_bulk=True, dq_pieces=2)
+
+
+def _longer_sections(
+    tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target
+) -> HopperBackwardTiling:
+    """Of eight heads of 8k where tiles of keys differ, so that the last ones even out (D 192, causal: 2 %)."""
+    if program.mask is None or problem.kv_len < 64 * tiling.tile_n:
+        return tiling
+    return dataclasses.replace(tiling, section_tiles=5 * target.sms)
+
+
+def _heads_together(problem: Problem, target: Target, tile_n: int, d: int, dv: int, deterministic: bool) -> int | None:
+    """As asked for, or of groups whose queries alone fill L2 as few as keep the multiprocessors busy.
+
+    32 heads on 4 at 8k read 8.5 GB of memory by fours, where they need 1.1; 2 gain 3 %. In a fixed order 1 gains 24.
+    """
+    asked, keys = problem.schedule.heads_together, -(-problem.kv_len // tile_n)
+    queries = problem.group * problem.q_len * (2 * (d + dv) + 4 * d)
+    if asked is not None or problem.group == 1 or not problem.layout.is_dense or queries <= L2:
+        return asked
+    return 1 if deterministic else max(1, round(target.sms / keys))
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
