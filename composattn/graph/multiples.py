@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
-from .expr import DEEP, Expr, Rate, score, walk
+from .expr import DEEP, Dep, Expr, Rate, score, walk
 
 
 def constant_factor(node: Expr) -> tuple[Expr | None, float]:
@@ -23,6 +24,20 @@ def constant_factor(node: Expr) -> tuple[Expr | None, float]:
     return None, 1.0
 
 
+def constants(node: Expr) -> tuple[Expr, float]:
+    """(x, c): `node` is x times c, and x no such product."""
+    number, rest = 1.0, constant_factor(node)
+    while rest[0] is not None:
+        node, number = rest[0], number * rest[1]
+        rest = constant_factor(node)
+    return node, number
+
+
+def is_of_score(root: Expr | None) -> TypeGuard[Expr]:
+    """Whether a score mod looks at nothing but the score."""
+    return root is not None and not root.deps & ~Dep.SCORE
+
+
 def steepest_tanh(root: Expr | None) -> float | None:
     """The largest |c| where each tanh of a score mod is of c times the score; None: it has none, or another.
 
@@ -32,15 +47,12 @@ def steepest_tanh(root: Expr | None) -> float | None:
         return None
     arguments = [node.args[0] for node in walk(root) if node.op == "tanh" and node.rate is Rate.ELEMENT]
     found = []
-    for x in arguments:
-        number, rest = 1.0, constant_factor(x)
-        while rest[0] is not None:
-            x, number = rest[0], number * rest[1]
-            rest = constant_factor(x)
+    for argument in arguments:
+        x, number = constants(argument)
         if x is not score():
             return None
         found.append(abs(number))
     return max(found, default=None)
 
 
-__all__ = ["constant_factor", "steepest_tanh"]
+__all__ = ["constant_factor", "constants", "is_of_score", "steepest_tanh"]

@@ -477,6 +477,11 @@ class Mods:
         """What makes log2 units of the scores that `apply_score` leaves; always positive."""
         return Float32(LOG2_E) if self.changes_scores else scale * LOG2_E
 
+    def is_near(self, scale: Any, scores: Sequence[Any]) -> Any:
+        """Whether no tanh of a score mod whose `steepest` is known is of a number beyond `NEAR`, at raw scores."""
+        largest = tree(cute.arch.fmax, chains(cute.arch.fmax, [cm.abs(score) for score in scores]))
+        return largest * cm.abs(scale * self.steepest) <= NEAR
+
     def intervals(self, leaves: Leaves) -> list[tuple[Any, Any, Any, Any]]:
         """(begin, end, full_begin, full_end) of each run of kv positions that the query tile visits, int32."""
         at = Evaluator(self, leaves, None)
@@ -548,9 +553,8 @@ class BoundMods(Fixed):
         return at.ahead
 
     def is_near(self, scores: Sequence[Any]) -> Any:
-        """Whether no tanh of a score mod whose `steepest` is known is of a number beyond `NEAR`, at raw scores."""
-        largest = tree(cute.arch.fmax, chains(cute.arch.fmax, [cm.abs(score) for score in scores]))
-        return largest * cm.abs(self.leaves.scale * self.mods.steepest) <= NEAR
+        """See `Mods.is_near`."""
+        return self.mods.is_near(self.leaves.scale, scores)
 
     def apply_score(
         self, tile: ScoreTile, ahead: dict[Expr, Any], all_visible: bool = False, near: bool = False

@@ -27,14 +27,16 @@ from ..analysis.bands import TileInterval
 from ..analysis.captured_gradient import GradientProgram
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
-from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index
+from ..graph.expr import Capture, Dep, DType, Expr, Rate, const, index, score
 from ..graph.gradient import derivative
+from ..graph.multiples import constants, is_of_score
 from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_dropout import copied, drop
-from .emit_ops import convert
+from .emit_ops import convert, tanh_of
+from .emit_row import MODERATE, near_tanh
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
 from .values import Fixed, choose, larger, smaller, total
@@ -54,6 +56,7 @@ class BackwardMods:
         captured: tuple[Capture, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
+        self.near = False  # whether scores whose tanh are of small numbers go another way
         self.mods, self.arithmetic = Mods(program, captured=captured), arithmetic
         self.mods.bounds, self.mods.limits = intervals, limits
         self.score, self.mask = program.score, program.mask
@@ -65,6 +68,16 @@ class BackwardMods:
     def one_pass(self) -> bool:
         """Whether the derivative looks at the score: then P and dS are computed together, from S and dP."""
         return self.slope is not None and bool(self.slope.deps & Dep.SCORE)
+
+    @property
+    def bends(self) -> bool:
+        """Whether the score mod is of the score alone, each tanh of a constant times it, and computed one by one.
+
+        What else a mod reads would be in registers twice: a table by distance spilled 18, a bias by pair 72 for 64.
+        """
+        if not is_of_score(self.score) or self.mods.steepest is None or self.arithmetic is not ONE_BY_ONE:
+            return False
+        return max(self.mods.steepest, abs(constants(self.score)[1])) < MODERATE  # larger ones times scale may be inf
 
     def intervals(self, leaves: Leaves) -> list[tuple[Any, Any, Any, Any]]:
         """(begin, end, full_begin, full_end) of each run of queries that the kv tile visits, int32."""
@@ -132,13 +145,47 @@ class BoundBackwardMods(Fixed):
 
     def both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, tested: Boolean) -> None:
         """Raw q·k to P and dP to dS, in place; what the score and its derivative share is computed once."""
+        if self.backward.bends and not self.backward.near:
+            self.bend(at, lse, d_probabilities, delta, near=False)
+        elif self.backward.bends:
+            scores = [at.tile.values[place] for place in _places(at.tile)]
+            far = cute.arch.vote_any_sync(~self.mods.is_near(self.leaves.scale, scores))
+            _bend_by_either(far, self, at, lse, d_probabilities, delta)
+        else:
+            self._both(at, lse, d_probabilities, delta)
+        self._hide(at, tested, at.tile.values, d_probabilities)
+
+    def _both(self, at: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any) -> None:
         exponent = self._exponent(at, lse)
         for r, c in _places(at.tile):
             p = exp2(exponent(r, c))
             d_probabilities[r, c] = self._gradient(at, r, c, p, d_probabilities[r, c] - delta[r])
             at.tile.values[r, c] = p
             at.forget_element()
-        self._hide(at, tested, at.tile.values, d_probabilities)
+
+    def weights(self, at: Evaluator, lse: Any, weights: cute.Tensor, tested: Boolean) -> None:
+        """Raw q·k to P, in place, and what dP - D is multiplied by for dS: `both` before there is a dP."""
+        weights.fill(1.0)
+        self.both(at, lse, weights, [Float32(0.0)] * at.tile.rows, tested)
+
+    def bend(self, outer: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, near: bool) -> None:
+        """As `both`, of a score mod whose `steepest` tanh is known, without the mask."""
+        tile = outer.tile
+        at = BentScores(self.mods, self.leaves, tile, near)
+        at.head, at.column, at.ahead = dict(self.work.head), dict(self.work.column), outer.ahead
+        assert self.backward.score is not None, "no score mod bends"
+        rest, factor = constants(self.backward.score)
+        for r, c in _places(tile):
+            p = exp2(cm.fma(Float32(at.value(rest, r, c)), Float32(factor * LOG2_E), -lse[r]))
+            d_probabilities[r, c] = self._gradient(at, r, c, p, d_probabilities[r, c] - delta[r])
+            tile.values[r, c] = p
+            at.forget_element()
+
+    def weighted(self, d_probabilities: cute.Tensor, weights: cute.Tensor, delta: Any) -> None:
+        """dP to dS, in place."""
+        for r in range(cute.size(weights, mode=[0])):
+            for c in range(cute.size(weights, mode=[1])):
+                d_probabilities[r, c] = weights[r, c] * (d_probabilities[r, c] - delta[r])
 
     def drop(self, at: Evaluator, values: Any) -> None:
         """P that was, or dP that is, to be multiplied by what dropout keeps: so it is, in place."""
@@ -163,7 +210,8 @@ class BoundBackwardMods(Fixed):
         if slope is None:
             return p * difference
         ds = p * difference * convert(at.value(slope, r, c), DType.FLOAT)
-        return choose(p == 0.0, Float32(0.0), ds) if slope.rate is Rate.ELEMENT else ds
+        may_be_infinite = slope.rate is Rate.ELEMENT and not (self.backward.bends and _is_of_tanh(slope))
+        return choose(p == 0.0, Float32(0.0), ds) if may_be_infinite else ds
 
     def _exponent(self, at: Evaluator, lse: Any) -> Callable[[int, int], Any]:
         """(r, c) → log2(P), before the mask."""
@@ -250,6 +298,21 @@ class BoundBackwardMods(Fixed):
 
 
 @cute.jit
+def _bend_by_either(
+    far: Boolean,
+    mods: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    lse: cutlass.Constexpr,
+    d_probabilities: cutlass.Constexpr,
+    delta: cutlass.Constexpr,
+):
+    if far:
+        mods.bend(at, _afresh(lse), d_probabilities, _afresh(delta), near=False)
+    else:
+        mods.bend(at, _afresh(lse), d_probabilities, _afresh(delta), near=True)
+
+
+@cute.jit
 def _hide_if(tested: Boolean, mods: cutlass.Constexpr, at: cutlass.Constexpr, targets: cutlass.Constexpr):
     if tested:
         # what is computed in the branch must not be seen outside of it
@@ -262,6 +325,33 @@ def _hide_by_either(holds: Boolean, mods: cutlass.Constexpr, at: cutlass.Constex
         mods.hide_by_limits(mods.evaluator(at.tile), targets)
     else:
         mods.hide_by_mask(mods.evaluator(at.tile), targets)
+
+
+def _afresh(statistic: Any) -> Any:
+    """A statistic of rows that is read when first asked for: in a branch, for the branch."""
+    return statistic.afresh() if hasattr(statistic, "afresh") else statistic
+
+
+class BentScores(Evaluator):
+    """Values of a score mod whose tanh are of constants times the score: those are one. `near`: see `Mods.is_near`."""
+
+    def __init__(self, mods: Mods, leaves: Leaves, tile: ScoreTile, near: bool) -> None:
+        super().__init__(mods, leaves, tile)
+        self.near = near
+
+    def _compute(self, node: Expr, r: int, c: int) -> Any:
+        x, factor = constants(node.args[0]) if node.op == "tanh" else (None, 1.0)
+        if x is not score():
+            return super()._compute(node, r, c)
+        raw, scale = self.tile.values[r, c], self.leaves.scale
+        if self.near:
+            return near_tanh([raw * (scale * factor)], ONE_BY_ONE)[0]
+        return tanh_of(raw * (scale * (factor * 2.0 * LOG2_E)))
+
+
+def _is_of_tanh(node: Expr) -> bool:
+    """Whether it is a number wherever its tanh are, as the derivative of a soft cap is."""
+    return node.is_const or node.op == "tanh" or (node.op in ("add", "sub", "mul") and all(map(_is_of_tanh, node.args)))
 
 
 def _together(tile: ScoreTile, arithmetic: Arithmetic) -> list[list[tuple[int, int]]]:

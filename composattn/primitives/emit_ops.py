@@ -43,7 +43,12 @@ def _division(x: Any, y: Any) -> Any:
 
 def _tanh(x: Any) -> Any:
     """1 - 2 / (1 + e^2x): absolute error 2^-23. The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P."""
-    return 1.0 - 2.0 * reciprocal(exp2(x * (2.0 * LOG2_E)) + 1.0)
+    return tanh_of(x * (2.0 * LOG2_E))
+
+
+def tanh_of(exponent: Any) -> Any:
+    """tanh of a number that was multiplied by 2 log2(e)."""
+    return 1.0 - 2.0 * reciprocal(exp2(exponent) + 1.0)
 
 
 def _sigmoid(x: Any) -> Any:

@@ -24,7 +24,7 @@ _LARGEST = 31.0
 # tanh(x) / x in x² up to there: absolute error of tanh 2.4e-7, in fp32 3.2e-7
 NEAR = 1.0
 _NEAR_TANH = (0.99999685, -0.33324003, 0.132535204, -0.050972739, 0.016114042, -0.00283940975)
-_MODERATE = 2.0**64  # constants whose product is beyond it, or below its inverse, are multiplied one after the other
+MODERATE = 2.0**64  # constants whose product is beyond it, or below its inverse, are multiplied one after the other
 
 
 class RowValues(Fixed):
@@ -55,7 +55,7 @@ class RowValues(Fixed):
         if self._is_of_elements(node):
             rest, number = constant_factor(node)
             number *= 1.0 if factor is None else factor
-            if rest is not None and 1.0 / _MODERATE < abs(number) < _MODERATE:
+            if rest is not None and 1.0 / MODERATE < abs(number) < MODERATE:
                 return self.of(rest, number)
             if node.op == "tanh":
                 return self.tanh(node.args[0], 1.0 if factor is None else factor)
@@ -79,10 +79,7 @@ class RowValues(Fixed):
         takes none of it.
         """
         if self.near:
-            numbers = self.of(x)
-            squares = self.arithmetic.products(numbers, numbers)
-            slopes = self.arithmetic.polynomial([factor * c for c in _NEAR_TANH], squares)
-            return self.arithmetic.products(slopes, numbers)
+            return near_tanh(self.of(x), self.arithmetic, factor)
         exponents = self.of(x, 2.0 * LOG2_E)
         if self.all_visible:
             exponents = [cm.min(Float32(e), Float32(_LARGEST), propagate_nan=True) for e in exponents]
@@ -100,3 +97,10 @@ class RowValues(Fixed):
             parts = [both * y, both * x]
             found += self.arithmetic.products(parts, second) + self.arithmetic.products(parts, first)
         return found
+
+
+def near_tanh(numbers: list[Any], arithmetic: Arithmetic, factor: float = 1.0) -> list[Any]:
+    """tanh of numbers that are not beyond `NEAR`, times `factor`."""
+    squares = arithmetic.products(numbers, numbers)
+    slopes = arithmetic.polynomial([factor * c for c in _NEAR_TANH], squares)
+    return list(arithmetic.products(slopes, numbers))

@@ -109,7 +109,8 @@ WIDE = [
 def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main
     made: Artifact = compile_offline(plan, folder)
-    around = 2 * ((mods, d) == ("relative-full", 128))  # the loop over tiles of keys, not that over queries
+    # the loop over tiles of keys, not that over queries
+    around = {("relative-full", 128): 2, ("softcap-causal", 128): 14}.get((mods, d), 0)
     assert made.shared_memory <= HOPPER.shared_memory
     if made.stack is not None:
         assert made.stack <= 4 * around
@@ -197,7 +198,7 @@ def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
         assert made.mnemonics["HGMMA"] == t.d // 16 + t.dv // 16 + 2 * (t.tile_m // 16) + 2 * (t.tile_n // 16)
         assert made.spills == 0
         assert made.mnemonics["WARPGROUP"] <= 14
-        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128) + t.clears
 
 
 SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -236,7 +237,54 @@ def test_transposed_sums_spill_nothing_and_overlap(
         assert made.spills == 0
         # of a warpgroup: an arrive a product, and at most four waits
         assert made.mnemonics["WARPGROUP"] <= 9 * t.warpgroups
-        assert made.mnemonics["REDG"] == t.tile_m * t.d // (4 * 128)
+        assert made.mnemonics["REDG"] == (not t.dq_in_bulk) * t.tile_m * t.d // (4 * 128) + t.clears
+
+
+@pytest.mark.parametrize(
+    ("mods", "d", "dv", "deterministic"),
+    [("plain-full", 192, 192, False), ("plain-causal", 192, 192, False), ("plain-full", 192, 128, False),
+     ("plain-full", 256, 256, False), ("plain-causal", 256, 256, False), ("plain-causal", 192, 192, True)],
+)  # fmt: skip
+def test_no_wait_of_wide_kernels_sleeps_in_the_loop(
+    mods: str, d: int, dv: int, deterministic: bool, folder: Path
+) -> None:
+    """ptxas puts the NANOSLEEP of all waits into the loop over queries, or of none: 3 to 4 % at D 192 and 256."""
+    made = compile_offline(plans(mods, d, dv=dv, deterministic=deterministic).main, folder)
+    assert made.spills in (0, None)
+    assert not any(loop["NANOSLEEP"] for loop in loops_over_queries(made))
+
+
+def test_dq_of_d192_leaves_in_bulk_in_a_fixed_order(folder: Path) -> None:
+    """By halves, through the place of a second P and dS."""
+    plan = plans("plain-causal", 192, deterministic=True).main
+    made = compile_offline(plan, folder)
+    assert plan.tiling.dq_in_bulk and (plan.tiling.ds_stages, plan.tiling.dq_pieces) == (1, 2)
+    if made.mnemonics:
+        assert made.mnemonics["UBLKRED"] == 2 and not any(loop["BAR"] for loop in loops_over_queries(made))
+
+
+def test_a_soft_cap_is_a_polynomial_where_scores_are_near(folder: Path) -> None:
+    """Two of three exponentials an element are gone there, and P is computed while dP runs."""
+    made = compile_offline(plans("softcap-causal", 128).main, folder)
+    if made.mnemonics:
+        elements = 64 * 128 // 256
+        (loop,) = loops_over_queries(made)
+        assert loop["MUFU"] <= 4 * elements
+
+
+def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
+    """32 heads on 4 read 8 times what they had to from memory; in a fixed order one group at a time is 1.24 as fast."""
+
+    def together(heads: int, length: int, deterministic: bool = False, asked: int | None = None) -> int | None:
+        problem = Problem(2, heads, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+        problem = dataclasses.replace(problem, schedule=ca.Schedule(heads_together=asked))
+        return plan_backward(
+            problem, Program(None, None), HOPPER, deterministic=deterministic
+        ).main.tiling.heads_together
+
+    assert together(32, 8192) == 2 and together(32, 16384) == 1 and together(32, 8192, deterministic=True) == 1
+    assert together(32, 8192, asked=3) == 3
+    assert together(32, 2048) is None and together(4, 65536) is None
 
 
 def test_what_each_warpgroup_has_of_transposed_sums() -> None:

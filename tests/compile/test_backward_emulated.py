@@ -53,6 +53,7 @@ MODS: dict[str, tuple[Any, Any]] = {
     "two-offsets": (None, document(offsets=OFFSETS, kv_offsets=OF_KEYS)),
     "alibi": (lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q), causal),
     "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), causal),
+    "gentle-softcap": (lambda s, b, h, q, kv: 200.0 * torch.tanh(s / 200.0), causal),
     "relative": (lambda s, b, h, q, kv: s + BIAS[h, q - kv + 300], None),
     "choice": (lambda s, b, h, q, kv: s * torch.where(q > kv, 1.5, 0.5), None),
 }
@@ -68,6 +69,9 @@ CASES = {
     "document-d32": ("document", torch.float16, 2, 2, 200, 200, 32, 32, False, False),
     "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, 150, 150, 128, 128, True, False),
     "softcap-d128": ("softcap", torch.bfloat16, 1, 1, 150, 150, 128, 128, True, False),
+    "gentle-softcap-d128": ("gentle-softcap", torch.bfloat16, 1, 1, 150, 150, 128, 128, True, False),
+    "gentle-softcap-d256": ("gentle-softcap", torch.bfloat16, 1, 1, 100, 100, 256, 256, True, False),
+    "plain-d256-clearing": ("plain", torch.bfloat16, 2, 1, 100, 150, 256, 256, True, False),
     "softcap-gqa2-d64": ("softcap", torch.bfloat16, 2, 1, 150, 150, 64, 64, False, False),
     "relative-d64": ("relative", torch.bfloat16, 2, 1, 150, 150, 64, 64, True, False),
     "choice-d80-dv40": ("choice", torch.float16, 1, 1, 150, 150, 80, 40, True, False),
@@ -204,6 +208,8 @@ IN_ORDER_CASES: dict[str, tuple[Any, ...]] = {
     "plain-d96": ("plain", torch.bfloat16, 1, 1, 200, 270, 96, 96, False, True),
     "causal-gqa2-d96": ("causal", torch.bfloat16, 4, 2, 200, 300, 96, 96, False, True),
     "window-d96-dv80": ("window", torch.float16, 1, 1, 300, 300, 96, 80, True, True),
+    "causal-gqa2-d192": ("causal", torch.bfloat16, 2, 1, 200, 200, 192, 192, True, True),
+    "plain-ragged-d192": ("plain", torch.bfloat16, 1, 1, 100, 130, 192, 192, True, True),
 }
 
 

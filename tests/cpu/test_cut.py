@@ -24,6 +24,8 @@ CASES = {
     "one-round-of-many-lengths": (triangle(32), 4, 0, 2),
     "one-round-of-one-length": ([100] * 132, 1, 132, 1),
     "one-round-and-a-little": ([100] * 140, 1, 132, 7),
+    "thirteen-rounds-and-four-tiles": ([128] * 86, 20, 1716, 16),
+    "thirteen-rounds-and-a-third": ([32] * 22, 80, 1760, 1),
     "one-short-tile": ([3], 1, 1, 1),
 }
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 BLOCK, GATHER, PIECE = 2.0, 1.5, 0.03
 SHORTEST = 6  # query tiles of a piece
 MOST_PIECES = 16
-MANY = 4  # tiles per multiprocessor; where there are more, none is cut
+MANY = 4  # tiles per multiprocessor; where there are more, none is cut, but
+FEW = 16  # of equally long ones those left over of whole rounds, if less than a 16th of the multiprocessors has one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,15 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
 
     Many tiles are left whole: those of many lengths even out by themselves, and of equally long ones whole blocks go
     over the queries in step, so that what they read and add to stays in L2 (24 heads on 3 with no mask, cut, took 1.12
-    times as long). Few are all cut alike, if at all, or of equally long ones those of the last round.
+    times as long), but where a last round would be of few tiles (D 192, 8k: 13.03 rounds, cut 4 % faster). Few are all
+    cut alike, if at all, or of equally long ones those of the last round.
     """
     tiles = len(lengths) * repeats
     longest, candidates = max(lengths, default=0), [Cut(tiles, tiles, 1)]
     equal = min(lengths, default=0) == longest
+    left = tiles % sms
+    if tiles > MANY * sms and equal and 0 < left <= sms // FEW and longest >= 2 * SHORTEST:
+        return Cut(tiles, tiles - left, min(MOST_PIECES, longest // SHORTEST))
     if tiles > (2 if equal else MANY) * sms:
         return candidates[0]
     whole = tiles - tiles % sms if equal else 0
@@ -64,4 +69,4 @@ def _makespan(times: Iterable[float], sms: int) -> float:
     return max(free)
 
 
-__all__ = ["MANY", "Cut", "best_cut"]
+__all__ = ["FEW", "MANY", "Cut", "best_cut"]

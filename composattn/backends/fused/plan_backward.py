@@ -17,7 +17,7 @@ from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
-from .cut import MANY, Cut, best_cut
+from .cut import FEW, MANY, Cut, best_cut
 from .order import exchanged, mirror, order_of_keys
 from .plan import TiledPlan, compiled_in, extent_of
 from .target import Target
@@ -132,7 +132,7 @@ def plan_backward(
     if lists is not None or not problem.layout.is_dense:
         cut = None  # what a tile visits is known on the device alone
     elif cut == "auto":
-        cut = _cut(problem, chosen, intervals, at_once)
+        cut = _cut(problem, chosen, intervals, at_once, deterministic)
     ordered_by = intervals if lists is None else None
     order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
     packed = problem.layout.q == "packed"
@@ -163,9 +163,16 @@ def plan_backward(
     )
 
 
-def _cut(problem: Problem, tiling: BackwardTiling, intervals: tuple[TileInterval, ...], at_once: int) -> Cut | None:
-    """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide."""
-    if problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n) > MANY * at_once:
+def _cut(
+    problem: Problem, tiling: BackwardTiling, intervals: tuple[TileInterval, ...], at_once: int, deterministic: bool
+) -> Cut | None:
+    """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
+
+    Of many the few that are left over of whole rounds; blocks that stay gain nothing by it.
+    """
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
+    few_are_left = 0 < tiles % at_once <= at_once // FEW and not (tiling.persistent or deterministic)
+    if tiles > MANY * at_once and not few_are_left:
         return None
     visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)
     if visits is None:

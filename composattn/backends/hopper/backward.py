@@ -48,6 +48,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
         super().__init__(plan)
+        self.mods.near = plan.tiling.bends_early
         self.threads = (plan.tiling.warpgroups + 1) * WARPGROUP
         self.stored_rows = ROWS if plan.tiling.persistent else plan.tiling.tile_n
 
@@ -177,8 +178,18 @@ class Consumer(KeyWarpgroup):
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
-        p_early = self.tiling.p_early and not self.mods.backward.one_pass
-        if const_expr(p_early):
+        one_pass = self.mods.backward.one_pass
+        p_early = self.tiling.p_early and (self.tiling.bends_early or not one_pass)
+        if const_expr(p_early and one_pass):
+            weights = cute.make_rmem_tensor(self.scores_shape, Float32)
+            warpgroup.wait_group(1)
+            self.mods.weights(at, lse, queries_first(weights), tested)
+            self.mods.drop(at, scores)
+            narrow(tVrP, tSrS)
+            warpgroup.wait_group(0)
+            self.mods.drop(at, gradients)
+            self.mods.weighted(gradients, queries_first(weights), delta)
+        elif const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
             warpgroup.wait_group(0)

@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.bulk_stores import send
+from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import store_part
 from ...primitives.values import Fixed, narrowed, permuted
 from ..fused.kernels.key_tile import KeyTile
@@ -118,6 +119,7 @@ class Sharer(KeyWarpgroup):
         if const_expr(p_early):
             warpgroup.wait_group(1)
             self.mods.probabilities(at, lse, tested)
+            self.wait_for_room(ds_slot)
             self.write(self.mods.dropped(at, tSrS, row_column_view), self.tSsP, stage)
             warpgroup.wait_group(0)
             self.mods.drop(at, gradients)
@@ -127,19 +129,48 @@ class Sharer(KeyWarpgroup):
             self.mods.drop(at, gradients)
             self.mods.both(at, lse, gradients, delta, tested)
             self.mods.drop(at, scores)
+            self.wait_for_room(ds_slot)
             self.write(tSrS, self.tSsP, stage)
         self.mods.sum_captured(at, gradients, None)()
         self.write(tSrdP, self.tSsdS, stage)
         cute.arch.fence_view_async_shared()
-        # with two buffers, whoever passes here has read the buffers that will be written next
-        self.sync_consumers()
+        if const_expr(self.tiling.has_one_ds):
+            cute.arch.sync_warp()
+            block.ds_edge.fill(ds_slot, self.lane)
+            block.ds_edge.wait(ds_slot)
+        else:
+            # with two buffers, whoever passes here has read the buffers that will be written next
+            self.sync_consumers()
         tQrdQ = self.dq.issue(stage)
         self.add_sums(slots, stage)
         warpgroup.wait_group(len(self.results))
         self.release([r for r in (DK, DV) if r not in self.results], slots)
-        self.add_dq(call, m, tQrdQ, turn_slot)
+        if const_expr(self.tiling.dq_in_bulk):
+            self.hand_dq(tQrdQ)
+        else:
+            self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         self.release(self.results, slots)
+        if const_expr(self.tiling.has_one_ds):
+            block.ds_edge.release(ds_slot, self.lane)
+
+    def wait_for_room(self, ds_slot) -> None:
+        """Until all have read the P and dS that lie where the next ones will."""
+        if const_expr(self.tiling.has_one_ds):
+            self.block.ds_edge.wait_empty(ds_slot)
+
+    def hand_dq(self, tQrdQ: cute.Tensor) -> None:
+        """Its part of dQ to its sender, a piece after the other through the same place."""
+        edge, pieces = self.block.dq_edge, self.tiling.dq_pieces
+        count = cute.size(tQrdQ) // pieces
+        for piece in range(pieces):
+            slot = Slot(1, Int32(self.number), Int32(piece % 2))
+            edge.wait_empty(slot)
+            part = cute.make_tensor(tQrdQ.iterator + piece * count, cute.make_layout(count))
+            store_part(self.block.sdQ, part, self.number, self.thread)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            edge.fill(slot, self.lane)
 
     def write(self, values: cute.Tensor, places: cute.Tensor, stage) -> None:
         """Scores, rounded, to the operand of all."""

@@ -133,8 +133,7 @@ class ProbabilitySide(Side):
         if const_expr(self.mods.backward.slope is not None):
             # dS for dP - D = 1
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
-            weights.fill(1.0)
-            self.mods.both(at, lse, queries_first(weights), [Float32(0.0)] * self.shape.rows, tested)
+            self.mods.weights(at, lse, queries_first(weights), tested)
         else:
             self.mods.probabilities(at, lse, tested)
         block.q_edge.release(q_slot, self.lane)

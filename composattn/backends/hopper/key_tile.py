@@ -69,7 +69,7 @@ class Block(Fixed):
         if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
             senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
             edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), consumers)
-        if tiling.dq_later:
+        if tiling.dq_later or tiling.has_one_ds:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
             edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
@@ -112,8 +112,9 @@ class Block(Fixed):
         # dQ on its way out, in the order of registers, a warpgroup's part after the other's
         self.sdQ = None
         if tiling.dq_in_bulk:
-            room = smem.allocate_array(Float32, tiling.tile_m * tiling.d, byte_alignment=1024)
-            self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.tile_m * tiling.d))
+            numbers = tiling.tile_m * tiling.d // tiling.dq_pieces
+            room = smem.allocate_array(Float32, numbers, byte_alignment=1024)
+            self.sdQ = cute.make_tensor(room, cute.make_layout(numbers))
             self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
         self.sLines = None
         if tiling.distances:

@@ -25,7 +25,8 @@ class DqSender(Fixed):
 
     def __init__(self, kernel: Any, block: Any, number: Any):
         self.kernel, self.block, self.number = kernel, block, number
-        self.part = kernel.tiling.tile_m * kernel.tiling.d // block.parts
+        self.pieces = kernel.tiling.dq_pieces
+        self.part = kernel.tiling.tile_m * kernel.tiling.d // block.parts // self.pieces
 
     @cute.jit
     def run(self, call):
@@ -44,19 +45,22 @@ class DqSender(Fixed):
                 for i in cutlass.range(run.count, unroll=1):
                     padded = work.padded
                     target = call.dq_accum[padded.b, head, padded.first + run.tile(i), None].iterator
-                    mine = Slot(1, self.number, slot.phase)
-                    edge.wait(mine)
-                    if const_expr(turns is not None):
-                        turns.wait(turn_slot)
-                        turns.release(turn_slot, lane)
-                        turn_slot = turn_slot.next()
-                    add_if(Boolean(True), source, target + first, 4 * self.part)
-                    wait_sums(Boolean(True), read=True)
-                    edge.release(mine, lane)
-                    if const_expr(turns is not None):
-                        wait_sums(Boolean(True), read=False)
-                        say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
-                    slot = slot.next()
+                    for piece in cutlass.range_constexpr(self.pieces):
+                        mine = Slot(1, self.number, slot.phase)
+                        edge.wait(mine)
+                        if const_expr(turns is not None and piece == 0):
+                            turns.wait(turn_slot)
+                            turns.release(turn_slot, lane)
+                            turn_slot = turn_slot.next()
+                        whole = target + first * self.pieces
+                        place = whole + piece * self.part if piece else whole
+                        add_if(Boolean(True), source, place, 4 * self.part)
+                        wait_sums(Boolean(True), read=True)
+                        edge.release(mine, lane)
+                        if const_expr(turns is not None and piece == self.pieces - 1):
+                            wait_sums(Boolean(True), read=False)
+                            say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
+                        slot = slot.next()
         if const_expr(self.kernel.tiling.persistent):
             if const_expr(work.piece is None):
                 self.send_keys(call, work, slot)

@@ -1,6 +1,7 @@
 """A tile of keys in a backward: which one it is, and what all warps that hold its scores do in the same way."""
 
 import abc
+import copy
 import dataclasses
 from typing import Any
 
@@ -134,6 +135,12 @@ class RowStatistic(Fixed):
         self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=4 * together)
         self.shape, self.together = shape, together
         self.found: dict = {}
+
+    def afresh(self) -> "RowStatistic":
+        """The same, with nothing read yet."""
+        again = copy.copy(self)
+        again.found = {}
+        return again
 
     def __getitem__(self, r: int) -> Float32:
         first = r - r % self.together

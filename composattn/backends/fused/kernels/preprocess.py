@@ -13,7 +13,7 @@ from ..architecture import Kernel
 from ..arguments import PreprocessArguments
 from ..plan_backward import COUNTER, PreprocessPlan
 
-THREADS = 256
+THREADS = 512
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
