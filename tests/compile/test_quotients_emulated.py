@@ -51,29 +51,43 @@ def finite(value: Any) -> Any:
     return torch.where(value == math.inf, 44.25, torch.where(value == -math.inf, 55.25, value))
 
 
-def test_emulated_quotients_and_remainders_are_those_of_torch() -> None:
+def hold_formulas(backend: str, device: str = "cpu") -> None:
+    """Each formula at each pair of numbers is what torch gives on a CPU."""
+    numbers, divisors = NUMBERS.to(device), DIVISORS.to(device)
+
     def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         total: Any = 0.0
         for n, formula in enumerate(FORMULAS.values()):
-            total = torch.where(h == n, finite(formula(NUMBERS[kv], DIVISORS[kv])), total)
+            total = torch.where(h == n, finite(formula(numbers[kv], divisors[kv])), total)
         return total
 
-    q = torch.zeros(1, len(FORMULAS), len(NUMBERS), 64, dtype=torch.float16)
+    q = torch.zeros(1, len(FORMULAS), len(NUMBERS), 64, dtype=torch.float16, device=device)
     mods: dict[str, Any] = {"score_mod": score_mod, "mask_mod": lambda b, h, q, kv: q == kv}
-    _, found = ca.attention(q, q, q, **mods, return_lse=True, backend="hopper-emulated")
-    for lse, (name, formula) in zip(found[0], FORMULAS.items(), strict=True):
+    _, found = ca.attention(q, q, q, **mods, return_lse=True, backend=backend)
+    for lse, (name, formula) in zip(found[0].cpu(), FORMULAS.items(), strict=True):
         wanted = finite(formula(NUMBERS, DIVISORS)).float()
         torch.testing.assert_close(lse, wanted, rtol=1e-6, atol=1e-6, msg=lambda words, name=name: f"{name}: {words}")
 
 
-def test_emulated_blocks_by_true_division_are_those_of_integers(generator: torch.Generator) -> None:
-    q, k, v = (torch.randn(1, 1, 300, 64, generator=generator).half() for _ in range(3))
+def hold_blocks(backend: str, generator: torch.Generator, device: str = "cpu") -> None:
+    """Blocks of 41 by true division, by constants and by a captured number, are those of integers."""
+    q, k, v = (torch.randn(1, 1, 300, 64, generator=generator).half().to(device) for _ in range(3))
+    size = torch.tensor(41.0, device=device)
     floored, whole = (
-        lambda b, h, q, kv: (q / 41).int() == (kv / 41).int(),
+        lambda b, h, q, kv: (q / 41).int() == torch.floor(kv / size),
         lambda b, h, q, kv: q // 41 == kv // 41,
     )
-    found = ca.attention(q, k, v, mask_mod=floored, backend="hopper-emulated")
-    torch.testing.assert_close(found, ca.attention(q, k, v, mask_mod=whole), rtol=1e-3, atol=1e-3)
+    found = ca.attention(q, k, v, mask_mod=floored, backend=backend)
+    wanted = ca.attention(q, k, v, mask_mod=whole, backend="streaming")
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_emulated_quotients_and_remainders_are_those_of_torch() -> None:
+    hold_formulas("hopper-emulated")
+
+
+def test_emulated_blocks_by_true_division_are_those_of_integers(generator: torch.Generator) -> None:
+    hold_blocks("hopper-emulated", generator)
 
 
 def test_divisions_that_decide_nothing_stay_cheap() -> None:

@@ -67,6 +67,7 @@ def with_a_rule_of_its_own(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return StraightThrough.apply(score)
 
 
+HUGE = torch.linspace(-6e4, 6e4, LENGTH).half()
 BYTES = torch.arange(LENGTH, dtype=torch.uint8)
 
 
@@ -172,6 +173,14 @@ DIFFERENCES = [
         lambda: same(
             ca.flex_attention(Q, K, V, score_mod=difference_of_bytes),
             ca.attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + 0.1 * (q - kv)),
+        ),
+    ),
+    Difference(
+        "arithmetic of captured fp16 and bf16", "rounds to their type each time", "in fp32",
+        "kernels have one float type",
+        lambda: same(
+            ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + (HUGE[q] - HUGE[kv] + HUGE[kv])),
+            ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + HUGE[q]),
         ),
     ),
     Difference(
