@@ -25,6 +25,8 @@ from benchmarks.host_work import (
     drawn_documents,
     without_kernels,
 )
+from composattn.analysis.refreshed import distrusting
+from composattn.backends.fused import captured
 from composattn.backends.fused.arguments import (
     ForwardArguments,
     MainArguments,
@@ -32,7 +34,8 @@ from composattn.backends.fused.arguments import (
     PreprocessArguments,
 )
 from composattn.backends.fused.bulk import tidy
-from composattn.graph.lent import Lending
+from composattn.backends.fused.captured import Standing
+from composattn.graph.lent import Lending, lend
 from composattn.mods import alibi, causal, document, sliding_window
 from composattn.mods.mask import Mask
 
@@ -97,18 +100,18 @@ def test_a_gradient_of_any_form_reaches_the_kernels_as_copies_read_it(first: str
 
 # Functions of Python that a call enters where nothing is new: forward; forward and backward, with 44 of torch's own.
 ENTRIES = {
-    "ca.Attention, causal": (18, 68),  # 41 and 157 once, then 21 and 77
-    "ca.attention, causal()": (25, 75),  # 54, 170; 28, 84
-    "ca.attention, lambda": (27, 77),  # 62, 178; 31, 87
-    "ca.attention, causal(), sinks": (36, 109),
-    "ca.Attention, alibi(slopes)": (24, 75),  # 45, 166; 26, 83
-    "ca.attention, a kept alibi(slopes)": (30, 82),  # 62, 191; 34, 98
-    "ca.attention, alibi(slopes)": (36, 88),  # 89, 218; 40, 104
-    "ca.attention, alibi(slopes) >> softcap(30.0), causal() & document(ids)": (63, 117),  # 188, 356; 80, 156
-    "ca.attention, lambda over a tensor": (36, 88),  # 78, 207; 40, 104
-    "flex_attention, score_mod": (37, 89),  # 82, 211; 42, 106
-    "flex_attention, block_mask": (37, 91),  # 89, 247; 51, 127
-    "ca.nn.Attention, score_mod as a method": (47, 99),  # 85, 214; 51, 115
+    "ca.Attention, causal": (18, 66),  # 41 and 157 once, then 21 and 77
+    "ca.attention, causal()": (25, 73),  # 54, 170; 28, 84
+    "ca.attention, lambda": (27, 75),  # 62, 178; 31, 87
+    "ca.attention, causal(), sinks": (34, 105),
+    "ca.Attention, alibi(slopes)": (23, 73),  # 45, 166; 26, 83
+    "ca.attention, a kept alibi(slopes)": (28, 78),  # 62, 191; 34, 98
+    "ca.attention, alibi(slopes)": (32, 82),  # 89, 218; 40, 104
+    "ca.attention, alibi(slopes) >> softcap(30.0), causal() & document(ids)": (60, 112),  # 188, 356; 80, 156
+    "ca.attention, lambda over a tensor": (34, 84),  # 78, 207; 40, 104
+    "flex_attention, score_mod": (35, 85),  # 82, 211; 42, 106
+    "flex_attention, block_mask": (37, 89),  # 89, 247; 51, 127
+    "ca.nn.Attention, score_mod as a method": (45, 95),  # 85, 214; 51, 115
 }
 ROOM = 4  # for other versions of Python and torch
 
@@ -162,6 +165,39 @@ def test_a_backward_has_tensors_lent_again_only_where_something_is_derived_anew(
                 x.ids.copy_(x.ids.flip(0))
             torch.autograd.grad(ca.attention(*x.qkv, **LENT[name](x)), x.qkv, x.dout)
             assert bool(lent_again) == wanted, f"new: {is_new}"
+
+
+def test_tables_stand_on_the_stream_that_read_them_and_never_in_a_recorded_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"stream": 7, "records": False}
+    monkeypatch.setattr(captured, "has_streams", lambda device: True)
+    monkeypatch.setattr(captured, "stream_handle", lambda device: now["stream"])
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: now["records"], raising=False)
+    ids, standing = torch.arange(5), Standing(torch.device("cuda"))
+
+    def found() -> Any:
+        return standing.find(lend([ids]))
+
+    lending = lend([ids])
+    assert lending is not None
+    with lending:
+        now["records"] = True
+        standing.keep("of a graph")
+        now["records"] = False
+        assert found() is None
+        standing.keep("tables")
+    assert found() == "tables"
+    for other in ({"stream": 8}, {"records": True}):
+        before = dict(now)
+        now.update(other)
+        assert found() is None
+        now.update(before)
+    with distrusting():
+        assert found() is None
+    assert found() == "tables"
+    ids.add_(1)
+    assert found() is None
 
 
 def read(attention: HostOnly) -> Iterator[torch.Tensor]:
