@@ -19,6 +19,7 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.gradient import FusedGradient
 from composattn.backends.fused.inspect import Artifact
+from composattn.backends.fused.kernels import preprocess
 from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.backward_tiling import DK, DV
@@ -395,7 +396,7 @@ def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int
             sum(i.text.startswith(access) for i in made[name].instructions)
             for name, access in (("preprocess", "STG.E.128"), ("main", "STG.E.128"), ("postprocess", "LDG.E.128"))
         )
-        assert cleared == in_order.tiling.tile_m * tile.d // (4 * 256)
+        assert cleared == in_order.tiling.tile_m * tile.d // (4 * preprocess.THREADS)
         assert tile.clears and cleared_inside == tile.tile_m * tile.d // (4 * 32)
         assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
 
