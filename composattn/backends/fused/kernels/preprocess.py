@@ -90,7 +90,9 @@ class Preprocess(Kernel):
     def clear(self, whole: cute.Tensor, thread: Int32) -> None:
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
-        for chunk in range(self.tiling.tile_m * self.tiling.d // (4 * THREADS)):
+        numbers = self.tiling.tile_m * self.tiling.d
+        assert numbers % (4 * THREADS) == 0, "a tile of dQ that whole accesses of all threads do not clear"
+        for chunk in range(numbers // (4 * THREADS)):
             place = aligned(whole.iterator + (chunk * THREADS + thread) * 4)
             cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
 
