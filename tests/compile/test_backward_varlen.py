@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, [33, 90], None, 128, 128, True, False, False),
     "softcap-used-d64": ("softcap", torch.bfloat16, 1, 1, [100, 70], [60, 110], 64, 64, False, False, True),
     "relative-d256": ("relative", torch.bfloat16, 1, 1, [90, 30], None, 256, 256, True, False, False),
+    "causal-d192-in-order": ("causal", torch.bfloat16, 1, 1, [130, 0, 70], None, 192, 192, True, True, True),
     "causal-used-gqa2-d192": ("causal", torch.bfloat16, 2, 1, [130, 0, 70], None, 192, 192, True, False, True),
     "from-the-end-d192-dv128": (
         "from-the-end", torch.bfloat16, 1, 1, [70, 90], [150, 60], 192, 128, True, True, False,
