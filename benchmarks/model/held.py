@@ -109,10 +109,11 @@ def blocks(case: Case, kernel: Kernel, heads: Iterable[Visits], plain: float, te
     """Clocks of a call's blocks in the order in which they start, given those of a tile without a test and with one."""
     # a block's heads follow each other in a backward, and share the rows in a forward
     turns = kernel.heads if case.direction == "backward" else 1
-    one = [float(t) for v in heads for t in (v.plain * plain + v.tested * tested) * turns / kernel.pieces]
-    one = [t for t in one for _ in range(kernel.pieces)]
+    one = [float(t) for v in heads for t in (v.plain * plain + v.tested * tested) * turns]
     repeats = case.batch * case.heads // kernel.heads
-    return [t for t in sorted(one, reverse=True) for _ in range(repeats)] if kernel.interleaved else one * repeats
+    tiles = [t for t in sorted(one, reverse=True) for _ in range(repeats)] if kernel.interleaved else one * repeats
+    cut = [t / kernel.pieces for t in tiles[kernel.whole :] for _ in range(kernel.pieces)]
+    return tiles[: kernel.whole] + cut
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Kernel:
 
     `rows` x `keys` is what a block computes at a time, and `queries` of the rows' queries; `d` and `dv` are what the
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
-    tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys.
+    tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys, but for the
+    first `whole`.
     `transposed`: see `roofline.backward_rows`. `together`: blocks that share a multiprocessor.
     """
 
@@ -49,6 +50,7 @@ class Kernel:
     pieces: int = 1
     transposed: bool = False
     together: int = 1
+    whole: int = 0
 
     @property
     def code(self) -> tuple[Instruction, ...]:
@@ -84,14 +86,15 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     """Our kernel of a case; `packed`: documents as sequences, where they were a mask."""
     plan = plan_of(case, pattern, target_of(arch), packed)
     if case.direction == "forward":
-        queries, keys, heads, pieces = plan.tiling.queries, plan.tiling.tile_n, plan.tiling.packed_heads, 1
+        queries, keys, heads, whole, pieces = plan.tiling.queries, plan.tiling.tile_n, plan.tiling.packed_heads, 0, 1
     else:
         queries, keys, heads = plan.tiling.tile_m, plan.tiling.block_keys, case.heads // case.kv_heads
-        pieces = 1 if plan.cut is None else plan.cut.pieces
+        whole, pieces = (0, 1) if plan.cut is None else (plan.cut.whole, plan.cut.pieces)
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
         pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide", together=getattr(cut, "blocks", 1),
+        whole=whole,
     )  # fmt: skip
 
 
