@@ -35,6 +35,7 @@ MASKED_256 = 64
 # only has more places read at once: 1.6 % of 128 sequences of 4,096 keys
 MANY_FEW, MANY_KEYS = 6, 4096
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
+SPECULATIVE = "forward_speculative"  # probabilities do not wait for the maximum of their tile
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
 LONG_DOCUMENTS = 4096
@@ -76,11 +77,12 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
+        guess = "; exponentials before a tile's maximum is known" if self.kernel == SPECULATIVE else ""
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
         }
 
 
@@ -117,6 +119,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
+    speculates = warpgroups == 3 and widest == 64 and _is_plain(program) and problem.layout.is_dense and not invariant
     return _tiling(
         problem,
         heads,
@@ -128,11 +131,16 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         producer_registers=producer,
         pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
-        rescale_early=warpgroups == 3 or dv > 128,
+        rescale_early=(warpgroups == 3 and not speculates) or dv > 128,
         persistent=persistent,
         heads_together=_heads_together(problem, program),
-        kernel=APART if passes else _kernel(problem),
+        kernel=APART if passes else SPECULATIVE if speculates else _kernel(problem),
     )
+
+
+def _is_plain(program: Program) -> bool:
+    """Nothing but a softmax; a sink may be in it."""
+    return program.score is None and program.mask is None and program.keep is None
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
