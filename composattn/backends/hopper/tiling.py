@@ -32,8 +32,8 @@ NARROW = 2048
 # -2 %)
 MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
-# only has more places read at once: 1.6 % of 128 sequences of 4,096 keys
-MANY_FEW, MANY_KEYS = 6, 4096
+# only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
+MANY_FEW, MANY_KEYS = 3, 1024
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 SPECULATIVE = "forward_speculative"  # probabilities do not wait for the maximum of their tile
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
@@ -108,9 +108,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
+    speculates = warpgroups == 3 and widest == 64 and _is_plain(program) and problem.layout.is_dense and not invariant
     persistent = problem.schedule.persistent
     if persistent is None:
-        persistent = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
+        short = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
+        persistent = short or speculates
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
@@ -119,7 +121,6 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    speculates = warpgroups == 3 and widest == 64 and _is_plain(program) and problem.layout.is_dense and not invariant
     return _tiling(
         problem,
         heads,

@@ -9,7 +9,7 @@ from .group_rows import Consume, GroupRows
 
 # By how much, in log2 units, a row's scores may rise above the maximum before them: probabilities reach 2 to its power
 MOST_RISE = 24.0
-MOST_RISE_FP16 = 8.0  # whose largest number is below 2^16
+MOST_RISE_FP16 = 14.0  # whose largest number is below 2^16
 
 
 class SpeculativeRows(GroupRows):
