@@ -2,21 +2,17 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16
 
 from ....primitives.values import narrow
 from .group_rows import Consume, GroupRows
-
-# By how much, in log2 units, a row's scores may rise above the maximum before them: probabilities reach 2 to its power
-MOST_RISE = 24.0
-MOST_RISE_FP16 = 14.0  # whose largest number is below 2^16
 
 
 class SpeculativeRows(GroupRows):
     """The same, of a tile that no test is for: its exponentials begin with its scores, its maxima are found under them.
 
-    A row that rises too far has all of the group's rows of the tile computed again, from the product on, which K's
-    stage waits for.
+    A row that rises above the maximum before by more than the tiling's `rescale_threshold` has all of the group's rows
+    of the tile computed again, from the product on, which K's stage waits for. With 2^24 in its place, outliers lose a
+    quarter of their accuracy: a row's largest probability is rounded, where it would be 1.
     """
 
     def settle(self, tSrS, n, ahead, test, k_slot, v_slot):
@@ -26,8 +22,7 @@ class SpeculativeRows(GroupRows):
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
         tile = self.tile(self.products.rows_of(tSrS), n)
         self.mods.apply_score(tile, ahead)
-        most = MOST_RISE if self.block.dtype is BFloat16 else MOST_RISE_FP16
-        rises = self.softmax.by_maximum_before(tile, most)
+        rises = self.softmax.by_maximum_before(tile, self.tiling.rescale_threshold)
         self.mods.drop(tile)
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
