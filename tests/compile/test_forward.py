@@ -21,7 +21,7 @@ from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
+from composattn.backends.hopper.tiling import SPECULATIVE, HopperTiling, forward_tiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
@@ -149,7 +149,8 @@ def test_compiles_lean(name: str, folder: Path) -> None:
 def products_are_serialised(artifact: Artifact) -> bool:
     """Whether the compiler waits for every product by itself (its warning C7510), which costs half the speed."""
     # an arrival and a wait at each of two products in every loop, before the first one and after the last one
-    again = 2 * (artifact.plan.tiling.kernel == "forward_speculative")
+    plan = artifact.plan
+    again = 2 * (isinstance(plan, ForwardPlan) and plan.tiling.kernel == SPECULATIVE)
     return artifact.mnemonics["WARPGROUP"] > 4 * (loops(artifact) + 1) + again
 
 
