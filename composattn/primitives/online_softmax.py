@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
@@ -61,25 +61,6 @@ class OnlineSoftmax(Fixed):
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
             self.add(tile, r, factor)
-
-    def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
-        """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
-
-        Nothing waits for a maximum, and no lane for another. Returns whether one of the thread's scores is above it by
-        more than `most`, in log2 units, or nothing was visible before: then the probabilities and sums are of no use.
-        """
-        rises = Boolean(False)
-        for r in range(tile.rows):
-            scores = [tile.values[r, c] for c in range(tile.columns)]
-            largest = tree(cute.arch.fmax, chains(cute.arch.fmax, scores))
-            if self.highest is not None:
-                self.highest[r] = cute.arch.fmax(self.highest[r], self.shape.along_row(cute.arch.fmax, largest))
-            # false for the NaN of -inf - -inf
-            fits = (largest - self.maximum[r]) * self.scale <= most
-            rises = choose(fits, rises, Boolean(True))
-            self.exponentials(tile, r, range(tile.columns))
-            self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in range(tile.columns)])
-        return rises
 
     def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.

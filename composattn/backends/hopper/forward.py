@@ -17,7 +17,6 @@ from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, Load
-from ..fused.kernels.speculative_rows import ConsumeSpeculatively
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
 from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
@@ -101,12 +100,6 @@ class HopperForwardInOrder(HopperForward):
     """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
 
     arithmetic = IN_ORDER
-
-
-class HopperForwardSpeculative(HopperForward):
-    """The same with probabilities that do not wait for the maximum of their tile."""
-
-    consumes = ConsumeSpeculatively
 
 
 class HopperForwardApart(HopperForward):

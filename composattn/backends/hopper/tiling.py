@@ -32,10 +32,9 @@ NARROW = 2048
 # -2 %)
 MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
-# only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
-MANY_FEW, MANY_KEYS = 3, 1024
+# only has more places read at once: 1.6 % of 128 sequences of 4,096 keys
+MANY_FEW, MANY_KEYS = 6, 4096
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
-SPECULATIVE = "forward_speculative"  # probabilities do not wait for the maximum of their tile
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
 LONG_DOCUMENTS = 4096
@@ -77,12 +76,11 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
-        guess = "; exponentials before a tile's maximum is known" if self.kernel == SPECULATIVE else ""
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}",
         }
 
 
@@ -108,11 +106,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
-    speculates = warpgroups == 3 and widest == 64 and _is_plain(program) and problem.layout.is_dense and not invariant
     persistent = problem.schedule.persistent
     if persistent is None:
-        short = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
-        persistent = short or speculates
+        persistent = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
@@ -132,16 +128,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         producer_registers=producer,
         pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
-        rescale_early=(warpgroups == 3 and not speculates) or dv > 128,
+        rescale_early=warpgroups == 3 or dv > 128,
         persistent=persistent,
         heads_together=_heads_together(problem, program),
-        kernel=APART if passes else SPECULATIVE if speculates else _kernel(problem),
+        kernel=APART if passes else _kernel(problem),
     )
-
-
-def _is_plain(program: Program) -> bool:
-    """Nothing but a softmax; a sink may be in it."""
-    return program.score is None and program.mask is None and program.keep is None
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:

@@ -63,6 +63,87 @@ class Consumer(RowGroup):
         self.sync_consumers()
 
 
+class Consume(Role):
+    """A group's rows of each work tile: `me`."""
+
+    def __init__(self, kernel, call, me):
+        super().__init__(kernel, call, me.block)
+        self.me = me
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        if tiles.count > 0:
+            me.block.q_edge.wait(q_slot)
+            k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
+            me.block.q_edge.release(q_slot, me.lane)
+            q_slot = q_slot.next()
+            rows.last_product(v_slot)
+            v_slot = v_slot.next()
+        rows.finish(call)
+        return q_slot, k_slot, v_slot
+
+    @cute.jit
+    def walk(self, rows, tiles, k_slot, v_slot):
+        """All of the tiles but the last one's product with V."""
+        me = self.me
+        rows.first_scores(tiles.first, k_slot)
+        if const_expr(self.plan.layout.kv == "paged"):
+            me.clear_values(tiles.first, rows.work.keys.length, v_slot)
+        k_slot = k_slot.next()
+        for run in tiles.runs:
+            for segment in run.segments():
+                for test, count in rows.tests(segment):
+                    for i in cutlass.range(count, unroll=1):
+                        rows.step(segment.tile(i), test, k_slot, v_slot)
+                        k_slot = k_slot.next()
+                        v_slot = v_slot.next()
+        return k_slot, v_slot
+
+
+class ConsumeApart(Consume):
+    """The same where each group has kv tiles of its own among those of all: it passes by those before and behind."""
+
+    @cute.jit
+    def visit(self, work, slots):
+        q_slot, k_slot, v_slot = slots
+        me, call, kernel = self.me, self.call, self.kernel
+        tiles = kernel.kv_tiles(call, work)
+        own, before, behind = kernel.own_tiles(call, work, tiles, me.number)
+        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        if tiles.count > 0:
+            me.block.q_edge.wait(q_slot)
+            # all groups take a turn in each tile but their first one
+            k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
+            if own.count > 0:
+                k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
+                rows.last_product(v_slot)
+                k_slot, v_slot = self.pass_by(behind, behind, k_slot, v_slot.next())
+            me.block.q_edge.release(q_slot, me.lane)
+            q_slot = q_slot.next()
+        rows.finish(call)
+        return q_slot, k_slot, v_slot
+
+    @cute.jit
+    def pass_by(self, count, turns, k_slot, v_slot):
+        """So many tiles; in the first `turns` of them the group gives its turn to the next one."""
+        me = self.me
+        for i in cutlass.range(count, unroll=1):
+            me.block.k_edge.wait(k_slot)  # released before it is full, a stage would count for the lap before
+            me.block.k_edge.release(k_slot, me.lane)
+            if i < turns:
+                me.turns.take(me.number)
+                me.turns.give(me.number)
+            me.block.v_edge.wait(v_slot)
+            me.block.v_edge.release(v_slot, me.lane)
+            k_slot = k_slot.next()
+            v_slot = v_slot.next()
+        return k_slot, v_slot
+
+
 class GroupRows(OutputRows[Any]):
     """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics."""
 
@@ -101,11 +182,6 @@ class GroupRows(OutputRows[Any]):
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
-        self.settle(tSrS, n, ahead, test, k_slot, v_slot)
-
-    def settle(self, tSrS, n, ahead, test, k_slot, v_slot):
-        """What is to be done with scores that are there, while the output of the tile before accumulates."""
-        early = self.tiling.rescale_early
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)
@@ -141,86 +217,3 @@ class GroupRows(OutputRows[Any]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         row_lse = self.store(call)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)
-
-
-class Consume(Role):
-    """A group's rows of each work tile: `me`."""
-
-    rows: type[GroupRows] = GroupRows
-
-    def __init__(self, kernel, call, me):
-        super().__init__(kernel, call, me.block)
-        self.me = me
-
-    @cute.jit
-    def visit(self, work, slots):
-        q_slot, k_slot, v_slot = slots
-        me, call, kernel = self.me, self.call, self.kernel
-        tiles = kernel.kv_tiles(call, work)
-        rows = self.rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
-        if tiles.count > 0:
-            me.block.q_edge.wait(q_slot)
-            k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
-            me.block.q_edge.release(q_slot, me.lane)
-            q_slot = q_slot.next()
-            rows.last_product(v_slot)
-            v_slot = v_slot.next()
-        rows.finish(call)
-        return q_slot, k_slot, v_slot
-
-    @cute.jit
-    def walk(self, rows, tiles, k_slot, v_slot):
-        """All of the tiles but the last one's product with V."""
-        me = self.me
-        rows.first_scores(tiles.first, k_slot)
-        if const_expr(self.plan.layout.kv == "paged"):
-            me.clear_values(tiles.first, rows.work.keys.length, v_slot)
-        k_slot = k_slot.next()
-        for run in tiles.runs:
-            for segment in run.segments():
-                for test, count in rows.tests(segment):
-                    for i in cutlass.range(count, unroll=1):
-                        rows.step(segment.tile(i), test, k_slot, v_slot)
-                        k_slot = k_slot.next()
-                        v_slot = v_slot.next()
-        return k_slot, v_slot
-
-
-class ConsumeApart(Consume):
-    """The same where each group has kv tiles of its own among those of all: it passes by those before and behind."""
-
-    @cute.jit
-    def visit(self, work, slots):
-        q_slot, k_slot, v_slot = slots
-        me, call, kernel = self.me, self.call, self.kernel
-        tiles = kernel.kv_tiles(call, work)
-        own, before, behind = kernel.own_tiles(call, work, tiles, me.number)
-        rows = self.rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
-        if tiles.count > 0:
-            me.block.q_edge.wait(q_slot)
-            # all groups take a turn in each tile but their first one
-            k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
-            if own.count > 0:
-                k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
-                rows.last_product(v_slot)
-                k_slot, v_slot = self.pass_by(behind, behind, k_slot, v_slot.next())
-            me.block.q_edge.release(q_slot, me.lane)
-            q_slot = q_slot.next()
-        rows.finish(call)
-        return q_slot, k_slot, v_slot
-
-    @cute.jit
-    def pass_by(self, count, turns, k_slot, v_slot):
-        """So many tiles; in the first `turns` of them the group gives its turn to the next one."""
-        me = self.me
-        for i in cutlass.range(count, unroll=1):
-            me.block.k_edge.wait(k_slot)  # released before it is full, a stage would count for the lap before
-            me.block.k_edge.release(k_slot, me.lane)
-            if i < turns:
-                me.turns.take(me.number)
-                me.turns.give(me.number)
-            me.block.v_edge.wait(v_slot)
-            me.block.v_edge.release(v_slot, me.lane)
-            k_slot = k_slot.next()
-            v_slot = v_slot.next()
-        return k_slot, v_slot
