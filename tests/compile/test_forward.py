@@ -268,6 +268,11 @@ def test_batch_invariant_tiles_of_a_window_are_small_wherever_its_queries_stand(
     assert {cut(dim, n, mask, batch_invariant=True).tile_n for dim, mask in others for n in (1, 8192)} == {128}
 
 
+def test_small_windows_of_d_64_have_tiles_of_64_keys() -> None:
+    windows = (causal() & sliding_window(left) for left in (127, 511, 1023))
+    assert [cut(64, 8192, window).tile_n for window in windows] == [64, 64, 96]
+
+
 def test_with_d_256_a_mask_takes_smaller_tiles() -> None:
     assert [cut(256, 8192, mask).tile_n for mask in (None, causal())] == [80, 64]
 
@@ -277,13 +282,17 @@ def test_where_many_sequences_decode_from_many_keys_two_stages_are_enough() -> N
         problem = Problem(batch, 64, 8, 1, keys, 128, 128, torch.bfloat16, torch.device("cuda"))
         return forward_tiling(problem, ca.Attention().program, HOPPER).stages
 
-    assert [stages(128, 4096), stages(128, 1024), stages(64, 8192)] == [2, 3, 3]
+    assert [stages(128, 4096), stages(64, 1024), stages(64, 512), stages(8, 8192)] == [2, 2, 3, 3]
 
 
 def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> None:
     assert [cut(128, length, None).heads_together for length in (1024, 16384, 32768)] == [1, 1, None]
     assert cut(128, 1024, causal()).heads_together is None
     assert cut(128, 1024, None, heads_together=3).heads_together == 3
+
+
+def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
+    assert [cut(64, 8192, mask).persistent for mask in (None, causal())] == [True, False]
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:

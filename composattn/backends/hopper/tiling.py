@@ -28,12 +28,15 @@ ONE_HEAD = 8 << 20
 # Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
 # 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
 NARROW = 2048
+# The same where results need no order, D is at most 64 and there is a mask alone: so tiled, batch-invariant windows of
+# 128, 256 and 512 keys had 1.17, 1.09 and 1.05 of the default, which took 96
+NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
-# only has more places read at once: 1.6 % of 128 sequences of 4,096 keys
-MANY_FEW, MANY_KEYS = 6, 4096
+# only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
+MANY_FEW, MANY_KEYS = 3, 1024
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -108,7 +111,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent
     if persistent is None:
-        persistent = widest == 128 and problem.layout.is_dense and queries(problem) <= SHORT_PERSISTENT
+        # plain D 64 gains 1 to 2 % from 4k on: its work tiles are equal, and there are many
+        plain = program.score is None and program.mask is None and program.keep is None and not invariant
+        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else plain and warpgroups == 3 and widest == 64
+        persistent = stays and problem.layout.is_dense
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
@@ -190,8 +196,12 @@ def _kernel(problem: Problem) -> str:
 
 def _keys_in_order(widest: int, program: Program) -> int:
     """Keys of a tile where results are batch-invariant: fewer where constants of the mask leave a row few."""
-    narrow = widest <= 96 and program.limits is not None and (program.limits.most or NARROW + 1) <= NARROW
-    return 64 if narrow else invariant_keys(widest, program)
+    return 64 if widest <= 96 and _sees_at_most(NARROW, program) else invariant_keys(widest, program)
+
+
+def _sees_at_most(keys: int, program: Program) -> bool:
+    """Whether constants of the mask leave a row so few."""
+    return program.limits is not None and program.limits.most is not None and program.limits.most <= keys
 
 
 def _is_short(problem: Problem, program: Program, widest: int) -> bool:
@@ -214,8 +224,9 @@ def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
     # values of a score mod beside those of a mask: 6 spills with D 96 and 64 columns
     both = 10 if program.score is not None and reads_any(program.mask) else 0
     tile_n = min(_by_registers(registers - both, dv, program), 96 if max(d, dv) <= 64 else 64)
+    few = max(d, dv) <= 64 and program.score is None and _sees_at_most(NARROW_MASK, program)
     # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
-    if reads_pairs(program.score) or keys(problem) <= 128:
+    if few or reads_pairs(program.score) or keys(problem) <= 128:
         tile_n = min(tile_n, 64)
     return _tiling(
         problem,
