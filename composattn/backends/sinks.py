@@ -25,10 +25,13 @@ def by_head(sink: Expr) -> Capture | None:
 
 def gradient_by_head(sinks: torch.Tensor, log2_lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The gradient of sinks (Hq,), of log2(e)·LSE and D of rows (B or 1, Hq, rows): added in fp64, in a fixed order."""
-    # torch.pow(0.5, x) would be one kernel more, which puts 0.5 on the device
-    share = torch.rsub(log2_lse, sinks[:, None], alpha=math.log(2.0)).exp_()
-    total = share.mul_(delta).sum((0, 2), dtype=torch.float64)
-    return torch.mul(total, -1.0, out=torch.empty_like(sinks))
+    log_share = torch.rsub(log2_lse, sinks.unsqueeze(1), alpha=math.log(2.0))
+    # the derivative of ELU, turned round: -D exp(x) where x <= 0, and no share is above 1; one kernel, not two
+    of_row = _elu_backward(delta, 1.0, -1.0, 1.0, False, log_share)
+    return of_row.sum((0, 2), dtype=torch.float64).to(sinks.dtype)
+
+
+_elu_backward = torch.ops.aten.elu_backward.default
 
 
 def add_sink_gradients(

@@ -103,7 +103,7 @@ ENTRIES = {
     "ca.Attention, causal": (18, 66),  # 41 and 157 once, then 21 and 77
     "ca.attention, causal()": (25, 73),  # 54, 170; 28, 84
     "ca.attention, lambda": (27, 75),  # 62, 178; 31, 87
-    "ca.attention, causal(), sinks": (34, 105),
+    "ca.attention, causal(), sinks": (34, 88),  # 34, 105
     "ca.Attention, alibi(slopes)": (23, 73),  # 45, 166; 26, 83
     "ca.attention, a kept alibi(slopes)": (28, 78),  # 62, 191; 34, 98
     "ca.attention, alibi(slopes)": (32, 82),  # 89, 218; 40, 104
@@ -146,6 +146,7 @@ def test_nothing_new_is_asked_of_what_interpreters_audit(name: str) -> None:
 
 LENT: dict[str, Callable[[host.Inputs], Any]] = {
     "bias": lambda x: {"score_mod": alibi(x.slopes)},
+    "sinks": lambda x: {"sinks": x.sinks},  # which the backward's kernels don't read
     "documents": lambda x: {"mask_mod": causal() & document(x.ids)},  # from which tables are derived
 }
 

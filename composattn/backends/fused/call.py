@@ -20,7 +20,7 @@ from .captured import Standing
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import Tables
+from .launch_backward import RowStatistics, Tables
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .target import Target
@@ -167,16 +167,19 @@ class FusedAttend:
         return out, lse, max_scores
 
     def backward(self, known: BackwardInputs) -> Grads:
-        call = self.call
-        launcher = None if call.known_gradient is None else call.known_gradient.ready(known)
+        call, gradient = self.call, self.call.known_gradient
+        launcher = None if gradient is None else gradient.ready(known)
         tables = None if launcher is None or launcher.standing is None else self._tables(launcher.standing)
-        if launcher is None or (tables is None and not launcher.reads_what_is_given):
+        if gradient is None or launcher is None or (tables is None and not launcher.reads_what_is_given):
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
-        q, k, v, out, lse, dout, dlse, captured, _, _ = known
-        given = (captured, self.scalars, self.sequences, None, None, tables)
+        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
+        rows = RowStatistics() if captured and True in wanted[3:] else None
+        given = (captured, self.scalars, self.sequences, None, rows, tables)
         grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
-        return (*grads, *[None] * len(captured)) if captured else grads
+        if not captured:
+            return grads
+        return (*grads, *([None] * len(captured) if rows is None else gradient.of_sinks(captured, rows)))
 
     def _tables(self, standing: Standing) -> Tables | None:
         """Those that stand for what was lent for this call."""

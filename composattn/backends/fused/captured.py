@@ -44,7 +44,7 @@ class Reads:
         self.are_as_given = self.places == list(range(len(program.captures)))
         self.has_numbers = any(rank == 0 for _, rank in plan.captures)
         self.upkeep = Upkeep(plan.captured)
-        self.are_given = self.are_as_given and not self.upkeep.derived  # whatever was lent
+        self.are_given = None not in self.places and not self.upkeep.derived  # whatever was lent
 
     def __call__(
         self,

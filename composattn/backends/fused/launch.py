@@ -32,7 +32,8 @@ class ForwardLauncher:
     def __init__(self, plan: ForwardPlan, kernel_of: Callable[[Any], Launchable] = compile_plan) -> None:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
-        self.reads_what_is_given = self.reads.are_given and plan.work is None and not self.reads.has_numbers
+        as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
+        self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
 
     @cached_property

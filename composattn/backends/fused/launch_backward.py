@@ -36,14 +36,16 @@ class _Sizes(NamedTuple):
     """Of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    rows: int  # of statistics
+    rows: int  # of each of the two statistics, of all heads
+    statistics: tuple[int, ...]  # shape of each
+    statistics_strides: tuple[int, ...]
     workspace: int  # with a counter before them, and for each head a number of those who clear dQ behind them
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
 
 
-_NO_SIZES = _Sizes((), 0, 0, (), (), None)
+_NO_SIZES = _Sizes((), 0, (), (), 0, (), (), None)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
@@ -152,8 +154,9 @@ class BackwardLauncher:
         if rows_known is not None:
             if not self.is_dense:
                 workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-            statistics = workspace[COUNTER : COUNTER + sizes.rows]
-            rows_known.log2_lse, rows_known.delta = statistics.view(2, *dq_accum.shape[:2], -1).unbind()
+            of_rows, apart = sizes.statistics, sizes.statistics_strides
+            rows_known.log2_lse = workspace.as_strided(of_rows, apart, COUNTER)
+            rows_known.delta = workspace.as_strided(of_rows, apart, COUNTER + sizes.rows)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         known = self._tidy_strides
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
@@ -220,11 +223,14 @@ class BackwardLauncher:
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
-        rows, width = 2 * batch * heads * tiles * tile_m, tile_m * self.tiling.d
+        of_head, width = tiles * tile_m, tile_m * self.tiling.d
+        rows = batch * heads * of_head
         found = self._sizes = _Sizes(
             of=q.shape,
             rows=rows,
-            workspace=COUNTER + rows + self.tiling.clears * batch * heads,
+            statistics=(batch, heads, of_head),
+            statistics_strides=(heads * of_head, of_head, 1),
+            workspace=COUNTER + 2 * rows + self.tiling.clears * batch * heads,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,
