@@ -139,24 +139,16 @@ class BackwardLauncher:
         if tables is not None:
             reads, (rows, keys) = self.reads.given(captured), tables
         else:
-            reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
-            rows, keys = self._work(q, k, sequences, reads) if self.has_tables else NO_TABLES
-            if self.standing is not None:
-                self.standing.keep((rows, keys))
+            reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences
         sizes = self._sizes
         if sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences)
-        device = q.device
-        workspace = torch.empty(sizes.workspace, dtype=torch.float32, device=device)
-        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=torch.float32, device=device)
-        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
+        workspace = torch.empty(sizes.workspace, dtype=torch.float32, device=q.device)
+        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=torch.float32, device=q.device)
+        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         if rows_known is not None:
-            if not self.is_dense:
-                workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-            of_rows, apart = sizes.statistics, sizes.statistics_strides
-            rows_known.log2_lse = workspace.as_strided(of_rows, apart, COUNTER)
-            rows_known.delta = workspace.as_strided(of_rows, apart, COUNTER + sizes.rows)
+            self._lend_statistics(rows_known, workspace, sizes)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         known = self._tidy_strides
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
@@ -176,6 +168,29 @@ class BackwardLauncher:
         )
         on_device_of(q, self._launch, given)
         return dq, dk, dv
+
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        made: Mapping[Capture, torch.Tensor] | None,
+    ) -> tuple[tuple[torch.Tensor, ...], Tables]:
+        """What the mods read, and the tables."""
+        reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
+        tables = self._work(q, k, sequences, reads) if self.has_tables else NO_TABLES
+        if self.standing is not None:
+            self.standing.keep(tables)
+        return reads, tables
+
+    def _lend_statistics(self, rows: RowStatistics, workspace: torch.Tensor, sizes: _Sizes) -> None:
+        """Views of what the kernel before writes there."""
+        if not self.is_dense:
+            workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
+        rows.log2_lse = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER)
+        rows.delta = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER + sizes.rows)
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors as bulk copies can read them; strides with which they can are known from then on."""
