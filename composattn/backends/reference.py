@@ -23,6 +23,7 @@ from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
+from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, current, lent_again
 from ..graph.philox import factor_of
 from .rows import arrange
@@ -230,7 +231,10 @@ class _Dense:
         if self.rounding is not None:
             scores = self.rounding.score(scores, q, k, self.scale)
         scores = self.modified(scores, b0, h0)
-        top = largest = _largest(scores)
+        top = _largest(scores)
+        if self.score_mod is not None:
+            scores = scores.masked_fill(top < LEAST_SCORE, -torch.inf)
+        largest = _largest(scores)
         if self.sink_mod is not None:  # a key with no value
             scores = torch.cat((scores, self.sink(self.sink_mod, scores, b0, h0)), -1)
             v, largest = torch.nn.functional.pad(v, (0, 0, 0, 1)), _largest(scores)

@@ -5,6 +5,7 @@ subtraction and change of base are one FMA per element (Milakov and Gimelshein, 
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class OnlineSoftmax(Fixed):
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
     exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
     exponentials, `arithmetic` what comes before and behind them. `keeps_highest`: the largest score of each row is kept
-    too; `maximum` is it only within the threshold of `raise_maximum`.
+    too; `maximum` is it only within the threshold of `raise_maximum`. `least`: a row whose maximum is below it, in the
+    unit of scores, has nothing to attend.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class OnlineSoftmax(Fixed):
         keeps_highest: bool = False,
         units: ExponentialUnits = HARDWARE,
         arithmetic: Arithmetic = ONE_BY_ONE,
+        least: float = -math.inf,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
+        self.least = least
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
@@ -81,7 +85,7 @@ class OnlineSoftmax(Fixed):
             # false for the NaN of -inf - -inf, and for a first visible score after -inf
             maximum = choose((maximum - before) * self.scale <= rescale_threshold, before, maximum)
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
-        shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
+        shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)
         factor = None if first else exp2((before - shift) * self.scale)
         self.maximum[r] = maximum
         self.scaled_shift[r] = shift * self.scale
@@ -119,12 +123,19 @@ class OnlineSoftmax(Fixed):
         """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
+            hidden, largest = self._is_hidden(self.maximum[r]), self.maximum[r] * self.scale
             if sinks[r] is None:
-                normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
+                normalizer[r], lse[r] = finished(hidden, largest, total)
             else:
-                normalizer[r], lse[r] = finished_with_sink(self.maximum[r], total, self.scale, sinks[r])
+                if self.least > -math.inf:
+                    largest = choose(hidden, -Float32.inf, largest)
+                normalizer[r], lse[r] = finished_with_sink(largest, total, sinks[r])
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
+
+    def _is_hidden(self, maximum: Any) -> Any:
+        """Whether a row with this maximum has nothing to attend."""
+        return maximum == -Float32.inf if self.least == -math.inf else maximum < self.least
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""
@@ -146,24 +157,28 @@ def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
     return found
 
 
-def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:
+def finished(hidden: Any, maximum: Float32, total: Float32) -> tuple[Float32, Float32]:
     """(1 / sum, natural logarithm of the sum of exponentials) of a row with these statistics, all its lanes' together.
 
-    A row with nothing visible gets normalizer 0 (so O = 0) and LSE = -inf; NaN stays NaN.
+    `maximum` in log2 units. A row with nothing to attend (`hidden`) gets normalizer 0 (so O = 0) and LSE = -inf; NaN
+    stays NaN.
     """
-    nothing = (maximum == -Float32.inf) & (total == 0.0)
+    nothing = hidden & (total == 0.0)
     normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
-    log2 = maximum * scale + cute.math.log2(total, fastmath=True)
+    log2 = maximum + cute.math.log2(total, fastmath=True)
     return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
 
 
-def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink)."""
-    before, sink = maximum * scale, sink * LOG2_E
-    highest = cute.arch.fmax(before, sink)
+def finished_with_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink).
+
+    `maximum` in log2 units, -inf where nothing is visible.
+    """
+    sink = sink * LOG2_E
+    highest = cute.arch.fmax(maximum, sink)
     nothing = highest == -Float32.inf
     shift = choose(nothing, Float32(0.0), highest)
-    fade = exp2(before - shift)
+    fade = exp2(maximum - shift)
     whole = total * fade + exp2(sink - shift)
     normalizer = choose(nothing, Float32(0.0), fade * cute.arch.rcp_approx(whole))
     return normalizer, choose(nothing, -Float32.inf, (shift + cute.math.log2(whole, fastmath=True)) * LN_2)

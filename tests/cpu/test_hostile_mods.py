@@ -165,3 +165,29 @@ def test_scores_and_gradients_are_those_of_torch(name: str, generator: torch.Gen
         results.append([out, lse, *torch.autograd.grad((out * weights).sum() + lse.double().sin().sum(), x)])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def hold_chosen(backend: str, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Learned tables that are read at a place that the score decides get the gradients of autograd in fp64."""
+    steps, signs = torch.randn(8, generator=generator), torch.randn(HEADS, 2, generator=generator)
+    steps, signs = steps.requires_grad_(), signs.requires_grad_()
+    x = [torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype) for _ in range(3)]
+    weights = torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + steps[(s.clamp(-3.9, 3.9) + 4).int()] + signs[h, (s > 0.1).long()]
+
+    found = []
+    for out in (
+        ca.attention(*x, score_mod=score_mod, backend=backend),
+        attended(*(t.double() for t in x), score_mod, lambda b, h, i, j: i >= 0)[0],
+    ):
+        found.append(torch.autograd.grad((out * weights).sum(), [steps, signs]))
+    for mine, exact in zip(*found, strict=True):
+        # a score that is rounded apart from a step's edge reads the next number
+        assert (mine - exact).abs().max() <= 2e-2 * exact.abs().max()
+
+
+def test_tables_read_where_the_score_says_get_their_gradients(generator: torch.Generator) -> None:
+    for backend in ("streaming", "reference"):
+        hold_chosen(backend, generator, torch.float64)
