@@ -1,4 +1,4 @@
-"""Large negative scores, with which many write "hidden": beside others they weigh nothing, alone they are no row at all.
+"""Large negative scores, with which many write "hidden": beside others they weigh nothing, alone they are no row.
 
 A row whose highest score is below `LEAST_SCORE` sees nothing, as one of -inf does, on every backend, and no NaN of it
 reaches a gradient.

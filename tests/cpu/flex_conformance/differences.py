@@ -200,6 +200,12 @@ DIFFERENCES = [
         untaken_branch,
     ),
     Difference(
+        "rows that a score mod leaves nothing above -2^25, as `torch.where(seen, s, -1e9)` does where nothing is seen",
+        "the mean of V",
+        "0, as of a row that a mask hides, with no gradient", "no LSE in fp32 holds the sum of such a row",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: torch.where(kv < q, s, -1e9)),
+    ),
+    Difference(
         "`return_lse=True`", "a `FutureWarning`, once", "no warning", "it stays; `return_aux` says the same",
         lambda: ca.flex_attention(Q, K, V, return_lse=True),
     ),
