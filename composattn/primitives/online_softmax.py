@@ -122,14 +122,13 @@ class OnlineSoftmax(Fixed):
         normalizer.
         """
         for r in range(self.shape.rows):
-            total = self.shape.along_row(add, self.total[r])
-            hidden, largest = self._is_hidden(self.maximum[r]), self.maximum[r] * self.scale
+            total, maximum = self.shape.along_row(add, self.total[r]), self.maximum[r]
+            if self.least > -math.inf:
+                maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
             if sinks[r] is None:
-                normalizer[r], lse[r] = finished(hidden, largest, total)
+                normalizer[r], lse[r] = finished(maximum, total, self.scale)
             else:
-                if self.least > -math.inf:
-                    largest = choose(hidden, -Float32.inf, largest)
-                normalizer[r], lse[r] = finished_with_sink(largest, total, sinks[r])
+                normalizer[r], lse[r] = finished_with_sink(maximum, total, self.scale, sinks[r])
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
 
@@ -157,28 +156,24 @@ def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
     return found
 
 
-def finished(hidden: Any, maximum: Float32, total: Float32) -> tuple[Float32, Float32]:
+def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:
     """(1 / sum, natural logarithm of the sum of exponentials) of a row with these statistics, all its lanes' together.
 
-    `maximum` in log2 units. A row with nothing to attend (`hidden`) gets normalizer 0 (so O = 0) and LSE = -inf; NaN
-    stays NaN.
+    A row with nothing visible gets normalizer 0 (so O = 0) and LSE = -inf; NaN stays NaN.
     """
-    nothing = hidden & (total == 0.0)
+    nothing = (maximum == -Float32.inf) & (total == 0.0)
     normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
-    log2 = maximum + cute.math.log2(total, fastmath=True)
+    log2 = maximum * scale + cute.math.log2(total, fastmath=True)
     return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
 
 
-def finished_with_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink).
-
-    `maximum` in log2 units, -inf where nothing is visible.
-    """
-    sink = sink * LOG2_E
-    highest = cute.arch.fmax(maximum, sink)
+def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink)."""
+    before, sink = maximum * scale, sink * LOG2_E
+    highest = cute.arch.fmax(before, sink)
     nothing = highest == -Float32.inf
     shift = choose(nothing, Float32(0.0), highest)
-    fade = exp2(maximum - shift)
+    fade = exp2(before - shift)
     whole = total * fade + exp2(sink - shift)
     normalizer = choose(nothing, Float32(0.0), fade * cute.arch.rcp_approx(whole))
     return normalizer, choose(nothing, -Float32.inf, (shift + cute.math.log2(whole, fastmath=True)) * LN_2)
