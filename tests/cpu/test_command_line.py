@@ -43,8 +43,8 @@ def test_cache_removes_what_was_not_used(
     assert main(["cache"]) == 0 and "3 kernels, 0.0 MB" in capsys.readouterr().out
     assert main(["cache", "--unused", "30"]) == 0 and "removed 2" in capsys.readouterr().out
     assert disk_cache.get(tmp_path, "a" * 32, ".so") is None
-    path = disk_cache.get(tmp_path, "b" * 32, ".so")
-    assert path is not None and time.time() - path.stat().st_mtime < 86400  # a use counts
+    used = disk_cache.get(tmp_path, "b" * 32, ".so")
+    assert used is not None and time.time() - used.stat().st_mtime < 86400  # a use counts
     assert main(["cache", "--unused", "1"]) == 0 and "removed 0" in capsys.readouterr().out
     assert main(["cache", "--unused", "0"]) == 0 and "removed 1" in capsys.readouterr().out
     assert (tmp_path / "notes.txt").exists()

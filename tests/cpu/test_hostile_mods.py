@@ -167,25 +167,22 @@ def test_scores_and_gradients_are_those_of_torch(name: str, generator: torch.Gen
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def hold_chosen(backend: str, generator: torch.Generator, dtype: torch.dtype) -> None:
+def chosen(steps: torch.Tensor, signs: torch.Tensor) -> Mod:
+    """A score moved by numbers of two tables, at places that it decides itself."""
+    return lambda s, b, h, i, j: s + steps[(s.clamp(-3.9, 3.9) + 4).int()] + signs[h, (s > 0.1).long()]
+
+
+def hold_chosen(backend: str, generator: torch.Generator, dtype: torch.dtype, device: str = "cpu") -> None:
     """Learned tables that are read at a place that the score decides get the gradients of autograd in fp64."""
-    steps, signs = torch.randn(8, generator=generator), torch.randn(HEADS, 2, generator=generator)
-    steps, signs = steps.requires_grad_(), signs.requires_grad_()
-    x = [torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype) for _ in range(3)]
-    weights = torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype)
-
-    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s + steps[(s.clamp(-3.9, 3.9) + 4).int()] + signs[h, (s > 0.1).long()]
-
-    found = []
-    for out in (
-        ca.attention(*x, score_mod=score_mod, backend=backend),
-        attended(*(t.double() for t in x), score_mod, lambda b, h, i, j: i >= 0)[0],
-    ):
-        found.append(torch.autograd.grad((out * weights).sum(), [steps, signs]))
-    for mine, exact in zip(*found, strict=True):
+    tables = [torch.randn(8, generator=generator), torch.randn(HEADS, 2, generator=generator)]
+    *x, weights = (torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype) for _ in range(4))
+    mine, exact = ([t.detach().to(where).requires_grad_() for t in tables] for where in (device, "cpu"))
+    out = ca.attention(*(t.to(device) for t in x), score_mod=chosen(*mine), backend=backend)
+    wanted, _ = attended(*(t.double() for t in x), chosen(*exact), lambda b, h, i, j: i >= 0)
+    found = torch.autograd.grad((out * weights.to(device)).sum(), mine)
+    for total, truth in zip(found, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
         # a score that is rounded apart from a step's edge reads the next number
-        assert (mine - exact).abs().max() <= 2e-2 * exact.abs().max()
+        assert (total.cpu() - truth).abs().max() <= 2e-2 * truth.abs().max()
 
 
 def test_tables_read_where_the_score_says_get_their_gradients(generator: torch.Generator) -> None:

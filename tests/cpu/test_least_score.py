@@ -22,22 +22,24 @@ HIDING = [2 * LEAST_SCORE, -1e9, -1e30, torch.finfo(torch.bfloat16).min, torch.f
 Mod = Callable[..., Any]
 
 
-def hidden_by(number: float, as_bias: bool) -> Mod:
+def hidden_by(number: float, as_bias: bool, device: str = "cpu") -> Mod:
     """Scores that are `number`, or moved by it, where a key lies less than `BLIND` before its query."""
-    positions = torch.arange(LENGTH)
+    positions = torch.arange(LENGTH, device=device)
     table = torch.where(positions[:, None] >= positions + BLIND, 0.0, number)
     if as_bias:
         return lambda score, b, h, q, kv: score + table[q, kv]
     return lambda score, b, h, q, kv: torch.where(q >= kv + BLIND, score, number)
 
 
-def hold(backend: str, number: float, as_bias: bool, generator: torch.Generator, **more: Any) -> None:
+def hold(
+    backend: str, number: float, as_bias: bool, generator: torch.Generator, device: str = "cpu", **more: Any
+) -> None:
     """Results and gradients are those of a mask that hides the same pairs."""
-    x = [torch.randn(1, 2, LENGTH, 64, generator=generator).half().requires_grad_() for _ in range(3)]
-    weights = torch.randn(1, 2, LENGTH, 64, generator=generator).half()
+    *x, weights = (torch.randn(1, 2, LENGTH, 64, generator=generator).half().to(device) for _ in range(4))
+    x = [t.requires_grad_() for t in x]
     found = []
     for mods in (
-        {"score_mod": hidden_by(number, as_bias), "mask_mod": causal(), "backend": backend},
+        {"score_mod": hidden_by(number, as_bias, device), "mask_mod": causal(), "backend": backend},
         {"mask_mod": lambda b, h, q, kv: q >= kv + BLIND, "backend": "reference"},
     ):
         out, lse = ca.attention(*x, **mods, **more, return_lse=True)
