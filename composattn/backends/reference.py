@@ -211,10 +211,10 @@ class _Dense:
         refresh(captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
         given = tensors or {}
-        held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
+        self.held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
         self.tensors = {
             key: t.to(torch.promote_types(t.dtype, self.working)) if t.is_floating_point() else t
-            for key, t in held.items()
+            for key, t in self.held.items()
         }
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
@@ -295,6 +295,7 @@ class _Dense:
         if self.mask_mod is None:
             return None
         env = self.env(self.index(scores, b0, h0), scores.device)
+        env.float_dtype, env.tensors = torch.float32, self.held  # a mask compares as torch does, whatever q has
         with torch.no_grad():
             visible = evaluate(self.mask_mod, env).expand(scores.shape)
             self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)

@@ -143,6 +143,34 @@ def test_masks_see_what_torch_says(name: str, generator: torch.Generator) -> Non
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+TENTHS = torch.tensor([0.1, 0.2, 0.3, 0.7])[torch.arange(LENGTH) // 20]
+ROUNDED: dict[str, Mod] = {
+    "at most a tenth": lambda b, h, i, j: TENTHS[j] <= 0.1,
+    "equal to a tenth": lambda b, h, i, j: TENTHS[j] == 0.1,
+    "three times": lambda b, h, i, j: TENTHS[j] * 3 <= 0.3,
+    "a tenth of a position": lambda b, h, i, j: (j * 0.1 == 0.7) | (j * 0.1 <= 0.3),
+    "beyond whole numbers": lambda b, h, i, j: j + 2**24 <= (i + 2**24) * 1.0,
+    "roots": lambda b, h, i, j: torch.sqrt(j * 1.0) * torch.sqrt(j * 1.0) == j,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_round_as_torch_does_whatever_q_has(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    mask = ROUNDED[name]
+    x = [torch.randn(BATCH, HEADS, LENGTH, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    exact = attended(*(t.double() for t in x), None, mask)
+    for backend in ("streaming", "reference"):
+        found = ca.attention(*x, mask_mod=mask, return_lse=True, backend=backend)
+        gradients = zip(
+            *(torch.autograd.grad(out.sum(), x, retain_graph=True) for out in (found[0], exact[0])), strict=True
+        )
+        for mine, wanted in (*zip(found, exact, strict=True), *gradients):
+            torch.testing.assert_close(mine.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    weights = ca.attention_weights(*x[:2], range(LENGTH), mask_mod=mask)
+    torch.testing.assert_close(weights.bool(), visible(mask))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_their_tiles_are_never_wrong(name: str) -> None:
     mask = MASKS[name]

@@ -76,3 +76,9 @@ def test_smaller_ones_are_scores(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(1, 1, 20, 16, generator=generator) for _ in range(3))
     out = ca.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s * 0 + LEAST_SCORE)
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+def test_weights_of_such_rows_are_none(generator: torch.Generator) -> None:
+    q, k = (torch.randn(1, 2, LENGTH, 16, generator=generator) for _ in range(2))
+    weights = ca.attention_weights(q, k, range(LENGTH), score_mod=hidden_by(-1e9, True)).sum(-1)
+    torch.testing.assert_close(weights, (torch.arange(LENGTH) >= BLIND).float().expand_as(weights))
