@@ -176,8 +176,8 @@ DIFFERENCES = [
         ),
     ),
     Difference(
-        "arithmetic of captured fp16 and bf16, and their comparison with numbers", "rounds to their type each time", "in fp32",
-        "kernels have one float type",
+        "arithmetic of captured fp16 and bf16, and their comparison with numbers", "rounds to their type each time",
+        "in fp32", "kernels have one float type",
         lambda: same(
             ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + (HUGE[q] - HUGE[kv] + HUGE[kv])),
             ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + HUGE[q]),
