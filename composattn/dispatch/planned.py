@@ -29,7 +29,7 @@ _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
 
 _Is = Callable[[torch.Tensor], bool]
-_Met = tuple[_Is, _Is, _Is, Any, backends.Call]  # whether q, k and v are of this form, and sequences lie so
+_Met = tuple[_Is, _Is, _Is, Any, backends.OfForm]  # whether q, k and v are of this form, and sequences lie so
 
 
 class Options:
@@ -91,7 +91,7 @@ class Planned:
         if transforms.active():
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
         lie = None if varlen is None and paged is None else inputs.lie
-        call: backends.Call | None = None
+        call: backends.OfForm | None = None
         # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
         nested = getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False)
         for is_q, is_k, is_v, then, prepared in () if nested else self._latest:
@@ -99,7 +99,7 @@ class Planned:
                 call = prepared
                 break
         if call is None:
-            call = self.prepared(inputs)
+            call = self.prepared(inputs).of_form(inputs)
             self._latest = ((of_the_form(q), of_the_form(k), of_the_form(v), lie, call), *self._latest[: _LATEST - 1])
         check_call(self.program, self._tables, inputs)
         found = call(inputs, asked)
