@@ -73,6 +73,8 @@ class BackwardLauncher:
         self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
+        as_given = self.reads.are_as_given and not self.reads.has_numbers
+        self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
         self._sizes = _NO_SIZES
@@ -169,7 +171,10 @@ class BackwardLauncher:
         tables: Tables | None = None,
     ) -> None:
         """The same of queries and keys that bulk copies can read as they are, into gradients that are there."""
-        if tables is not None:
+        rows = keys = None
+        if self.reads_captured_alone:
+            reads: tuple[torch.Tensor, ...] = tuple(captured)
+        elif tables is not None:
             reads, (rows, keys) = self.reads.given(captured), tables
         else:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
