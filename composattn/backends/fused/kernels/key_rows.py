@@ -39,7 +39,7 @@ class KeyRows(KeyGroup):
         self.number = cute.arch.make_warp_uniform(thread // THREADS)
         self.thread = thread % THREADS
         self.shape = shape
-        self.row = self.number * tiling.queries
+        self.row = self.number * tiling.strip
         self.diagonals = None
         if tiling.distances:
             warps = tiling.groups * THREADS // 32
@@ -71,10 +71,7 @@ class KeyRows(KeyGroup):
         block, mods, memory = self.block, self.mods, self.memory
         parts = [self.part(m, number, q_slot) for number in range(self.tiling.queries // self.shape.rows)]
         block.rows_edge.wait(q_slot)
-        block.scores.wait(slot)
-        if const_expr(mods.backward.one_pass):
-            block.gradients.wait(slot)
-        memory.heard()
+        self.wait_for_scores(parts, slot)
         for part in parts:
             part.fetch()
             if const_expr(mods.backward.one_pass):
@@ -98,9 +95,20 @@ class KeyRows(KeyGroup):
         for part in parts:
             mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
 
+    def wait_for_scores(self, parts: list["Part"], slot: Slot) -> None:
+        """And for dP, where both are computed at once."""
+        self.block.scores.wait(slot)
+        if const_expr(self.mods.backward.one_pass):
+            self.block.gradients.wait(slot)
+        self.memory.heard()
+
     def part(self, m: Int32, number: int, q_slot: Slot) -> "Part":
         """The `number`-th that is computed of this thread's scores of a query tile."""
         return Part(self, m, number, q_slot)
+
+    def row_of(self, number: Any) -> Any:
+        """Of a part, counted from the thread's first one."""
+        return number * self.shape.rows
 
     def share_gradients(self, parts: list["Part"], q_slot: Slot, slot: Slot) -> None:
         """dS, which all parts have left, to the products."""
@@ -171,7 +179,7 @@ class Part(Fixed):
 
     def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):
         self.block, self.thread, self.memory = me.block, me.thread, me.memory
-        first, columns = number * me.shape.rows, me.tiling.columns
+        first, columns = me.row_of(number), me.tiling.columns
         self.row = me.row + first
         scores, gradients = [of.first + me.row for of in (columns.scores, columns.gradients)]
         self.scores, self.values = scores + first, self.numbers(me.shape.rows)

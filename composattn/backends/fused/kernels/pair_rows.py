@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ....primitives.block_pair import rank
-from ....primitives.pipelines import BoundEdge, Slot
+from ....primitives.pipelines import Slot
 from ....primitives.values import Fixed
 from .dq_rows import DqRows
 from .key_rows import KeyRows, Part
@@ -79,9 +79,10 @@ class PairDqRows(DqRows):
 
 @dataclasses.dataclass
 class Moving(Fixed):
-    """Tiles that are copied into one place, the `first`-th and then every `each`-th."""
+    """Tiles `name` of `block` that are copied into one place, the `first`-th and then every `each`-th."""
 
-    edge: BoundEdge
+    block: Any
+    name: str
     tma: cute.CopyAtom
     target: cute.Tensor
     source: cute.Tensor
@@ -89,8 +90,10 @@ class Moving(Fixed):
     each: int = 1
 
     def start(self, number: Int32, slot: Slot) -> None:
-        bar = self.edge.acquire(slot)
-        self.copy(number, bar)
+        edge = self.block.moved[self.name]
+        self.block.wait_for_room(self.name, slot)
+        edge.fill(slot)
+        self.copy(number, edge.full + slot.index)
 
     def copy(self, number: Int32, bar: cute.Pointer) -> None:
         cute.copy(self.tma, self.source[None, self.each * number + self.first], self.target, tma_bar_ptr=bar)
