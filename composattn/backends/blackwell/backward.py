@@ -75,9 +75,14 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
             elif warp == roles.turns:  # noqa: SIM102  the plan's is known when compiling
                 if const_expr(self.plan.deterministic):
                     DqSemaphore(self).take(call, block)
+            elif warp == roles.load_across:
+                self.produce_across(call, block)
         self.meet()
         if warp == roles.matrix:
             free(block.tensor_memory(), columns, blocks)
+
+    def produce_across(self, call, block) -> None:
+        """What the warp that copies leaves to another one: nothing."""
 
     def meet(self) -> None:
         """All threads that share barriers and tensor memory."""

@@ -1,6 +1,6 @@
 """A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a key."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cutlass.cute as cute
@@ -222,8 +222,10 @@ class Part(Fixed):
 class Fetched(Fixed):
     """Registers for scores from `column` on, of which `AT_ONCE` are fetched when the first of them is asked for.
 
-    All at once, beside P, spilled 24 of 160 registers.
+    All at once, beside P, spilled 24 of 160 registers. `then`: what is done once all are there.
     """
+
+    then: Callable[[], None] | None = None
 
     def __init__(self, numbers: cute.Tensor, memory: MatrixMemory, column: Any):
         self.numbers, self.memory, self.column = numbers, memory, column
@@ -235,6 +237,8 @@ class Fetched(Fixed):
             self.there.add(first)
             for r, value in enumerate(self.memory.read(self.column + first, AT_ONCE)):
                 self.numbers[first + r, 0] = value
+            if self.then is not None and len(self.there) * AT_ONCE == cute.size(self.numbers):
+                self.then()
         return self.numbers[place]
 
     def __setitem__(self, place: tuple[int, int], value: Float32) -> None:

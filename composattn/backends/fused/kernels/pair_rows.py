@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from ....primitives.block_pair import rank
-from ....primitives.pipelines import Slot
-from ....primitives.values import Fixed
+from ....primitives.pipelines import BoundEdge, Slot
+from ....primitives.values import Fixed, narrowed
 from .dq_rows import DqRows
 from .key_rows import KeyRows, Part
 from .rounding import put_row
@@ -59,6 +59,72 @@ class PairRows(KeyRows):
     def leave(self, target: cute.Tensor, sums: cute.Tensor, first: int, width: int) -> None:
         mine = cute.make_tensor(target.iterator + self.first_row * width, target.layout)
         super().leave(mine, sums, first, width)
+
+
+class StripPart(PairPart):
+    """Its scores are fetched before any are computed, and its dS goes nowhere before all of dP are fetched."""
+
+    fetched = False
+
+    def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):
+        super().__init__(me, m, number, q_slot)
+        columns = me.tiling.columns
+        self.left_gradients = self.left_scores + (columns.left_gradients.first - columns.scores.first)
+
+    def fetch(self) -> None:
+        if not self.fetched:
+            super().fetch()
+        self.fetched = True
+
+    def leave_gradients(self) -> None:
+        self.left = narrowed(self.gradients.numbers, self.block.dtype)
+
+
+class StripRows(PairRows):
+    """As `PairRows`, of which each group has a strip of the queries of either block, where columns are few.
+
+    It says by `scores_read` that others may come to where its scores were, and by `gradients_read` to where its first
+    strip of dP was. dS goes to shared memory that the next Q has left, so once the next scores are there.
+    """
+
+    def part(self, m: Int32, number: int, q_slot: Slot) -> StripPart:
+        return StripPart(self, m, number, q_slot)
+
+    def row_of(self, number: int) -> int:
+        return number * self.tiling.groups * self.tiling.strip
+
+    def wait_for_scores(self, parts: list[Any], slot: Slot) -> None:
+        block = self.block
+        block.scores.wait(slot)
+        self.memory.heard()
+        for part in parts:
+            part.fetch()
+        self.tell(block.scores_read, slot)
+        parts[0].gradients.then = lambda: self.tell(block.gradients_read, slot)
+        if const_expr(self.mods.backward.one_pass):
+            block.gradients.wait(slot)
+            self.memory.heard()
+
+    def tell(self, edge: BoundEdge, slot: Slot) -> None:
+        """That it has read what was there."""
+        self.memory.have_read()
+        cute.arch.sync_warp()
+        edge.fill(slot, self.lane)
+
+    def share_gradients(self, parts: list[Any], q_slot: Slot, slot: Slot) -> None:
+        block = self.block
+        for part in parts:
+            self.memory.write(part.left_gradients, cute.recast_tensor(part.left, Int32))
+        self.memory.written()
+        cute.arch.sync_warp()
+        block.scores_done.fill(slot, self.lane)
+        block.scores.wait(slot.next())
+        for number, part in enumerate(parts):
+            there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, Int32(number)), block.sdS.layout)
+            _put(rank() == number, part.left, block.sdS, there, self.first_row + self.thread, self.row)
+        cute.arch.fence_proxy("async.shared", space="cluster")
+        cute.arch.sync_warp()
+        block.exchanged.fill(slot, self.lane)
 
 
 @cute.jit
