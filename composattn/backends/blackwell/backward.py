@@ -72,7 +72,7 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
                 self.multiply(call, block)
             elif warp == roles.load:
                 self.produce(call, block)
-            elif warp == roles.turns:  # noqa: SIM102  the plan's is known when compiling
+            elif warp == roles.turns:
                 if const_expr(self.plan.deterministic):
                     DqSemaphore(self).take(call, block)
             elif warp == roles.load_across:

@@ -72,8 +72,11 @@ READING = BackwardRoles(compute_registers=184, dq_registers=80, other_registers=
 SUMMING = BackwardRoles(compute_registers=208, dq_registers=48, other_registers=48)
 # by two blocks and in a fixed order: ALiBi spilled 4
 TAKING_TURNS = BackwardRoles(compute_registers=192, dq_registers=72, other_registers=56)
-# by two blocks and strips of queries: all columns of dQ are in registers at once, as dP waits for them
-STRIPS = BackwardRoles(compute_registers=160, dq_registers=128, other_registers=64)
+# by two blocks and strips of queries: all 96 columns of dQ are in registers at once, as dP waits for them; P and dS with
+# 160 spilled 12 under a causal mask, with 168 ALiBi 26
+STRIPS = BackwardRoles(compute_registers=176, dq_registers=112, other_registers=48)
+# tensors read at (q, kv): there a relative bias for sm_103a spilled 26, sums by distance 26
+STRIPS_READING = BackwardRoles(compute_registers=184, dq_registers=96, other_registers=48)
 # products of more addresses: with 64 they spilled 38, with 96 still 37 beside sums by distance; dQ with 80 spilled 37
 WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128)
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
@@ -247,12 +250,14 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         sharing = sharing_of(problem, program, ROWS, alone / paired, tiling.tile_n)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
-            return _by_pairs(tiling, target, deterministic)
+            return _by_pairs(tiling, program, target, deterministic)
     smaller = (dataclasses.replace(tiling, q_stages=q, do_stages=do, dq_part=part) for q, do, part in SMALLER)
     return next(t for t in smaller if t.shared_memory(2) <= target.shared_memory)
 
 
-def _by_pairs(one: BlackwellBackwardTiling, target: Target, deterministic: bool) -> PairBackwardTiling:
+def _by_pairs(
+    one: BlackwellBackwardTiling, program: Program, target: Target, deterministic: bool
+) -> PairBackwardTiling:
     """With what a block alone would have."""
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
     own: dict[str, object] = {
@@ -264,7 +269,10 @@ def _by_pairs(one: BlackwellBackwardTiling, target: Target, deterministic: bool)
     wide = max(one.d, one.dv) > LANES
     if wide:
         own |= {"roles": STRIPS, "in_halves": True, "dq_at_once": one.d // 2}
-        own["distances"] = distances_of(STRIP) if one.distances else 0
+        if reads_pairs(program.score):
+            own |= {"roles": STRIPS_READING, "dq_at_once": one.d // 4}
+        if one.distances:
+            own["distances"] = distances_of(STRIP)
     elif deterministic and one.in_halves:
         own["roles"] = TAKING_TURNS
     kind = WidePairBackwardTiling if wide else PairBackwardTiling

@@ -16,11 +16,11 @@ from .tcgen05 import after_wait
 class WidePairBlock(PairBlock):
     """Edges, beside those of `PairBlock`, as products come where scores and dP were, and copies where others were:
 
-        scores_read     compute to products     Sᵀ has been read
-        gradients_read  compute to products     the first strips of dPᵀ have
-        q               products to loads       empty: dQ has read dS, over which the next Q but one comes
-        do, q_across    products to loads       empty: the other one may come there
-        scores          products to compute     also: dS may come where Q was
+    scores_read     compute to products     Sᵀ has been read
+    gradients_read  compute to products     the first strips of dPᵀ have
+    q               products to loads       empty: dQ has read dS, over which the next Q but one comes
+    do, q_across    products to loads       empty: the other one may come there
+    scores          products to compute     also: dS may come where Q was
     """
 
     scores_read: BoundEdge
@@ -52,6 +52,8 @@ class WidePairProducts(PairProducts):
     P1 is computed under dK0 and dQ0, dS1 under dV1b and S2. dQ0 is read under dV1a (queries of one group), dP1 under
     dV1b. Where the derivative sees the score P1 wants dP1, which then comes before all of dV1.
     """
+
+    block: WidePairBlock
 
     def begin(self, at: Slot) -> None:
         self.scores(at)
