@@ -72,8 +72,8 @@ READING = BackwardRoles(compute_registers=184, dq_registers=80, other_registers=
 SUMMING = BackwardRoles(compute_registers=208, dq_registers=48, other_registers=48)
 # by two blocks and in a fixed order: ALiBi spilled 4
 TAKING_TURNS = BackwardRoles(compute_registers=192, dq_registers=72, other_registers=56)
-# by two blocks and strips of queries: all 96 columns of dQ are in registers at once, as dP waits for them; P and dS with
-# 160 spilled 12 under a causal mask, with 168 ALiBi 26
+# by two blocks and strips of queries: all 96 columns of dQ are in registers at once, as dP waits for them; with 160 for
+# P and dS a causal mask spilled 12, with 168 ALiBi 26
 STRIPS = BackwardRoles(compute_registers=176, dq_registers=112, other_registers=48)
 # tensors read at (q, kv): there a relative bias for sm_103a spilled 26, sums by distance 26
 STRIPS_READING = BackwardRoles(compute_registers=184, dq_registers=96, other_registers=48)

@@ -16,11 +16,13 @@ from .tcgen05 import after_wait
 class WidePairBlock(PairBlock):
     """Edges, beside those of `PairBlock`, as products come where scores and dP were, and copies where others were:
 
-    scores_read     compute to products     Sᵀ has been read
-    gradients_read  compute to products     the first strips of dPᵀ have
-    q               products to loads       empty: dQ has read dS, over which the next Q but one comes
-    do, q_across    products to loads       empty: the other one may come there
-    scores          products to compute     also: dS may come where Q was
+        scores_read     compute to products     Sᵀ has been read
+        gradients_read  compute to products     the first strips of dPᵀ have
+        q               products to loads       empty: dQ has read dS, over which the next Q but one comes
+        do, q_across    products to loads       empty: the other one may come there
+        scores          products to compute     also: dS may come where Q was
+
+    Behind the last scores `scores` says once more that nobody reads there.
     """
 
     scores_read: BoundEdge
