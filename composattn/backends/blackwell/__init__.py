@@ -17,6 +17,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.preprocess import Preprocess
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
+    from .backward_query_pair import BlackwellBackwardQueryPair
     from .backward_wide import BlackwellBackwardWide
     from .forward import BlackwellForward
     from .rounding import BlackwellGather, BlackwellPostprocess
@@ -27,6 +28,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": BlackwellBackward,
         "backward_pair": BlackwellBackwardPair,
+        "backward_query_pair": BlackwellBackwardQueryPair,
         "backward_wide": BlackwellBackwardWide,
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,

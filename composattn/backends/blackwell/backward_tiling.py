@@ -19,6 +19,7 @@ from .tensor_memory import (
     LANES,
     BackwardTensorMemory,
     PairBackwardTensorMemory,
+    QueryPairTensorMemory,
     WideBackwardTensorMemory,
 )
 from .tiling import ROWS
@@ -26,9 +27,16 @@ from .tiling import ROWS
 BARRIERS = 512  # bytes: mbarriers and single words
 # clocks of shared memory, the busiest unit, for 128 queries and as many keys of D 128 (FlashAttention-4, table 3)
 ALONE, PAIRED = 3328, 2688
+# likewise of D 256, by one block with transposed sums and by two with half of the queries each, whose unit that
+# multiplies is as busy
+WIDE_ALONE, WIDE_PAIRED = 11776, 5120
+WIDEST = 256
+PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 # (stages of Q, of dO, columns of dQ that leave together), the first that fit
 SMALLER = (2, 2, 32), (2, 1, 32), (2, 1, 16), (1, 2, 32), (1, 1, 32), (1, 1, 16), (1, 1, 8)
+
+AnyTensorMemory = BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory | QueryPairTensorMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,9 @@ WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
 WIDE_AT_ONCE = BackwardRoles(compute_registers=136, dq_registers=112, other_registers=128)
 
+# by two blocks, a query and 64 keys each
+WIDE_PAIR = BackwardRoles(compute_registers=184, dq_registers=64, other_registers=80)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlackwellBackwardTiling(RowBackwardTiling):
@@ -91,7 +102,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
         _ = self.columns  # refuses a map that does not fit
 
     @property
-    def columns(self) -> BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory:
+    def columns(self) -> AnyTensorMemory:
         return BackwardTensorMemory.of(self.tile_m, self.d, self.dv)
 
     @property
@@ -117,7 +128,12 @@ class BlackwellBackwardTiling(RowBackwardTiling):
 
     @property
     def sums_memory(self) -> int:
-        return 4 * (2 * self.tile_m * self.dq_part + self.distances)
+        return 4 * (self.dq_room + self.distances)
+
+    @property
+    def dq_room(self) -> int:
+        """Numbers in shared memory through which dQ leaves."""
+        return 2 * self.tile_m * self.dq_part
 
     def describe(self) -> dict[str, str]:
         return {
@@ -177,6 +193,60 @@ class PairBackwardTiling(BlackwellBackwardTiling):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryPairTiling(BlackwellBackwardTiling):
+    """For wide rows two blocks multiply together: each has half of the queries, and for P, dS, K and V of the keys.
+
+    Q and dO stream through a ring of `stages` that products with them find in the order in which they are issued:
+    `PIECE` columns of its queries for S and dP, then `PIECE` queries, half of the columns, for dVᵀ and dKᵀ. Of K a
+    block also has the columns that each part of dQ wants from it. dQ is added from registers.
+    """
+
+    kernel: str = "backward_query_pair"
+    sharing: ClassVar[int] = 2
+    stages: int
+
+    @property
+    def row_stages(self) -> int:
+        """The next ones are wanted when these have been read."""
+        return 1
+
+    @property
+    def columns(self) -> QueryPairTensorMemory:
+        return QueryPairTensorMemory.of(self.tile_n, self.d)
+
+    @property
+    def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
+        return {
+            "k": (self.block_keys, self.d, None),
+            "v": (self.block_keys, self.dv, None),
+            "k_across": (self.tile_n, PIECE, self.d // self.tile_n),
+            "p": (self.tile_m, self.block_keys, None),
+            "ds": (self.tile_m, self.block_keys, None),
+            "pieces": (*self.by_columns, self.stages),
+        }
+
+    @property
+    def by_columns(self) -> tuple[int, int]:
+        """Queries and columns of a piece, of those that are summed over columns."""
+        return self.tile_m // 2, PIECE
+
+    @property
+    def by_queries(self) -> tuple[int, int]:
+        """Likewise, of those that are summed over queries."""
+        return PIECE, self.tile_m // 2
+
+    @property
+    def dq_room(self) -> int:
+        return 0
+
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {
+            "roles": f"{self.roles}; {self.stages} stages of Q and dO",
+            "dQ": f"summed in fp32 in memory, added from registers, {self.dq_at_once} columns at a time",
+        }
+
+
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel; no device has timed them: they fill shared and tensor memory."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -201,8 +271,13 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     if sums_by(program, Pattern.DISTANCE):
         along = tiling.tile_n if wide else tiling.tile_m
         tiling = dataclasses.replace(tiling, distances=distances_of(along // GROUPS))
+    if max(d, dv) == WIDEST:
+        sharing = sharing_of(problem, program, (ROWS // 2, ROWS), (ROWS, 2 * ROWS), WIDE_ALONE / WIDE_PAIRED)
+        tiling = dataclasses.replace(tiling, blocks=str(sharing))
+        if sharing.blocks == 2:
+            return _by_pairs_of_queries(tiling, program, target)
     if (d, dv) == (LANES, LANES):
-        sharing = sharing_of(problem, program, ROWS, ALONE / PAIRED)
+        sharing = sharing_of(problem, program, (ROWS, ROWS), (2 * ROWS, ROWS), ALONE / PAIRED)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
             return _by_pairs(tiling, target, deterministic)
@@ -223,6 +298,25 @@ def _by_pairs(one: BlackwellBackwardTiling, target: Target, deterministic: bool)
     if deterministic and one.in_halves:
         own["roles"] = TAKING_TURNS
     tilings = (PairBackwardTiling(**{**kept, **own, "dq_part": part}) for part in (32, 16, 8))
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
+
+
+def _by_pairs_of_queries(one: BlackwellBackwardTiling, program: Program, target: Target) -> QueryPairTiling:
+    """With what a block alone would have; rows of Q and dO that are narrower are padded."""
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    own: dict[str, object] = {
+        "kernel": QueryPairTiling.kernel,
+        "tile_m": 2 * one.tile_m,
+        "tile_n": 2 * one.tile_n,
+        "d": WIDEST,
+        "dv": WIDEST,
+        "dq_at_once": 32,
+        "roles": WIDE_PAIR,
+        "in_halves": program.score is not None,
+        "section_tiles": one.section_tiles // 2,
+        "distances": distances_of(2 * one.tile_n // GROUPS) if one.distances else 0,
+    }
+    tilings = (QueryPairTiling(**{**kept, **own, "stages": stages}) for stages in (4, 3))
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 

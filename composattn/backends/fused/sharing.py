@@ -25,17 +25,19 @@ class Sharing:
         return f"{self.blocks} for a tile of keys, {self.reason}"
 
 
-def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sharing:
-    """Two where tiles of twice the keys visit at most so many times the area of tiles of `rows` keys (and queries).
+def sharing_of(
+    problem: Problem, program: Program, alone: tuple[int, int], together: tuple[int, int], most: float
+) -> Sharing:
+    """Two where their tiles visit at most so many times the area of those of one; tiles of (keys, queries).
 
     One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
     that of sequences of their mean length.
     """
     if _fills_registers(program):
         return Sharing(1, "as sums of gradients take the registers")
-    if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, rows)) is not None:
+    if reason_for_lists(QueryLists, program.mask, extent_of(problem), alone[::-1]) is not None:
         return Sharing(1, "as lists say what each visits")
-    areas = [_visited(problem, program, keys, rows) for keys in (rows, 2 * rows)]
+    areas = [_visited(problem, program, *tile) for tile in (alone, together)]
     if None in areas:
         return Sharing(1, "as tensors decide what each visits")
     one, two = areas
@@ -52,7 +54,7 @@ def _fills_registers(program: Program) -> bool:
     return sees_score(program) and sums_by(program, Pattern.DISTANCE)
 
 
-def _visited(problem: Problem, program: Program, keys: int, rows: int) -> int | None:
-    """Query tiles times keys that tiles of so many keys visit, of a head; None where tensors decide."""
-    visits = visits_now(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]), keys, rows)
-    return None if visits is None else int(visits.sum()) * keys
+def _visited(problem: Problem, program: Program, keys: int, queries: int) -> int | None:
+    """Pairs that tiles of so many keys and queries visit, of a head; None where tensors decide."""
+    visits = visits_now(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]), keys, queries)
+    return None if visits is None else int(visits.sum()) * keys * queries

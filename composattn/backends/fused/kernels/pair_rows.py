@@ -48,7 +48,7 @@ class PairRows(KeyRows):
         there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, self.number), block.sdS.layout)
         for part in parts:
             column = part.row - self.row
-            _put(rank() == self.number, part.left, block.sdS, there, self.first_row + self.thread, column)
+            put_here_or_there(rank() == self.number, part.left, block.sdS, there, self.first_row + self.thread, column)
         cute.arch.fence_proxy("async.shared", space="cluster")
         cute.arch.sync_warp()
         block.exchanged.fill(slot, self.lane)
@@ -62,7 +62,7 @@ class PairRows(KeyRows):
 
 
 @cute.jit
-def _put(mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any):
+def put_here_or_there(mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any):
     if mine:
         put_row(numbers, here, row, column)
     else:
