@@ -81,8 +81,9 @@ WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
 WIDE_AT_ONCE = BackwardRoles(compute_registers=136, dq_registers=112, other_registers=128)
 
-# by two blocks, a query and 64 keys each
-WIDE_PAIR = BackwardRoles(compute_registers=184, dq_registers=64, other_registers=80)
+# by two blocks, a query and 64 keys each: with 184 a soft cap and a relative bias spilled 6; dQ with 64 and 32 columns at
+# once up to 110, with 56 and 16 columns 2 beside sums by distance
+WIDE_PAIR = BackwardRoles(compute_registers=192, dq_registers=64, other_registers=64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,7 +311,8 @@ def _by_pairs_of_queries(one: BlackwellBackwardTiling, program: Program, target:
         "tile_n": 2 * one.tile_n,
         "d": WIDEST,
         "dv": WIDEST,
-        "dq_at_once": 32,
+        "dq_at_once": 16,
+        "dq_part": 16,
         "roles": WIDE_PAIR,
         "in_halves": program.score is not None,
         "section_tiles": one.section_tiles // 2,
