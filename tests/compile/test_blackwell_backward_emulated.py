@@ -118,7 +118,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
                                          **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256")
+CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256"), (2, "causal-gqa2-d256")
 CASES |= {
     "hidden-rows-and-keys-d128": lambda: make_case(
         40, batch=1, heads=1, q_len=60, kv_len=300, dim=128,
@@ -159,9 +159,14 @@ CASES |= {
 }  # fmt: skip
 
 
+def by_two(name: str) -> bool:
+    """Whether plans of a case may have two blocks: both head dimensions are those of 128, or D or Dv is over 192."""
+    return name.endswith("-d128") or any(f"d{width}" in name for width in (200, 256))
+
+
 def chosen() -> list[Any]:
-    """(blocks that share a tile of keys, name of a case): two where both head dimensions are those of 128."""
-    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if name.endswith("-d128")]
+    """(blocks that share a tile of keys, name of a case)."""
+    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if by_two(name)]
     return [pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow) for each in found]
 
 
@@ -176,7 +181,7 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
         for mode in MODES:
             with emulating(mode):
                 results.append(run_case(attention, case))
-    assert asked or not name.endswith("-d128")
+    assert asked or not by_two(name)
     assert {"dq", "dk", "dv"} <= set(results[0])
     assert_attention_close(
         results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
@@ -197,6 +202,8 @@ CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
     "all-cut-gqa4-d128-by-two": (("causal", torch.bfloat16, 4, 1, 300, 400, 128, 128, True, False), (2, 0, 2)),
     "last-cut-in-order-d128-by-two": (("plain", torch.bfloat16, 2, 2, 250, 300, 128, 128, False, True), (4, 3, 3)),
     "all-cut-d256": (("causal", torch.bfloat16, 4, 1, 150, 100, 256, 256, True, False), (2, 0, 2)),
+    "all-cut-gqa4-d256-by-two": (("causal", torch.bfloat16, 4, 1, 300, 200, 256, 256, True, False), (2, 0, 2)),
+    "last-cut-in-order-d200-by-two": (("plain", torch.bfloat16, 2, 2, 300, 170, 200, 256, False, True), (4, 3, 3)),
     "last-cut-d192-dv128": (("plain", torch.bfloat16, 2, 2, 250, 80, 192, 128, False, False), (4, 3, 3)),
     "all-cut-in-order-d96": (("window", torch.float16, 2, 1, 200, 200, 96, 64, False, True), (2, 0, 3)),
 }

@@ -27,10 +27,14 @@ from .tiling import ROWS
 BARRIERS = 512  # bytes: mbarriers and single words
 # clocks of shared memory, the busiest unit, for 128 queries and as many keys of D 128 (FlashAttention-4, table 3)
 ALONE, PAIRED = 3328, 2688
-# likewise of D 256, by one block with transposed sums and by two with half of the queries each, whose unit that
-# multiplies is as busy
-WIDE_ALONE, WIDE_PAIRED = 11776, 5120
+# likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks with
+# half of the queries each, whose unit that multiplies is as busy
+WIDE_ALONE = {(256, 256): 11776, (256, 192): 11392, (256, 128): 10240, (192, 256): 10112, (192, 192): 9728,
+              (128, 256): 7680, (128, 192): 7296}  # fmt: skip
+WIDE_PAIRED = 5120
 WIDEST = 256
+# gradients for whose sums these two have no registers: by head 30 spilled, by column 34
+UNPAIRED = Pattern.HEAD, Pattern.ROW, Pattern.COLUMN, Pattern.PAIR
 PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 # (stages of Q, of dO, columns of dQ that leave together), the first that fit
@@ -272,8 +276,9 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     if sums_by(program, Pattern.DISTANCE):
         along = tiling.tile_n if wide else tiling.tile_m
         tiling = dataclasses.replace(tiling, distances=distances_of(along // GROUPS))
-    if max(d, dv) == WIDEST:
-        sharing = sharing_of(problem, program, (ROWS // 2, ROWS), (ROWS, 2 * ROWS), WIDE_ALONE / WIDE_PAIRED)
+    if (d, dv) in WIDE_ALONE:
+        most = WIDE_ALONE[d, dv] / WIDE_PAIRED
+        sharing = sharing_of(problem, program, (ROWS // 2, ROWS), (ROWS, 2 * ROWS), most, UNPAIRED)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
             return _by_pairs_of_queries(tiling, program, target)
