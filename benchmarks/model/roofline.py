@@ -70,7 +70,8 @@ def backward_rows(
 
     With `paired` each of two multiprocessors has half of the rows of dQ over twice the keys, for which it sends half of
     dS to the other and receives as much: a tile's worth is written in all, and half as much is read. `transposed`: sums
-    with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does; by two: see `_by_queries`.
+    with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does; both of it: see
+    `_by_queries`.
     """
     dv = d if dv is None else dv
     if paired and transposed:

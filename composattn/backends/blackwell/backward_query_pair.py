@@ -1,5 +1,7 @@
 """The backward kernel for Blackwell of rows over 192 wide by pairs of blocks: each has half of a tile's queries."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -41,6 +43,7 @@ class QueryPairBlock(Block):
     Who computes finds room for P and dS when there are scores: these are issued behind all products of the tile before.
     """
 
+    tiling: QueryPairTiling
     pieces: BoundEdge
     statistics: BoundEdge
     adding = WARPGROUP
@@ -192,8 +195,9 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
     rows = QueryPairRows
     dq_rows = AddedDqRows
     stored_across = 2
+    tiling: QueryPairTiling
 
-    def __init__(self, plan: BackwardPlan[QueryPairTiling]):
+    def __init__(self, plan: BackwardPlan[Any]):
         super().__init__(plan)
         self.stored_rows = plan.tiling.tile_n
         # limits are of the queries that a key sees: one query of a thread is tested as fast by the mask itself
@@ -249,13 +253,7 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
                     (block.sDelta, tensors.rows[None, head, work.padded.b, 1]),
                 )
             ]
-            of = work.queries, head
-            moving = (
-                (tmas.q, *self.sides(block.shared["pieces"], tmas.q, tensors.q, *of, tiling.by_columns)),
-                (tmas.dout, *self.sides(block.shared["pieces"], tmas.dout, tensors.dout, *of, tiling.by_columns)),
-                (tmas.across[1], *self.sides(block.by_queries, tmas.across[1], tensors.across[1], *of, tiling.by_queries)),
-                (tmas.across[0], *self.sides(block.by_queries, tmas.across[0], tensors.across[0], *of, tiling.by_queries)),
-            )
+            moving = self.moving_pieces(block, call, work, head)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
@@ -271,6 +269,17 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
                     slot = self.produce_pieces(block, moving[2], m, slot, True)
                     slot = self.produce_pieces(block, moving[3], m, slot, True)
         return kv_slot.next(), row_slot, slot
+
+    def moving_pieces(self, block, call, work, head) -> list[tuple]:
+        """(copy, shared memory, tiles) of Q and dO by columns, of dO and Q by queries: the order of the products."""
+        tmas, tensors, columns, queries = call.tmas, call.tensors, self.tiling.by_columns, self.tiling.by_queries
+        found = (
+            (tmas.q, tensors.q, block.shared["pieces"], columns),
+            (tmas.dout, tensors.dout, block.shared["pieces"], columns),
+            (tmas.across[1], tensors.across[1], block.by_queries, queries),
+            (tmas.across[0], tensors.across[0], block.by_queries, queries),
+        )
+        return [(tma, *self.sides(there, tma, tensor, work.queries, head, box)) for tma, tensor, there, box in found]
 
     def produce_keys(self, block, call, work, slot: Slot) -> None:
         """K and V of this block's keys, and of all keys the columns of K that parts of dQ want from it."""

@@ -27,8 +27,8 @@ from .tiling import ROWS
 BARRIERS = 512  # bytes: mbarriers and single words
 # clocks of shared memory, the busiest unit, for 128 queries and as many keys of D 128 (FlashAttention-4, table 3)
 ALONE, PAIRED = 3328, 2688
-# likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks with
-# half of the queries each, whose unit that multiplies is as busy
+# likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks
+# with half of the queries each, whose unit that multiplies is as busy
 WIDE_ALONE = {(256, 256): 11776, (256, 192): 11392, (256, 128): 10240, (192, 256): 10112, (192, 192): 9728,
               (128, 256): 7680, (128, 192): 7296}  # fmt: skip
 WIDE_PAIRED = 5120
@@ -85,8 +85,8 @@ WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
 WIDE_AT_ONCE = BackwardRoles(compute_registers=136, dq_registers=112, other_registers=128)
 
-# by two blocks, a query and 64 keys each: with 184 a soft cap and a relative bias spilled 6; dQ with 64 and 32 columns at
-# once up to 110, with 56 and 16 columns 2 beside sums by distance
+# by two blocks, a query and 64 keys each: with 184 a soft cap and a relative bias spilled 6; dQ with 64 and 32 columns
+# at once up to 110, with 56 and 16 columns 2 beside sums by distance
 WIDE_PAIR = BackwardRoles(compute_registers=192, dq_registers=64, other_registers=64)
 
 

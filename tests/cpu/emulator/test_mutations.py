@@ -1,7 +1,8 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
 `python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell|blackwell-backward|blackwell-pair|
-blackwell-wide|blackwell-query-pair] [head dim] [kind] [I/N]` prints every verdict (of each N-th mutant from the I-th on): docs/emulator.md.
+blackwell-wide|blackwell-query-pair] [head dim] [kind] [I/N]` prints every verdict (of each N-th mutant from the I-th
+on): docs/emulator.md.
 """
 
 from __future__ import annotations

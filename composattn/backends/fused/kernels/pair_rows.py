@@ -62,7 +62,10 @@ class PairRows(KeyRows):
 
 
 @cute.jit
-def put_here_or_there(mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any):
+def put_here_or_there(
+    mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any
+):
+    """To a row of a tile in the shared memory of this block, or of another one."""
     if mine:
         put_row(numbers, here, row, column)
     else:

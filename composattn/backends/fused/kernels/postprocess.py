@@ -82,11 +82,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         thread = cute.arch.thread_idx()[0] % THREADS
         way_out, sums = Exit(layout, self.dtype), self.sums()
         registers = sums.registers()
-        whole = dq_accum[padded.b, head, padded.first + tile // self.parts, None]
-        if const_expr(self.parts > 1):
-            size = self.rows * tiling.d
-            whole = cute.make_tensor(whole.iterator + tile % self.parts * size, cute.make_layout(size))
-        load_part(whole, registers, group, thread)
+        load_part(self.sums_of(dq_accum, padded, head, tile), registers, group, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
 
@@ -94,6 +90,14 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (self.rows, tiling.d)), tile
 
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
+
+    def sums_of(self, dq_accum: cute.Tensor, padded: PaddedTiles, head: Any, tile: Any) -> cute.Tensor:
+        """Of a tile, or of a part of one."""
+        if self.parts == 1:
+            return dq_accum[padded.b, head, padded.first + tile, None]
+        size = self.rows * self.tiling.d
+        whole = dq_accum[padded.b, head, padded.first + tile // self.parts, None]
+        return cute.make_tensor(whole.iterator + tile % self.parts * size, cute.make_layout(size))
 
 
 class RowPostprocess(Postprocess[AnyRowTiling]):
