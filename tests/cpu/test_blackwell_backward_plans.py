@@ -127,7 +127,7 @@ def test_a_plan_prints_where_everything_lies() -> None:
     assert "P and dS 2 x 128 threads" in said and "stages: 2 of Q, 1 of dO" in said
     said = str(plan(256, 256))
     assert "S 0-127, dP 128-255, dVt 256-383, dKt 384-511, dS over dP, dQ in 128 and 128 columns over S; 512" in said
-    assert "128 keys stay, 256 queries pass" in said and "4 stages of Q and dO" in said
+    assert "128 keys stay, 256 queries pass" in said and "stages: 4 of Q and dO" in said
     with sharing(1):
         said = str(plan(256, 256))
     assert "S 0-63, dP 64-127, dVt 128-255, dKt 256-383, dQ 384-511, dQ in 128 and 128 columns; 512 of 512" in said

@@ -247,7 +247,7 @@ class QueryPairTiling(BlackwellBackwardTiling):
 
     def describe(self) -> dict[str, str]:
         return super().describe() | {
-            "roles": f"{self.roles}; {self.stages} stages of Q and dO",
+            "roles": f"{self.roles}; stages: {self.stages} of Q and dO",
             "dQ": f"summed in fp32 in memory, added from registers, {self.dq_at_once} columns at a time",
         }
 
