@@ -30,7 +30,7 @@ ALONE, PAIRED = 3328, 2688
 # likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks
 # with half of the queries each, whose unit that multiplies is as busy
 WIDE_ALONE = {(256, 256): 11776, (256, 192): 11392, (256, 128): 10240, (192, 256): 10112, (192, 192): 9728,
-              (128, 256): 7680, (128, 192): 7296}  # fmt: skip
+              (128, 256): 7680}  # fmt: skip
 WIDE_PAIRED = 5120
 WIDEST = 256
 # gradients for whose sums these two have no registers: by head 30 spilled, by column 34
