@@ -98,6 +98,8 @@ def page() -> str:
         "counts": counts(),
         "wide": drawn(parts_of("backward_wide.py", "WideProducts"))[0],
         "backward": "\n".join(backward()),
+        "query-pairs": drawn(parts_of("backward_query_pair.py", "QueryPairProducts"))[0],
+        "query-pair-edges": drawn(parts_of("backward_query_pair.py", "QueryPairBlock"))[0],
         "pairs": drawn(parts_of("backward_pair.py", "PairProducts"))[0],
         "pair-edges": drawn(parts_of("backward_pair.py", "PairBlock"))[0],
         "strips": drawn(parts_of("tensor_memory.py", "WidePairBackwardTensorMemory"))[0],

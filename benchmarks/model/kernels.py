@@ -93,8 +93,8 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
-        pieces=pieces, transposed=arch != "sm_90a" and plan.step == "backward_wide", together=getattr(cut, "blocks", 1),
-        whole=whole,
+        pieces=pieces, transposed=arch != "sm_90a" and plan.step in ("backward_wide", "backward_query_pair"),
+        together=getattr(cut, "blocks", 1), whole=whole,
     )  # fmt: skip
 
 

@@ -70,9 +70,12 @@ def backward_rows(
 
     With `paired` each of two multiprocessors has half of the rows of dQ over twice the keys, for which it sends half of
     dS to the other and receives as much: a tile's worth is written in all, and half as much is read. `transposed`: sums
-    with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does.
+    with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does; both of it: see
+    `_by_queries`.
     """
     dv = d if dv is None else dv
+    if paired and transposed:
+        return _by_queries(m, n, d, dv, clocks)
     scores = [Product(n, m, width, paired=paired) for width in (d, dv)]
     if transposed:
         of_keys = [Product(-(-width // SIDE) * SIDE, n, m) for width in (d, dv)]
@@ -87,5 +90,29 @@ def backward_rows(
         "dS": (2 if transposed else 1) * ds / clocks.shared,
         "exchange": 1.5 * ds / clocks.shared if paired else 0.0,
         "dQ": (dq / 2 if paired else dq) / clocks.shared,
+        "exp": found["exp"],
+    }
+
+
+def _by_queries(m: int, n: int, d: int, dv: int, clocks: Clocks) -> dict[str, float]:
+    """By two multiprocessors with half of 2n keys of m queries each, where a product has half of the queries as rows,
+    or half of the columns of dK or dV.
+
+    Each writes P and dS of its queries, half of it into the other's shared memory: that half is counted as it leaves
+    and as it arrives. dQ is added from registers, and passes once.
+    """
+    queries, keys, moved = m // 2, 2 * n, m * n * ELEMENT
+    products = [
+        *(Product(queries, keys, width, paired=True) for width in (d, dv)),
+        *(Product(width // 2, keys, m, paired=True) for width in (d, dv)),
+        Product(queries, d, keys, "tensor", paired=True),
+    ]
+    found = cycles(products, m * n, clocks)
+    return {
+        "matrix": found["matrix"],
+        "operands": found["shared"],
+        "dS": 2 * moved / clocks.shared,
+        "exchange": 2 * moved / 2 / clocks.shared,
+        "dQ": queries * d * 4 / clocks.shared,
         "exp": found["exp"],
     }

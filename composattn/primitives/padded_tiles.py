@@ -57,14 +57,17 @@ def counter_of(workspace: cute.Tensor) -> cute.Tensor:
 # --- kernels with a block per tile of queries --------------------------------------------------------------------
 
 
-def query_grid(workspace: cute.Tensor, work: cute.Tensor | None) -> tuple[Any, Any, Any]:
-    """A block for each tile and head of a workspace (B, H, tiles, ...), or for each entry of `work` and head."""
+def query_grid(workspace: cute.Tensor, work: cute.Tensor | None, parts: int = 1) -> tuple[Any, Any, Any]:
+    """A block for each tile and head of a workspace (B, H, tiles, ...), or for each entry of `work` and head.
+
+    So many for each, if tiles come in `parts`.
+    """
     entries, heads, tiles = workspace.shape[:3]
-    return (tiles, heads, entries) if work is None else (work.shape[0], heads, 1)
+    return (tiles * parts, heads, entries) if work is None else (work.shape[0] * parts, heads, 1)
 
 
-def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
-    """(number of the tile in its sequence, head, sequence) of this block; the sequence is -1 where there is no work.
+def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, Int32]:
+    """(number of the tile, or part, in its sequence, head, sequence) of this block; sequence -1: there is no work.
 
     The last heads come first: the main kernel goes from the first to the last, and what was written before it, or is
     read behind it, is in L2 so far as it fits.
@@ -72,7 +75,12 @@ def query_tile(work: cute.Tensor | None) -> tuple[Int32, Int32, Int32]:
     number, head, b = cute.arch.block_idx()
     _, heads, entries = cute.arch.grid_dim()
     head, b = heads - 1 - head, entries - 1 - b
-    return (number, head, b) if work is None else (work[number, 1], head, work[number, 0])
+    if work is None:
+        return number, head, b
+    if parts == 1:
+        return work[number, 1], head, work[number, 0]
+    entry = number // parts
+    return work[entry, 1] * parts + number % parts, head, work[entry, 0]
 
 
 __all__ = ["PaddedTiles", "cleared_of", "counter_of", "query_grid", "query_tile", "statistics_of"]

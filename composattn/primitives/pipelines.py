@@ -43,6 +43,16 @@ class Slot:
         wrapped = step == self.stages
         return Slot(self.stages, choose(wrapped, 0, step), choose(wrapped, self.phase ^ 1, self.phase))
 
+    def after(self, count: int) -> Slot:
+        """The slot that `count` times `next` gives."""
+        laps, further = divmod(count, self.stages)
+        if further == 0:
+            return Slot(self.stages, self.index, self.phase ^ (laps & 1))
+        step = self.index + further
+        wrapped = step >= self.stages
+        phase = self.phase ^ (laps & 1)
+        return Slot(self.stages, choose(wrapped, step - self.stages, step), choose(wrapped, phase ^ 1, phase))
+
     def before(self) -> Slot:
         """The slot whose `next` is this one."""
         assert self.stages <= 2, "rings of more stages are only walked forward"

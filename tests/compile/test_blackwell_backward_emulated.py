@@ -118,7 +118,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
                                          **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256"), (2, "causal-gqa2-d192-dv128")
+CHOSEN = (
+    (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256"), (2, "causal-gqa2-d256"),
+    (2, "causal-gqa2-d192-dv128"),
+)  # fmt: skip
 CASES |= {
     "hidden-rows-and-keys-d128": lambda: make_case(
         40, batch=1, heads=1, q_len=60, kv_len=300, dim=128,
@@ -135,6 +138,19 @@ CASES |= {
         44, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, kv_heads=1, dim=128, mask_mod=causal(),
         **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv)), **BF16,
     ),
+    "window-d256": lambda: make_case(50, batch=1, heads=2, q_len=300, kv_len=333, dim=256,
+                                     mask_mod=causal() & sliding_window(50), **BF16),
+    "softcap-d200-dv256-fp16": lambda: make_case(51, batch=1, heads=2, q_len=300, kv_len=140, dim=200, v_dim=256,
+                                                 score_mod=softcap(5.0), dtype=torch.float16),
+    "alibi-gqa2-d256-dv200": lambda: make_case(52, batch=1, heads=2, kv_heads=1, q_len=290, kv_len=200, dim=256,
+                                               v_dim=200, score_mod=alibi(2), mask_mod=causal(), **BF16),
+    "hidden-rows-and-keys-d256": lambda: make_case(
+        53, batch=1, heads=1, q_len=60, kv_len=300, dim=256,
+        mask_mod=lambda b, h, q, kv: (q >= 20) & (kv < 30), **BF16,
+    ),
+    "distance-d256": lambda: make_case(54, batch=1, heads=2, kv_heads=1, q_len=270, kv_len=200, dim=256,
+                                       **by(lambda s, b, h, q, kv: s + BIAS[h, q - kv + 333]), **BF16),
+    "packed-d256": lambda: make_varlen_case(55, [15, 0, 300, 1], heads=2, dim=256, score_mod=alibi(2), **BF16),
     "packed-row-d96": lambda: make_varlen_case(
         45, [150, 0, 130, 37], [150, 20, 200, 5], heads=2, dim=96, mask_mod=causal(),
         **by(lambda s, b, h, q, kv: s + 0.01 * ROW[h, q] * (q - kv)), **BF16,
@@ -172,12 +188,17 @@ CASES |= {
     "causal-d128-dv192": lambda: make_case(58, batch=1, heads=2, q_len=300, kv_len=200, dim=128, v_dim=192,
                                            mask_mod=causal(), **BF16),
 }  # fmt: skip
-BY_TWO = "-d128", "-d192-dv128", "-d160-dv64", "-d128-dv192"
+BY_TWO = "-d128", "-d192", "-d192-dv128", "-d160-dv64", "-d128-dv192"
+
+
+def by_two(name: str) -> bool:
+    """Whether plans of a case may have two blocks: those of D or Dv above 96 may."""
+    return name.endswith(BY_TWO) or any(f"d{width}" in name for width in (200, 256))
 
 
 def chosen() -> list[Any]:
-    """(blocks that share a tile of keys, name of a case): two where head dimensions leave a choice."""
-    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if name.endswith(BY_TWO)]
+    """(blocks that share a tile of keys, name of a case)."""
+    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if by_two(name)]
     return [pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow) for each in found]
 
 
@@ -192,7 +213,7 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
         for mode in MODES:
             with emulating(mode):
                 results.append(run_case(attention, case))
-    assert asked or not name.endswith(BY_TWO)
+    assert asked or not by_two(name)
     assert {"dq", "dk", "dv"} <= set(results[0])
     assert_attention_close(
         results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
@@ -213,6 +234,8 @@ CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
     "all-cut-gqa4-d128-by-two": (("causal", torch.bfloat16, 4, 1, 300, 400, 128, 128, True, False), (2, 0, 2)),
     "last-cut-in-order-d128-by-two": (("plain", torch.bfloat16, 2, 2, 250, 300, 128, 128, False, True), (4, 3, 3)),
     "all-cut-d256": (("causal", torch.bfloat16, 4, 1, 150, 100, 256, 256, True, False), (2, 0, 2)),
+    "all-cut-gqa4-d256-by-two": (("causal", torch.bfloat16, 4, 1, 300, 200, 256, 256, True, False), (2, 0, 2)),
+    "last-cut-in-order-d200-by-two": (("plain", torch.bfloat16, 2, 2, 300, 170, 200, 256, False, True), (4, 3, 3)),
     "last-cut-d192-dv128": (("plain", torch.bfloat16, 2, 2, 250, 80, 192, 128, False, False), (4, 3, 3)),
     "all-cut-gqa4-d192-dv128-by-two": (("causal", torch.bfloat16, 4, 1, 300, 400, 192, 128, True, False), (2, 0, 2)),
     "last-cut-in-order-d192-dv128-by-two": (

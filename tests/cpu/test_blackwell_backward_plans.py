@@ -11,11 +11,18 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.blackwell.backward_tiling import BackwardRoles, BlackwellBackwardTiling, WidePairBackwardTiling
+from composattn.backends.blackwell.backward_tiling import (
+    BackwardRoles,
+    BlackwellBackwardTiling,
+    PairBackwardTiling,
+    QueryPairTiling,
+    WidePairBackwardTiling,
+)
 from composattn.backends.blackwell.tensor_memory import (
     BackwardTensorMemory,
     Columns,
     PairBackwardTensorMemory,
+    QueryPairTensorMemory,
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
@@ -47,7 +54,8 @@ def test_every_head_dimension_has_a_tiling_that_fits(program: Program | None) ->
             tiling = made.tiling
             assert max(c.stop for c in tiling.columns.regions.values()) <= tiling.columns.allocated <= 512
             assert tiling.d >= d and tiling.dv >= dv
-            assert tiling.d == tiling.sharing * sum(part.count for part in tiling.columns.dq_parts)
+            halved = tiling.sharing if isinstance(tiling, PairBackwardTiling) else 1
+            assert tiling.d == halved * sum(part.count for part in tiling.columns.dq_parts)
             assert tiling.d % tiling.dq_part == tiling.dq_at_once % tiling.dq_part == 0
             assert all(part.count % tiling.dq_part == 0 for part in tiling.columns.dq_parts)
             assert (tiling.distances > 0) == (program is not None)
@@ -65,6 +73,29 @@ def test_wide_heads_take_one_kernel_that_has_each_column_of_dk_and_dv_once(d: in
         assert [c for first, lane in products for c in range(first + lane, first + 128)] == list(range(width))
         assert all(first % 64 == 0 for first, _ in products), "columns that lie together in shared memory"
         assert region.count == made.tiling.tile_n * len(products)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(136, 200), (200, 64), (192, 192), (256, 256), (8, 200)])
+def test_two_blocks_with_half_of_the_queries_each_pad_wide_rows_to_the_widest(d: int, dv: int) -> None:
+    made = plan(d, dv)
+    assert made.step == "backward_query_pair" and "2 blocks per tile of keys" in str(made)
+    tiling, columns = made.tiling, made.tiling.columns
+    assert isinstance(tiling, QueryPairTiling) and isinstance(columns, QueryPairTensorMemory)
+    assert (tiling.tile_m, tiling.tile_n, tiling.d, tiling.dv, tiling.stages) == (256, 128, 256, 256, 4)
+    assert all(part == columns.scores for part in columns.dq_parts)
+    assert tiling.dq_room == 0, "dQ is added from registers"
+
+
+def test_sums_by_distance_take_the_room_of_a_stage() -> None:
+    tiling = plan(256, 256, learning_distances()).tiling
+    assert isinstance(tiling, QueryPairTiling) and tiling.stages == 3
+
+
+def test_sums_by_head_or_column_of_wide_rows_are_for_one_block() -> None:
+    learned = torch.randn(8, requires_grad=True)
+    bare = ca.Attention(score_mod=lambda s, b, h, q, kv: s - learned[h] * (q - kv)).program
+    said = str(plan(256, 256, GradientProgram(bare, fused_reads(bare))))
+    assert "1 for a tile of keys, as sums of gradients take the registers" in said
 
 
 def test_regions_of_tensor_memory_never_overlap() -> None:
@@ -121,6 +152,10 @@ def test_a_plan_prints_where_everything_lies() -> None:
     assert "dV 256-319, dK 320-383, dQ 384-447, P over S, dS over dP; 512 of 512" in str(plan(64, 64))
     assert "P and dS 2 x 128 threads" in said and "stages: 2 of Q, 1 of dO" in said
     said = str(plan(256, 256))
+    assert "S 0-127, dP 128-255, dVt 256-383, dKt 384-511, dS over dP, dQ in 128 and 128 columns over S; 512" in said
+    assert "128 keys stay, 256 queries pass" in said and "stages: 4 of Q and dO" in said
+    with sharing(1):
+        said = str(plan(256, 256))
     assert "S 0-63, dP 64-127, dVt 128-255, dKt 256-383, dQ 384-511, dQ in 128 and 128 columns; 512 of 512" in said
     said = str(plan(192, 128))
     assert "dV 0-127, dK 128-319, S 320-447, dP 384-511, dQ 384-479, one after the other" in said
@@ -207,7 +242,7 @@ def test_two_share_a_tile_where_gradients_are_summed_by_head(layout: Layout) -> 
 
 
 def test_other_head_dimensions_have_nothing_to_choose() -> None:
-    assert all("blocks     " not in blocks_of(None, 4096, d=d) for d in (64, 96, 256))
+    assert all("blocks     " not in blocks_of(None, 4096, d=d) for d in (64, 96))
 
 
 def test_fewer_tiles_run_at_once_by_two_blocks() -> None:

@@ -15,7 +15,7 @@ from benchmarks.model import held, peer, roofline
 from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, busy, kind_of, product, shared_bytes
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
-from composattn.backends.blackwell.backward_tiling import CLOCKS
+from composattn.backends.blackwell.backward_tiling import CLOCKS, WIDE_ALONE, WIDE_PAIRED, WIDEST
 from composattn.backends.fused import disk_cache
 from composattn.backends.fused.inspect import Instruction, disassembled
 
@@ -60,6 +60,27 @@ def test_transposed_sums_read_p_too_and_whole_products_of_their_columns() -> Non
     scores, sums = (128 + 64) * (192 + 128), 128 * (256 + 64 * 2) + 128 * (128 + 64)
     assert rows["operands"] == (scores + sums + 128 * 64 * 1.5 + 192 * 64) / 64
     assert (rows["dS"], rows["dQ"]) == (2 * 128 * 64 / 64, 2 * 128 * 192 * 4 / 128)
+
+
+def test_two_blocks_with_half_of_the_queries_each_are_as_fast_as_products_at_d_256() -> None:
+    """By hand, of 128 queries x 128 keys by each; flash-attn-4's two kernels multiply 7 times, not 5."""
+    rows = roofline.backward_rows(256, 64, 256, B200, paired=True, transposed=True)
+    left, right, half = 128 * 256, 128 * 256 // 2, 256 * 64 // 2
+    assert rows["operands"] == (4 * (left + right) + right) / 64 == 3328
+    assert rows["dS"] == 4 * half / 64 == 512, "P and dS, each at home and abroad"
+    assert rows["exchange"] == 2 * half / 64 == 256, "what is abroad goes out, and comes in"
+    assert rows["dQ"] == 128 * 256 / 32 == 1024, "each number once"
+    found = roofline.backward(256, 64, 256, B200, paired=True, transposed=True)
+    assert found == {"matrix": 5120, "shared": 5120, "exp": 1024}
+    theirs = 7 * 2 * 128 * 128 * 256 / B200.matrix
+    assert max(found.values()) <= 0.85 * theirs
+    assert max(found.values()) == WIDE_PAIRED, "by which the backward has one block or two for a tile of keys"
+
+
+def test_wide_rows_by_one_block_are_weighed_by_their_shape() -> None:
+    for (d, dv), clocks in WIDE_ALONE.items():
+        found = roofline.backward(128, 64, d, B200, dv=dv, transposed=True)
+        assert 2 * max(found.values()) == clocks >= WIDE_PAIRED and max(d, dv) <= WIDEST
 
 
 def test_a_doubled_exponential_unit_halves_its_clocks_alone() -> None:

@@ -17,6 +17,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.preprocess import Preprocess
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
+    from .backward_query_pair import BlackwellBackwardQueryPair
     from .backward_wide import BlackwellBackwardWide
     from .backward_wide_pair import BlackwellBackwardWidePair
     from .forward import BlackwellForward
@@ -28,6 +29,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": BlackwellBackward,
         "backward_pair": BlackwellBackwardPair,
+        "backward_query_pair": BlackwellBackwardQueryPair,
         "backward_wide": BlackwellBackwardWide,
         "backward_wide_pair": BlackwellBackwardWidePair,
         "postprocess": BlackwellPostprocess,

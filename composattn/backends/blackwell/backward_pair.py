@@ -1,5 +1,7 @@
 """The backward kernel for Blackwell by pairs of blocks: each has half of a tile's keys, and of all second operands."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
@@ -155,8 +157,8 @@ class BlackwellBackwardPair(BlackwellBackward):
     dQ of a query tile wants the keys of both. So they exchange half of dS, and each computes half of the rows of dQ.
     """
 
-    products = PairProducts
-    rows = PairRows
+    products: Any = PairProducts
+    rows: Any = PairRows
     dq_rows = PairDqRows
     moved: tuple[str, ...] = ("q", "do", "do_across", "q_across")  # by the warp that has K and V copied too
     meet = staticmethod(meet)

@@ -20,6 +20,7 @@ from .tensor_memory import (
     STRIP,
     BackwardTensorMemory,
     PairBackwardTensorMemory,
+    QueryPairTensorMemory,
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
@@ -29,9 +30,20 @@ BARRIERS = 512  # bytes: mbarriers and single words
 # Clocks of the busiest unit for 128 queries and as many keys, by one block and by two, by D and Dv: FlashAttention-4,
 # table 3, and benchmarks/model/roofline.py. Of 128 and 192 by two that is the matrix unit, of all others shared memory.
 CLOCKS = {(128, 128): (3328, 2688), (192, 128): (8576, 3456), (128, 192): (7296, 3072)}
+# likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks
+# with half of the queries each, whose unit that multiplies is as busy
+WIDE_ALONE = {(256, 256): 11776, (256, 192): 11392, (256, 128): 10240, (192, 256): 10112, (192, 192): 9728,
+              (128, 256): 7680}  # fmt: skip
+WIDE_PAIRED = 5120
+WIDEST = 256
+# gradients for whose sums these two have no registers: by head 30 spilled, by column 34
+UNPAIRED = Pattern.HEAD, Pattern.ROW, Pattern.COLUMN, Pattern.PAIR
+PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 # (stages of Q, of dO, columns of dQ that leave together), the first that fit
 SMALLER = (2, 2, 32), (2, 1, 32), (2, 1, 16), (1, 2, 32), (1, 1, 32), (1, 1, 16), (1, 1, 8)
+
+AnyTensorMemory = BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory | QueryPairTensorMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +94,10 @@ WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
 WIDE_AT_ONCE = BackwardRoles(compute_registers=136, dq_registers=112, other_registers=128)
 
+# by two blocks, a query and 64 keys each: with 184 a soft cap and a relative bias spilled 6; dQ with 64 and 32 columns
+# at once up to 110, with 56 and 16 columns 2 beside sums by distance
+WIDE_PAIR = BackwardRoles(compute_registers=192, dq_registers=64, other_registers=64)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlackwellBackwardTiling(RowBackwardTiling):
@@ -100,7 +116,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
         _ = self.columns  # refuses a map that does not fit
 
     @property
-    def columns(self) -> BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory:
+    def columns(self) -> AnyTensorMemory:
         return BackwardTensorMemory.of(self.tile_m, self.d, self.dv)
 
     @property
@@ -138,7 +154,12 @@ class BlackwellBackwardTiling(RowBackwardTiling):
 
     @property
     def sums_memory(self) -> int:
-        return 4 * (2 * self.tile_m * self.dq_part + self.distances)
+        return 4 * (self.dq_room + self.distances)
+
+    @property
+    def dq_room(self) -> int:
+        """Numbers in shared memory through which dQ leaves."""
+        return 2 * self.tile_m * self.dq_part
 
     def describe(self) -> dict[str, str]:
         return {
@@ -221,6 +242,60 @@ class WidePairBackwardTiling(PairBackwardTiling):
         return self.over.get(name, name)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryPairTiling(BlackwellBackwardTiling):
+    """For wide rows two blocks multiply together: each has half of the queries, and for P, dS, K and V of the keys.
+
+    Q and dO stream through a ring of `stages` that products with them find in the order in which they are issued:
+    `PIECE` columns of its queries for S and dP, then `PIECE` queries, half of the columns, for dVᵀ and dKᵀ. Of K a
+    block also has the columns that each part of dQ wants from it. dQ is added from registers.
+    """
+
+    kernel: str = "backward_query_pair"
+    sharing: ClassVar[int] = 2
+    stages: int
+
+    @property
+    def row_stages(self) -> int:
+        """The next ones are wanted when these have been read."""
+        return 1
+
+    @property
+    def columns(self) -> QueryPairTensorMemory:
+        return QueryPairTensorMemory.of(self.tile_n, self.d)
+
+    @property
+    def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
+        return {
+            "k": (self.block_keys, self.d, None),
+            "v": (self.block_keys, self.dv, None),
+            "k_across": (self.tile_n, PIECE, self.d // self.tile_n),
+            "p": (self.tile_m, self.block_keys, None),
+            "ds": (self.tile_m, self.block_keys, None),
+            "pieces": (*self.by_columns, self.stages),
+        }
+
+    @property
+    def by_columns(self) -> tuple[int, int]:
+        """Queries and columns of a piece, of those that are summed over columns."""
+        return self.tile_m // 2, PIECE
+
+    @property
+    def by_queries(self) -> tuple[int, int]:
+        """Likewise, of those that are summed over queries."""
+        return PIECE, self.tile_m // 2
+
+    @property
+    def dq_room(self) -> int:
+        return 0
+
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {
+            "roles": f"{self.roles}; stages: {self.stages} of Q and dO",
+            "dQ": f"summed in fp32 in memory, added from registers, {self.dq_at_once} columns at a time",
+        }
+
+
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel; no device has timed them: they fill shared and tensor memory."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -245,9 +320,15 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     if sums_by(program, Pattern.DISTANCE):
         along = tiling.tile_n if wide else tiling.tile_m
         tiling = dataclasses.replace(tiling, distances=distances_of(along // GROUPS))
+    if (d, dv) in WIDE_ALONE:
+        most = WIDE_ALONE[d, dv] / WIDE_PAIRED
+        sharing = sharing_of(problem, program, (tiling.tile_n, ROWS), (ROWS, 2 * ROWS), most, UNPAIRED)
+        tiling = dataclasses.replace(tiling, blocks=str(sharing))
+        if sharing.blocks == 2:
+            return _by_pairs_of_queries(tiling, program, target)
     if (d, dv) in CLOCKS:
         alone, paired = CLOCKS[d, dv]
-        sharing = sharing_of(problem, program, ROWS, alone / paired, tiling.tile_n)
+        sharing = sharing_of(problem, program, (tiling.tile_n, ROWS), (2 * ROWS, ROWS), alone / paired)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
             return _by_pairs(tiling, program, target, deterministic)
@@ -279,6 +360,26 @@ def _by_pairs(
     own["kernel"] = kind.kernel
     parts = (part for part in (32, 24, 16, 8) if one.d // 2 % part == 0)
     tilings = (kind(**{**kept, **own, "dq_part": part}) for part in parts)
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
+
+
+def _by_pairs_of_queries(one: BlackwellBackwardTiling, program: Program, target: Target) -> QueryPairTiling:
+    """With what a block alone would have; rows of Q and dO that are narrower are padded."""
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    own: dict[str, object] = {
+        "kernel": QueryPairTiling.kernel,
+        "tile_m": 2 * one.tile_m,
+        "tile_n": 2 * one.tile_n,
+        "d": WIDEST,
+        "dv": WIDEST,
+        "dq_at_once": 16,
+        "dq_part": 16,
+        "roles": WIDE_PAIR,
+        "in_halves": program.score is not None,
+        "section_tiles": one.section_tiles // 2,
+        "distances": distances_of(2 * one.tile_n // GROUPS) if one.distances else 0,
+    }
+    tilings = (QueryPairTiling(**{**kept, **own, "stages": stages}) for stages in (4, 3))
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 

@@ -67,13 +67,14 @@ class Block(Fixed):
     sums: BoundEdge
     room: BoundEdge
     turn_edge: BoundEdge | None
+    adding = 1  # warps that add to dQ
 
     def __init__(self, tiling: BlackwellBackwardTiling, dtype, deterministic: bool):
         self.tiling, self.dtype = tiling, dtype
         smem = SmemAllocator()
         edges = self.made_edges()
         if deterministic:
-            edges["turn_edge"] = Edge(1, Copies(0), Warps(1))
+            edges["turn_edge"] = Edge(1, Copies(0), Warps(self.adding))
         self.edges = Edge.allocate(smem, list(edges.values()))
         self.queue = self.turn_edge = None
         for name, edge in zip(edges, self.edges, strict=True):
@@ -85,7 +86,7 @@ class Block(Fixed):
         statistics = cute.make_layout((tiling.tile_m, tiling.row_stages))
         self.sLse, self.sDelta = [smem.allocate_tensor(Float32, statistics, 128) for _ in range(2)]
         self._tiles(smem)
-        self.sums_of_dq = smem.allocate_array(Float32, 2 * tiling.tile_m * tiling.dq_part, byte_alignment=1024)
+        self.sums_of_dq = smem.allocate_array(Float32, tiling.dq_room, byte_alignment=1024) if tiling.dq_room else None
         self.lines = smem.allocate_array(Float32, tiling.distances) if tiling.distances else None
 
     def made_edges(self) -> dict[str, Edge]:
@@ -130,7 +131,8 @@ class Block(Fixed):
             self.shared[name] = tensor_of(start, tile_layout(rows, columns, stages), self.dtype)
             self.operands[name] = Operand(start.toint(), rows, columns)
             self.across[name] = Operand(start.toint(), rows, columns, by_rows=True)
-        self.sK, self.sV, self.sQ, self.sdO, self.sdS = [self.shared[name] for name in ("k", "v", "q", "do", "ds")]
+        names = "k", "v", "q", "do", "ds"
+        self.sK, self.sV, self.sQ, self.sdO, self.sdS = [self.shared.get(name) for name in names]
 
     def tensor_memory(self) -> Int32:
         """The address of the first column, once all threads have met after it was asked for."""

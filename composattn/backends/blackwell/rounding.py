@@ -8,20 +8,29 @@ from ...primitives.register_chunks import THREADS
 from ..fused.kernels.backward_gather import RowGather
 from ..fused.kernels.postprocess import COLUMNS, RowPostprocess
 from ..fused.kernels.rounding import LineSums, RowSums, Sums
-from .backward_tiling import BlackwellBackwardTiling, WideBackwardTiling
+from ..fused.plan_backward import PostprocessPlan
+from .backward_tiling import BlackwellBackwardTiling, PairBackwardTiling, QueryPairTiling, WideBackwardTiling
 from .tiling import ROWS
 
 ROWS_OF_BLOCK = ROWS // 2  # of a pair
 
 
 class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
-    """Of a pair each block has left half of the rows, its upper threads the right half of the columns."""
+    """Of a pair each block has left half of the rows; where these are half of a product's, its upper threads have the
+    right half of the columns.
+    """
+
+    def __init__(self, plan: PostprocessPlan[BlackwellBackwardTiling]):
+        super().__init__(plan)
+        self.folded = isinstance(plan.tiling, PairBackwardTiling)
+        if isinstance(plan.tiling, QueryPairTiling):
+            self.parts = plan.tiling.sharing
 
     def sums(self) -> RowSums:
-        return FoldedSums(COLUMNS) if self.tiling.sharing == 2 else super().sums()
+        return FoldedSums(COLUMNS) if self.folded else super().sums()
 
     def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
-        if self.tiling.sharing == 1:
+        if not self.folded:
             return super().part(shared, group)
         each = self.groups // 2  # of those that have left a block's sums
         right = cute.arch.thread_idx()[0] % THREADS // ROWS_OF_BLOCK
@@ -39,5 +48,5 @@ class BlackwellGather(RowGather[BlackwellBackwardTiling]):
     """Of wide rows what lanes have left are columns."""
 
     def sums(self, columns: int) -> Sums:
-        wide = isinstance(self.tiling, WideBackwardTiling)
+        wide = isinstance(self.tiling, WideBackwardTiling | QueryPairTiling)
         return LineSums(self.rows, columns) if wide else super().sums(columns)

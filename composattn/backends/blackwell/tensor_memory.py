@@ -302,3 +302,36 @@ class WideBackwardTensorMemory(ColumnMap):
     def __str__(self) -> str:
         parts = " and ".join(str(part.count) for part in self.dq_parts)
         return self.describe(f"dQ in {parts} columns" if len(self.dq_parts) > 1 else "dQ at once")
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryPairTensorMemory(ColumnMap):
+    """Of each block of a pair: S and dP of its half of the queries, for all keys; of dVᵀ and dKᵀ half of the columns.
+
+    P and dS go to shared memory, dS also over dP, two numbers in a column. dQ comes in parts to where the scores were.
+    """
+
+    scores: Columns
+    gradients: Columns
+    dv: Columns
+    dk: Columns
+    dq_parts: tuple[Columns, ...]
+
+    @staticmethod
+    def of(keys: int, d: int) -> QueryPairTensorMemory:
+        """For tiles of so many keys."""
+        scores, gradients, dv, dk = (Columns(n * keys, keys) for n in range(4))
+        return QueryPairTensorMemory(scores, gradients, dv, dk, (scores,) * (d // keys))
+
+    @property
+    def apart(self) -> int:
+        """Columns from the dS that one group has left to the next one's: each leaves it over its own dP."""
+        return self.gradients.count // GROUPS
+
+    @cached_property
+    def regions(self) -> Mapping[str, Columns]:
+        return {"S": self.scores, "dP": self.gradients, "dVt": self.dv, "dKt": self.dk}
+
+    def __str__(self) -> str:
+        parts = " and ".join(str(part.count) for part in self.dq_parts)
+        return self.describe(f"dS over dP, dQ in {parts} columns over S")

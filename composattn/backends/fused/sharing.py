@@ -25,17 +25,24 @@ class Sharing:
         return f"{self.blocks} for a tile of keys, {self.reason}"
 
 
-def sharing_of(problem: Problem, program: Program, rows: int, most: float, alone: int) -> Sharing:
-    """Two where tiles of `rows` keys each (and queries) visit at most so many times the area of one block's `alone`.
+def sharing_of(
+    problem: Problem,
+    program: Program,
+    alone: tuple[int, int],
+    together: tuple[int, int],
+    most: float,
+    unpaired: tuple[Pattern, ...] = (Pattern.ROW, Pattern.PAIR),
+) -> Sharing:
+    """Two where their tiles visit at most so many times the area of those of one; tiles of (keys, queries).
 
     One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
-    that of sequences of their mean length.
+    that of sequences of their mean length. `unpaired`: gradients whose sums take the registers.
     """
-    if _fills_registers(program):
+    if _fills_registers(program, unpaired):
         return Sharing(1, "as sums of gradients take the registers")
-    if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, alone)) is not None:
+    if reason_for_lists(QueryLists, program.mask, extent_of(problem), alone[::-1]) is not None:
         return Sharing(1, "as lists say what each visits")
-    areas = [_visited(problem, program, keys, rows) for keys in (alone, 2 * rows)]
+    areas = [_visited(problem, program, *tile) for tile in (alone, together)]
     if None in areas:
         return Sharing(1, "as tensors decide what each visits")
     one, two = areas
@@ -45,14 +52,14 @@ def sharing_of(problem: Problem, program: Program, rows: int, most: float, alone
     return Sharing(2, f"which visit {ratio:.2f} times the area of smaller ones, of {most:.2f} that would pay")
 
 
-def _fills_registers(program: Program) -> bool:
+def _fills_registers(program: Program, unpaired: tuple[Pattern, ...]) -> bool:
     """Whether sums spilled by two: by row and pair 10 at least, by distance where the derivative sees the score 44."""
-    if sums_by(program, Pattern.ROW) or sums_by(program, Pattern.PAIR):
+    if any(sums_by(program, pattern) for pattern in unpaired):
         return True
     return sees_score(program) and sums_by(program, Pattern.DISTANCE)
 
 
-def _visited(problem: Problem, program: Program, keys: int, rows: int) -> int | None:
-    """Query tiles times keys that tiles of so many keys visit, of a head; None where tensors decide."""
-    visits = visits_now(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]), keys, rows)
-    return None if visits is None else int(visits.sum()) * keys
+def _visited(problem: Problem, program: Program, keys: int, queries: int) -> int | None:
+    """Pairs that tiles of so many keys and queries visit, of a head; None where tensors decide."""
+    visits = visits_now(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]), keys, queries)
+    return None if visits is None else int(visits.sum()) * keys * queries

@@ -31,6 +31,7 @@ LEARNED = {"gradients": True, "learned": True, "layouts": ("dense", "dense", "va
 SPACES = tuple(dataclasses.replace(space, **LEARNED) for space in (FEW_ROWS, SEVERAL_TILES))  # type: ignore[arg-type]
 ABOVE_256 = (64, 264, 320, 512, 512)
 BY_TWO = (104, 112, 120, 128, 128, 128)  # head dimensions of which two blocks may share a tile of keys
+WIDE_BY_TWO = (64, 136, 192, 200, 224, 256, 256, 256)  # likewise, of queries too
 BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2}  # calls by default: ten seconds each, most to compile
 
 
@@ -98,9 +99,20 @@ class WidePairGradientCall(GradientCall):
         raise AssertionError("draws never end")
 
 
+class QueryPairCall(GradientCall):
+    """Wide rows of Blackwell, by two blocks that have half of the queries each."""
+
+    head_dims = WIDE_BY_TWO
+
+    @classmethod
+    def of(cls, seed: int) -> GradientCall:
+        return dataclasses.replace(super().of(seed), blocks=2)
+
+
 held = functools.partial(held_in_every_mode, kind=GradientCall)
 held_wide_pair = functools.partial(held_in_every_mode, kind=WidePairGradientCall)
 held_wide = functools.partial(held_in_every_mode, kind=WideGradientCall)
+held_by_query_pairs = functools.partial(held_in_every_mode, kind=QueryPairCall)
 
 
 @pytest.mark.slow
@@ -121,6 +133,12 @@ def test_random_gradients_of_wide_heads(number: int) -> None:
 )
 def test_random_gradients_of_wide_heads_by_two_blocks(number: int) -> None:
     held_wide_pair(seeds(40)[number], "blackwell-emulated")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(40))
+def test_random_gradients_by_pairs_that_share_queries(number: int) -> None:
+    held_by_query_pairs(seeds(40)[number], "blackwell-emulated")
 
 
 @pytest.mark.nightly

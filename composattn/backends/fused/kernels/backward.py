@@ -49,6 +49,7 @@ class Backward(Kernel, Generic[AnyTiling]):
     arguments = MainArguments
     threads: int  # of a block
     stored_rows: int  # of dK and dV that leave in one copy
+    stored_across = 1  # copies that bring their columns
     arithmetic: Arithmetic = ONE_BY_ONE
     delta_with_q = False  # whether D comes on the edge of Q and LSE, not of dO
 
@@ -86,7 +87,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         ]
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
-            copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, (self.stored_rows, width)))
+            part = self.stored_rows, width // self.stored_across
+            copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, part))
         across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group)

@@ -23,14 +23,19 @@ class DqRows(Fixed):
 
     def __init__(self, kernel: Any, block: Any, memory: MatrixMemory, thread: Any):
         self.kernel, self.block, self.tiling, self.memory = kernel, block, kernel.tiling, memory
-        self.lane = cute.arch.lane_idx()
-        columns = self.tiling.dq_part
-        self.sums = BulkSums(block.sums_of_dq, thread, columns, block.of_dq)
+        self.lane, self.thread = cute.arch.lane_idx(), thread
+        self.start()
+
+    def start(self) -> None:
+        self.sums = BulkSums(self.block.sums_of_dq, self.thread, self.tiling.dq_part, self.block.of_dq)
 
     @cute.jit
     def run(self, call):
         slots = Slot.first(1), Slot.first(2)
         self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
+        self.end()
+
+    def end(self) -> None:
         wait_sums(self.sums.is_sender, read=True)
 
     @cute.jit
@@ -58,8 +63,11 @@ class DqRows(Fixed):
             buffer = self.add_part(columns, target.iterator + done * THREADS, part, buffer)
             done += columns.count
         if const_expr(block.turn_edge is not None):
-            _release_if(self.sums.is_sender, block.turn_edge, slot, self.lane)
+            self.give_turn_on(slot)
         return buffer
+
+    def give_turn_on(self, slot: Slot) -> None:
+        _release_if(self.sums.is_sender, self.block.turn_edge, slot, self.lane)
 
     def add_part(self, columns: Any, target: cute.Pointer, part: Slot, buffer: Slot) -> Slot:
         """Columns of the unit's memory, which the next part may come to when they have been read."""
@@ -72,8 +80,11 @@ class DqRows(Fixed):
                 cute.arch.sync_warp()
                 self.block.dq.release(part, self.lane)
             for start in range(0, count, size):
-                buffer = self.sums.add(numbers[start : start + size], buffer, target + (first + start) * THREADS)
+                buffer = self.leave(numbers[start : start + size], buffer, target + (first + start) * THREADS)
         return buffer
+
+    def leave(self, numbers: Any, buffer: Slot, target: cute.Pointer) -> Slot:
+        return self.sums.add(numbers, buffer, target)
 
 
 @cute.jit

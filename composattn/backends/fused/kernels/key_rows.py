@@ -232,11 +232,12 @@ class Fetched(Fixed):
         self.there: set[int] = set()
 
     def __getitem__(self, place: tuple[int, int]) -> Float32:
-        first = place[0] - place[0] % AT_ONCE
+        number = sum(place)  # one of them is 0
+        first = number - number % AT_ONCE
         if first not in self.there:
             self.there.add(first)
-            for r, value in enumerate(self.memory.read(self.column + first, AT_ONCE)):
-                self.numbers[first + r, 0] = value
+            for i, value in enumerate(self.memory.read(self.column + first, AT_ONCE)):
+                self.numbers[first + i] = value
             if self.then is not None and len(self.there) * AT_ONCE == cute.size(self.numbers):
                 self.then()
         return self.numbers[place]

@@ -48,7 +48,7 @@ class PairRows(KeyRows):
         there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, self.number), block.sdS.layout)
         for part in parts:
             column = part.row - self.row
-            _put(rank() == self.number, part.left, block.sdS, there, self.first_row + self.thread, column)
+            put_here_or_there(rank() == self.number, part.left, block.sdS, there, self.first_row + self.thread, column)
         cute.arch.fence_proxy("async.shared", space="cluster")
         cute.arch.sync_warp()
         block.exchanged.fill(slot, self.lane)
@@ -121,14 +121,18 @@ class StripRows(PairRows):
         block.scores.wait(slot.next())
         for number, part in enumerate(parts):
             there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, Int32(number)), block.sdS.layout)
-            _put(rank() == number, part.left, block.sdS, there, self.first_row + self.thread, self.row)
+            row = self.first_row + self.thread
+            put_here_or_there(rank() == number, part.left, block.sdS, there, row, self.row)
         cute.arch.fence_proxy("async.shared", space="cluster")
         cute.arch.sync_warp()
         block.exchanged.fill(slot, self.lane)
 
 
 @cute.jit
-def _put(mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any):
+def put_here_or_there(
+    mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any
+):
+    """To a row of a tile in the shared memory of this block, or of another one."""
     if mine:
         put_row(numbers, here, row, column)
     else:

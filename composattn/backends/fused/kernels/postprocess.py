@@ -22,17 +22,22 @@ AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
 
 
 class Postprocess(Kernel, Generic[AnyTiling]):
-    """A block per query tile, `groups` of threads with a part of it each."""
+    """A block per query tile, or part of one, `groups` of threads with a piece of it each."""
 
     arguments = PostprocessArguments
     groups: int
+    parts = 1  # of a query tile, one behind the other, which have a block each
 
     def __init__(self, plan: PostprocessPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def layout(self) -> Any:
         """Of a tile of dQ in shared memory."""
-        return tile_layout(self.tiling.tile_m, self.tiling.d)
+        return tile_layout(self.rows, self.tiling.d)
+
+    @property
+    def rows(self) -> int:
+        return self.tiling.tile_m // self.parts
 
     @abc.abstractmethod
     def sums(self) -> Sums:
@@ -49,10 +54,10 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
         tma, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (tiling.tile_m, tiling.d)
+            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (self.rows, tiling.d)
         )
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work).launch(
-            grid=query_grid(given.dq_accum, given.work),
+            grid=query_grid(given.dq_accum, given.work, self.parts),
             block=(self.groups * THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -61,7 +66,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
     @cute.kernel
     def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
-        tile, head, b = query_tile(work)
+        tile, head, b = query_tile(work, self.parts)
         if const_expr(work is None):
             self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)
         else:
@@ -77,14 +82,22 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         thread = cute.arch.thread_idx()[0] % THREADS
         way_out, sums = Exit(layout, self.dtype), self.sums()
         registers = sums.registers()
-        load_part(dq_accum[padded.b, head, padded.first + tile, None], registers, group, thread)
+        load_part(self.sums_of(dq_accum, padded, head, tile), registers, group, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
 
         def outputs(shared):
-            yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (tiling.tile_m, tiling.d)), tile
+            yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (self.rows, tiling.d)), tile
 
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
+
+    def sums_of(self, dq_accum: cute.Tensor, padded: PaddedTiles, head: Any, tile: Any) -> cute.Tensor:
+        """Of a tile, or of a part of one."""
+        if self.parts == 1:
+            return dq_accum[padded.b, head, padded.first + tile, None]
+        size = self.rows * self.tiling.d
+        whole = dq_accum[padded.b, head, padded.first + tile // self.parts, None]
+        return cute.make_tensor(whole.iterator + tile % self.parts * size, cute.make_layout(size))
 
 
 class RowPostprocess(Postprocess[AnyRowTiling]):
@@ -98,4 +111,4 @@ class RowPostprocess(Postprocess[AnyRowTiling]):
         return RowSums(COLUMNS)
 
     def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
-        return cute.local_tile(shared, (self.tiling.tile_m, COLUMNS), (0, group))
+        return cute.local_tile(shared, (self.rows, COLUMNS), (0, group))
