@@ -96,10 +96,19 @@ MORE = {
     ),
     "softcap-causal-d256-by-two-in-order": backward_plans(softcap(30.0), causal(), d=256, in_order=True),
     "by-distance-d256-dv64-by-two": backward_plans(by_distance_alone, causal(), d=256, dv=64, learned=True),
-    "causal-d192-dv128": backward_plans(mask=causal(), d=192, dv=128),
     "causal-packed-d192-sm103": by_one(mask=causal(), d=192, layout=PACKED, target=B300),
     "window-d256-in-order": by_one(mask=causal() & sliding_window(512), d=256, in_order=True),
     "softcap-causal-d256": by_one(score=softcap(30.0), mask=causal(), d=256),
+    "causal-d192-dv128": by_one(mask=causal(), d=192, dv=128),
+    "causal-d192-dv128-by-two": backward_plans(mask=causal(), d=192, dv=128),
+    "alibi-causal-d192-dv128-by-two-in-order-sm103": backward_plans(
+        alibi(8), causal(), d=192, dv=128, in_order=True, target=B300
+    ),
+    "softcap-causal-d192-dv128-by-two": backward_plans(softcap(30.0), causal(), d=192, dv=128),
+    "by-distance-packed-d192-dv128-by-two": backward_plans(
+        by_distance_alone, causal(), d=192, dv=128, layout=PACKED, learned=True
+    ),
+    "causal-d128-dv192-by-two": backward_plans(mask=causal(), d=128, dv=192),
     "documents-d256-dv64": backward_plans(mask=document(DOCUMENTS) & causal(), d=256, dv=64),
     "by-row-d64": backward_plans(by_row, causal(), d=64, learned=True),
     "by-row-d128": backward_plans(by_row, causal(), d=128, learned=True),
