@@ -10,14 +10,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
-from .values import Fixed, choose
+from .values import Fixed, choose, narrowed
 
 
 class OnlineSoftmax(Fixed):
@@ -61,6 +61,37 @@ class OnlineSoftmax(Fixed):
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
             self.add(tile, r, factor)
+
+    def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
+        """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
+
+        Nothing looks for a maximum, and no lane waits for another. Returns whether the thread's probabilities of a row
+        have a sum beyond 2 to the power `most`, or nothing was visible before: then they and the sums are of no use.
+        """
+        rises = Boolean(False)
+        for r in range(tile.rows):
+            self.exponentials(tile, r, range(tile.columns))
+            added = self.arithmetic.total(None, [tile.values[r, c] for c in range(tile.columns)])
+            rises = rises | (added > 2.0**most) | (self.maximum[r] == -Float32.inf)
+            self.total[r] = self.total[r] + added
+        return rises
+
+    def by_maximum_before_corrected(self, tile: ScoreTile, most: float, correction: Any, dtype: Any) -> Any:
+        """The same by maxima; `correction` gets what rounding adds to the largest."""
+        rises = Boolean(False)
+        biggest = cute.make_rmem_tensor(tile.rows, Float32)
+        for r in range(tile.rows):
+            scores = [tile.values[r, c] for c in range(tile.columns)]
+            largest = tree(cute.arch.fmax, chains(cute.arch.fmax, scores))
+            fits = (largest - self.maximum[r]) * self.scale <= most
+            rises = choose(fits, rises, Boolean(True))
+            biggest[r] = exp2(largest * self.scale - self.scaled_shift[r])
+            self.exponentials(tile, r, range(tile.columns))
+            self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in range(tile.columns)])
+        rounded = narrowed(biggest, dtype)
+        for r in range(tile.rows):
+            correction[r] = correction[r] + (Float32(rounded[r]) - biggest[r])
+        return rises
 
     def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.

@@ -37,6 +37,8 @@ MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
+SPECULATIVE = "forward_speculative"  # probabilities do not wait for the maximum of their tile
+SUMMED = "forward_summed"
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -74,7 +76,8 @@ class HopperTiling(ForwardTiling):
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
-        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv)) + 1024
+        ones = 64 if 'summed' in self.kernel else 0
+        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv + ones)) + 1024
 
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"

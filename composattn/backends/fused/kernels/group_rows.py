@@ -75,7 +75,7 @@ class Consume(Role):
         q_slot, k_slot, v_slot = slots
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
-        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
@@ -113,7 +113,7 @@ class ConsumeApart(Consume):
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
         own, before, behind = kernel.own_tiles(call, work, tiles, me.number)
-        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             # all groups take a turn in each tile but their first one
@@ -182,6 +182,10 @@ class GroupRows(OutputRows[Any]):
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
+        self.settle(tSrS, n, ahead, test, k_slot, v_slot)
+
+    def settle(self, tSrS, n, ahead, test, k_slot, v_slot):
+        """What is to be done with scores that are there, while the output of the tile before it accumulates."""
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)
@@ -190,7 +194,7 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, tSrS)
-        if not early:
+        if not self.tiling.rescale_early:
             self.rescale_output()
 
     def release_behind_exponential(self, tSrS, k_slot):
