@@ -19,7 +19,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardApart, HopperForwardInOrder, HopperForwardOnlySummed, HopperForwardSpeculative, HopperForwardSummed
+    from .forward import HopperForward, HopperForwardApart, HopperForwardGather, HopperForwardInOrder, HopperForwardOnlySummed, HopperForwardSpeculative, HopperForwardSummed
     from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
@@ -30,6 +30,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward_speculative": HopperForwardSpeculative,
         "forward_summed": HopperForwardSummed,
         "forward_only_summed": HopperForwardOnlySummed,
+        "forward_gather": HopperForwardGather,
         "forward_wide": HopperForwardWide,
         "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,

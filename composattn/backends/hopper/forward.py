@@ -17,11 +17,23 @@ from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
+from ..fused.kernels.forward_gather import ForwardGather
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
 from ..fused.kernels.speculative_rows import OnlySummedRows, SpeculativeRows, SummedRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    WarpgroupProducts,
+    WarpgroupSums,
+    fragment_shape,
+    issue,
+    product,
+    row_column_view,
+    warps_of,
+)
 from .wide_tiling import WideTiling
 
 AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
@@ -155,6 +167,22 @@ class HopperForwardSummed(HopperForwardApart):
 
 class HopperForwardOnlySummed(HopperForwardSummed):
     group_rows = OnlySummedRows
+
+
+class HopperForwardGather(ForwardGather[HopperTiling]):
+    """A warpgroup's rows of the pieces of a tile."""
+
+    rows = ROWS
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.fragment = fragment_shape(plan.tiling.dv)
+
+    def sums(self):
+        return WarpgroupSums(product(self.dtype, self.tiling.dv, right=MN), (ROWS, self.tiling.dv))
+
+    def rows_of(self, sums):
+        return row_column_view(sums)
 
 
 class Block(Fixed):

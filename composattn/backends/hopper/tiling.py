@@ -68,6 +68,10 @@ class HopperTiling(ForwardTiling):
         return self.persistent
 
     @property
+    def cuts_remainder(self) -> bool:
+        return self.kernel == "forward" and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
+
+    @property
     def wait_late(self) -> bool:
         """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
         softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
