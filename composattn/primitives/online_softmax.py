@@ -17,7 +17,7 @@ from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
-from .values import Fixed, choose, narrowed
+from .values import Fixed, choose
 
 
 class OnlineSoftmax(Fixed):
@@ -65,32 +65,18 @@ class OnlineSoftmax(Fixed):
     def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
         """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
 
-        Nothing looks for a maximum, and no lane waits for another. Returns whether the thread's probabilities of a row
-        have a sum beyond 2 to the power `most`, or nothing was visible before: then they and the sums are of no use.
+        Nobody looks for the tile's, and no lane waits for another. Returns whether the thread's probabilities of a row
+        sum up to more than 2 to the power `most`, or nothing was visible before: then they and the sums are of no use.
         """
         rises = Boolean(False)
         for r in range(tile.rows):
+            if self.highest is not None:
+                largest = tree(cute.arch.fmax, chains(cute.arch.fmax, largest_scores(tile, r)))
+                self.highest[r] = cute.arch.fmax(self.highest[r], self.shape.along_row(cute.arch.fmax, largest))
             self.exponentials(tile, r, range(tile.columns))
             added = self.arithmetic.total(None, [tile.values[r, c] for c in range(tile.columns)])
             rises = rises | (added > 2.0**most) | (self.maximum[r] == -Float32.inf)
             self.total[r] = self.total[r] + added
-        return rises
-
-    def by_maximum_before_corrected(self, tile: ScoreTile, most: float, correction: Any, dtype: Any) -> Any:
-        """The same by maxima; `correction` gets what rounding adds to the largest."""
-        rises = Boolean(False)
-        biggest = cute.make_rmem_tensor(tile.rows, Float32)
-        for r in range(tile.rows):
-            scores = [tile.values[r, c] for c in range(tile.columns)]
-            largest = tree(cute.arch.fmax, chains(cute.arch.fmax, scores))
-            fits = (largest - self.maximum[r]) * self.scale <= most
-            rises = choose(fits, rises, Boolean(True))
-            biggest[r] = exp2(largest * self.scale - self.scaled_shift[r])
-            self.exponentials(tile, r, range(tile.columns))
-            self.total[r] = self.arithmetic.total(self.total[r], [tile.values[r, c] for c in range(tile.columns)])
-        rounded = narrowed(biggest, dtype)
-        for r in range(tile.rows):
-            correction[r] = correction[r] + (Float32(rounded[r]) - biggest[r])
         return rises
 
     def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
@@ -150,12 +136,24 @@ class OnlineSoftmax(Fixed):
         """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
-            if sinks[r] is None:
-                normalizer[r], lse[r] = finished(self.maximum[r], total, self.scale)
-            else:
-                normalizer[r], lse[r] = finished_with_sink(self.maximum[r], total, self.scale, sinks[r])
+            normalizer[r], lse[r] = self._finished(r, total, sinks[r])
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
+
+    def normalize_by(
+        self, normalizer: cute.Tensor, totals: Sequence[Any], sinks: Sequence[Any], factor: float = 1.0
+    ) -> None:
+        """`normalizer` as of `finish` with other sums of the rows, all lanes' together."""
+        for r, total in enumerate(totals):
+            normalizer[r] = self._finished(r, total, sinks[r])[0]
+            if factor != 1.0:
+                normalizer[r] = normalizer[r] * factor
+
+    def _finished(self, r: int, total: Float32, sink: Any) -> tuple[Float32, Float32]:
+        """(1 / sum, LSE) of a row with that sum."""
+        if sink is None:
+            return finished(self.maximum[r], total, self.scale)
+        return finished_with_sink(self.maximum[r], total, self.scale, sink)
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""

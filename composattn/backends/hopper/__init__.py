@@ -19,7 +19,13 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardApart, HopperForwardGather, HopperForwardInOrder, HopperForwardOnlySummed, HopperForwardSpeculative, HopperForwardSummed
+    from .forward import (
+        HopperForward,
+        HopperForwardApart,
+        HopperForwardGather,
+        HopperForwardGuessing,
+        HopperForwardInOrder,
+    )
     from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
@@ -27,9 +33,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward": HopperForward,
         "forward_in_order": HopperForwardInOrder,
         "forward_apart": HopperForwardApart,
-        "forward_speculative": HopperForwardSpeculative,
-        "forward_summed": HopperForwardSummed,
-        "forward_only_summed": HopperForwardOnlySummed,
+        "forward_guessing": HopperForwardGuessing,
         "forward_gather": HopperForwardGather,
         "forward_wide": HopperForwardWide,
         "forward_wide_in_order": HopperForwardWideInOrder,

@@ -19,7 +19,7 @@ from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
 from ..fused.kernels.forward_gather import ForwardGather
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
-from ..fused.kernels.speculative_rows import OnlySummedRows, SpeculativeRows, SummedRows
+from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
 from .wgmma import (
@@ -35,6 +35,8 @@ from .wgmma import (
     warps_of,
 )
 from .wide_tiling import WideTiling
+
+SUMS = 8  # columns: the least by which a product can be wider
 
 AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
 
@@ -147,26 +149,16 @@ class HopperForwardApart(HopperForward):
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
 
 
-class HopperForwardSpeculative(HopperForwardApart):
-    """The same with probabilities that do not wait for the maximum of their tile."""
+class HopperForwardGuessing(HopperForwardApart):
+    """The same with probabilities by the maximum before their tile, which V's columns of ones sum."""
 
-    group_rows = SpeculativeRows
-
-
-class HopperForwardSummed(HopperForwardApart):
-    """The same with probabilities that do not wait for the maximum of their tile; the matrix unit sums them."""
-
-    group_rows = SummedRows
+    group_rows = GuessingRows
 
     def block(self):
         return BlockWithOnes(self.tiling, self.dtype)
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
-
-
-class HopperForwardOnlySummed(HopperForwardSummed):
-    group_rows = OnlySummedRows
 
 
 class HopperForwardGather(ForwardGather[HopperTiling]):
@@ -231,21 +223,21 @@ class BlockWithOnes(Block):
 
     def values(self, smem):
         tiling = self.tiling
-        layout = tile_layout(tiling.tile_n, tiling.dv + 64, tiling.stages)
+        layout = tile_layout(tiling.tile_n, tiling.dv + tiling.ones, tiling.stages, together=tiling.dv)
         self.sVOnes = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
         return cute.local_tile(self.sVOnes, (tiling.tile_n, tiling.dv), (0, 0, None))
 
     @cute.jit
     def prepare(self, thread):
-        """By all consumers, before any of them reads V."""
+        """The ones, by all consumers; copies of V leave them there."""
         tiling = self.tiling
-        word = Int32(0x3F803F80 if const_expr(self.dtype is BFloat16) else 0x3C003C00)
         words = cute.make_rmem_tensor(4, Int32)
-        words.fill(word)
-        start = self.sVOnes.iterator.toint() + tiling.tile_n * tiling.dv * 2
+        words.fill(Int32(0x3F803F80 if const_expr(self.dtype is BFloat16) else 0x3C003C00))
+        wide, row = tiling.dv + tiling.ones, tiling.tile_n * 2
+        start = self.sVOnes.iterator.toint() + row * tiling.dv
         for stage in cutlass.range_constexpr(tiling.stages):
-            for i in cutlass.range(thread, tiling.tile_n * 8, tiling.warpgroups * WARPGROUP, unroll=1):
-                put_words(start + stage * (tiling.tile_n * (tiling.dv + 64) * 2) + i * 16, words)
+            for i in cutlass.range(thread, row * tiling.ones // 16, tiling.warpgroups * WARPGROUP, unroll=1):
+                put_words(start + stage * row * wide + i * 16, words)
         cute.arch.fence_view_async_shared()
         self.of_consumers.meet()
 
@@ -264,7 +256,7 @@ class Products(WarpgroupProducts):
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
-        self.output_shape = self.columns_shape = pv.partition_shape_C((ROWS, tiling.dv))
+        self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
 
     def probabilities(self) -> cute.Tensor:
         """Registers for them, as the left operand of the output's product."""
@@ -280,14 +272,20 @@ class Products(WarpgroupProducts):
 
 
 class ProductsWithSums(Products):
-    """The same; the output has 8 columns more, each of them the sum of a row's rounded probabilities."""
+    """The same; the output has `SUMS` columns more, each of them the sums of the rows' rounded probabilities."""
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)
-        self.pv_sums = product(block.dtype, tiling.dv + 8, right=MN, left_in_registers=True)
-        wide = product(block.dtype, tiling.dv + 64, right=MN, left_in_registers=True).get_slice(0)
+        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True)
+        # of so many columns that the memory's layout divides them; fewer are multiplied
+        wide = product(block.dtype, tiling.dv + tiling.ones, right=MN, left_in_registers=True).get_slice(0)
         self.tOrV = wide.make_fragment_B(wide.partition_B(permuted(block.sVOnes, 1, 0, 2)))
-        self.output_shape = self.pv_sums.get_slice(0).partition_shape_C((ROWS, tiling.dv + 8))
+        self.stored_shape = self.output_shape
+        self.output_shape = self.pv_sums.get_slice(0).partition_shape_C((ROWS, tiling.dv + SUMS))
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
         issue(self.pv_sums, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+    def without_sums(self, tOrO) -> cute.Tensor:
+        """The registers of the output's own columns."""
+        return cute.make_tensor(tOrO.iterator, cute.make_layout(self.stored_shape))

@@ -37,8 +37,7 @@ MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
-SPECULATIVE = "forward_speculative"  # probabilities do not wait for the maximum of their tile
-SUMMED = "forward_summed"
+GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -69,7 +68,12 @@ class HopperTiling(ForwardTiling):
 
     @property
     def cuts_remainder(self) -> bool:
-        return self.kernel == "forward" and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
+        return self.kernel in ("forward", GUESSING) and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
+
+    @property
+    def ones(self) -> int:
+        """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
+        return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0
 
     @property
     def wait_late(self) -> bool:
@@ -80,8 +84,8 @@ class HopperTiling(ForwardTiling):
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
-        ones = 64 if 'summed' in self.kernel else 0
-        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv + ones)) + 1024
+        columns = self.d + self.dv + self.ones
+        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"

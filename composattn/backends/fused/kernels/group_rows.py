@@ -98,10 +98,7 @@ class Consume(Role):
         for run in tiles.runs:
             for segment in run.segments():
                 for test, count in rows.tests(segment):
-                    for i in cutlass.range(count, unroll=1):
-                        rows.step(segment.tile(i), test, k_slot, v_slot)
-                        k_slot = k_slot.next()
-                        v_slot = v_slot.next()
+                    k_slot, v_slot = rows.go_over(segment, test, count, k_slot, v_slot)
         return k_slot, v_slot
 
 
@@ -170,8 +167,17 @@ class GroupRows(OutputRows[Any]):
         self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
         narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
-    def step(self, n, test, k_slot, v_slot):
-        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+    @cute.jit
+    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
+        """Tiles of a segment that take the same test; gives the slots behind them."""
+        for i in cutlass.range(count, unroll=1):
+            self.step(segment.tile(i), test, k_slot, v_slot)
+            k_slot = k_slot.next()
+            v_slot = v_slot.next()
+        return k_slot, v_slot
+
+    def issue(self, n, k_slot, v_slot):
+        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
         early = self.tiling.rescale_early
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
@@ -183,10 +189,11 @@ class GroupRows(OutputRows[Any]):
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
-        self.settle(tSrS, n, ahead, test, k_slot, v_slot)
+        return ahead, tSrS
 
-    def settle(self, tSrS, n, ahead, test, k_slot, v_slot):
-        """What is to be done with scores that are there, while the output of the tile before it accumulates."""
+    def step(self, n, test, k_slot, v_slot):
+        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+        ahead, tSrS = self.issue(n, k_slot, v_slot)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)

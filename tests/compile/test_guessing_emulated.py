@@ -16,14 +16,14 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import SPECULATIVE, forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, forward_tiling
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
 
 import os
-KERNEL = os.environ.get("KERNEL", SPECULATIVE)
+KERNEL = os.environ.get("KERNEL", GUESSING)
 KEYS = 270  # in tiles of 64, of which the kernel goes over the last one first
 
 
