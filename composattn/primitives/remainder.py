@@ -19,7 +19,7 @@ from .values import Bundle, Fixed, choose
 
 @dataclasses.dataclass
 class Piece(Fixed):
-    """`split`: which keys it has (see `kv_tiles.WHOLE`); `slot`: where it lies among the pieces, below 0 if it is whole."""
+    """`split`: which keys it has (see `kv_tiles.WHOLE`); `slot`: its place among the pieces, below 0 if it is whole."""
 
     split: tuple[Any, Any, Any]
     slot: Int32

@@ -21,7 +21,7 @@ from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import SPECULATIVE, HopperTiling, forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
@@ -150,7 +150,8 @@ def products_are_serialised(artifact: Artifact) -> bool:
     """Whether the compiler waits for every product by itself (its warning C7510), which costs half the speed."""
     # an arrival and a wait at each of two products in every loop, before the first one and after the last one
     plan = artifact.plan
-    again = 2 * (isinstance(plan, ForwardPlan) and plan.tiling.kernel == SPECULATIVE)
+    # and those of the product that is computed again where a guess failed
+    again = 2 * (isinstance(plan, ForwardPlan) and plan.tiling.kernel == GUESSING)
     return artifact.mnemonics["WARPGROUP"] > 4 * (loops(artifact) + 1) + again
 
 
@@ -252,29 +253,38 @@ def test_where_queries_see_few_keys_small_blocks_share_a_multiprocessor() -> Non
     assert cut(256, 256, causal()).blocks == 1
 
 
-def test_of_long_documents_and_causal_d_64_warpgroups_pass_by_what_only_others_see() -> None:
+def test_of_long_documents_warpgroups_pass_by_what_only_others_see() -> None:
     ids = torch.arange(8192) // 700
     long = cut(128, 8192, causal() & document(ids))
     assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_apart", 2, 96, 1)
-    assert cut(64, 8192, causal()).kernel == "forward_apart"
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward_in_order"
     assert {cut(128, 8192, None).kernel, cut(128, 8192, causal()).kernel} == {"forward"}
 
 
-def test_exponentials_of_plain_d_64_begin_before_a_tile_has_its_maximum(folder: Path) -> None:
-    chosen = plan(d=64)
-    assert (chosen.tiling.kernel, chosen.tiling.rescale_early) == ("forward_speculative", False)
-    assert chosen.tiling.persistent and not plan(d=64, schedule=Schedule(persistent=False)).tiling.persistent
+def test_with_d_64_and_96_a_tile_with_no_test_is_not_searched_for_its_maximum() -> None:
+    assert {cut(d, 8192, mask).kernel for d in (64, 96) for mask in (None, causal())} == {GUESSING}
     assert cut(64, 8192, batch_invariant=True).kernel == "forward_in_order"
+    assert cut(128, 8192).kernel == "forward"
+
+
+@pytest.mark.parametrize(("d", "mask"), [(64, "full"), (64, "causal"), (96, "full"), (96, "causal")])
+def test_a_guess_takes_no_maximum_and_sums_rounded_probabilities_in_the_product(
+    d: int, mask: str, folder: Path
+) -> None:
+    chosen = plan(mask=mask, d=d)
     artifact = compile_offline(chosen, folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
-    loop = next(loop for loop in inner_loops(artifact.instructions) if loop.multiplies)
-    names = [i.name for i in loop.body]
-    asked = names.index("BAR", names.index("MUFU"))  # whether a row rose too far
-    assert names[:asked].count("MUFU") >= 60, "of 64"
-    assert "SHFL" not in names[:asked] and names.count("SHFL") == 4
     assert artifact.spills == 0
+    guessed = [loop.body for loop in inner_loops(artifact.instructions) if loop.multiplies and loop.counts["B2R"]]
+    assert len(guessed) == 1
+    names = [i.name for i in guessed[0]]
+    asked = names.index("B2R")  # whether a row rose too far
+    columns = chosen.tiling.tile_n // 2
+    assert names[:asked].count("MUFU") == names[:asked].count("FFMA") == columns
+    assert names[:asked].count("F2FP") == columns // 2 and names[:asked].count("FMNMX") <= 1
+    assert "SHFL" not in names[:asked] and asked < 6 * columns
+    assert sum(f"64x{d + 8}x16" in i.text for i in guessed[0]) == chosen.tiling.tile_n // 16
 
 
 def test_batch_invariant_tiles_of_a_window_are_small_wherever_its_queries_stand() -> None:

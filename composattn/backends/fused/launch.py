@@ -52,7 +52,11 @@ class ForwardLauncher:
 
     def kernels(self) -> list[Any]:
         """All that it launches, made now."""
-        return [self.kernel, *([self.combine] if self.plan.is_split else ()), *([self.gather] if self.plan.is_cut else ())]
+        return [
+            self.kernel,
+            *([self.combine] if self.plan.is_split else ()),
+            *([self.gather] if self.plan.is_cut else ()),
+        ]
 
     def __call__(
         self,

@@ -20,8 +20,8 @@ from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
-from .remainder import Remainder, remainder
 from .order import LAST_QUERIES_FIRST, order_of
+from .remainder import Remainder, remainder
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -137,9 +137,15 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         return self.is_split or (self.layout.q == "packed" and self.tiling.packed_heads > 1)
 
     @property
-    def gather(self) -> "RemainderPlan[AnyForwardTiling]":
+    def gather(self) -> RemainderPlan[AnyForwardTiling]:
         """The kernel that adds up the pieces of tiles that are cut."""
-        return RemainderPlan(target=self.target, dtype=self.dtype, head_dim_v=self.head_dim_v, tiling=self.tiling, return_lse=self.return_lse)
+        return RemainderPlan(
+            target=self.target,
+            dtype=self.dtype,
+            head_dim_v=self.head_dim_v,
+            tiling=self.tiling,
+            return_lse=self.return_lse,
+        )
 
     @property
     def combine(self) -> CombinePlan:
@@ -217,7 +223,11 @@ def plan_forward(
     heads = problem.q_heads // tiling.packed_heads
     order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
     parts = splits(problem, tiling, target)
-    cut = None if parts > 1 or lists is not None or return_max_scores or work is not None else remainder(problem, program, tiling, target)
+    cut = (
+        None
+        if parts > 1 or lists is not None or return_max_scores or work is not None
+        else remainder(problem, program, tiling, target)
+    )
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,

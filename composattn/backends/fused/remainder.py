@@ -25,7 +25,8 @@ class Remainder:
     parts: int
 
     def __str__(self) -> str:
-        return f"the last {self.cut} of {self.whole + self.cut} tiles: 1 of {self.parts} parts of their keys by other blocks"
+        tiles = self.whole + self.cut
+        return f"the last {self.cut} of {tiles} tiles: 1 of {self.parts} parts of their keys by other blocks"
 
 
 def remainder(problem: Problem, program: Program, tiling: ForwardTiling, target: Target) -> Remainder | None:

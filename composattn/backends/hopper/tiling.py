@@ -68,7 +68,9 @@ class HopperTiling(ForwardTiling):
 
     @property
     def cuts_remainder(self) -> bool:
-        return self.kernel in ("forward", GUESSING) and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
+        return (
+            self.kernel in ("forward", GUESSING) and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
+        )
 
     @property
     def ones(self) -> int:
@@ -91,10 +93,11 @@ class HopperTiling(ForwardTiling):
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
+        guess = "; of tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
         }
 
 
@@ -134,22 +137,32 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    return _tiling(
+    guesses = warpgroups == 3 and _may_guess(problem, program, heads)
+    made = _tiling(
         problem,
         heads,
         tile_m=tile_m,
         tile_n=_whole_pages(tile_n) if paged else tile_n,
-        stages=2,
+        stages=3 if guesses else 2,  # K's stage is free later; of D 64 the third one gains 1 to 3 %
         warpgroups=warpgroups,
         consumer_registers=consumers,
         producer_registers=producer,
         pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
-        rescale_early=warpgroups == 3 or dv > 128,
+        rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
         heads_together=_heads_together(problem, program),
-        kernel=APART if passes else _kernel(problem),
+        kernel=GUESSING if guesses else APART if passes else _kernel(problem),
     )
+    fits = made.shared_memory(problem.dtype.itemsize) <= target.shared_memory
+    return made if fits else dataclasses.replace(made, stages=2)
+
+
+def _may_guess(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether most tiles need no test, and their scores are those of the product."""
+    plain = program.score is None and program.keep is None and problem.layout.is_dense
+    in_any_order = not problem.schedule.batch_invariant
+    return plain and in_any_order and (program.mask is None or _may_pass(problem, program, heads))
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:

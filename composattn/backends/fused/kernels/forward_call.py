@@ -78,14 +78,23 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     section = (tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
     order = TileScheduler.of(given.work, q_rows, tiling.queries, given.q.shape[0], *heads_of, kv_bytes, *section)
-    return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits, remainder_of(plan, given))
+    return Launched(
+        Operands(tma_q, tma_k, tma_v, tma_o),
+        Operands(tQ, tK, tV, tO),
+        order,
+        queries,
+        keys,
+        splits,
+        remainder_of(plan, given),
+    )
 
 
 def remainder_of(plan: Any, given: Any) -> Remainder | None:
     """On the host: which tiles are cut, of a kernel's arguments."""
     if given.remainder is None:
         return None
-    return Remainder.made(*given.remainder, plan.tiling.tile_m, plan.tiling.dv)
+    workspace, whole, cut, parts = given.remainder
+    return Remainder.made(workspace, whole, cut, parts, plan.tiling.tile_m, plan.tiling.dv)
 
 
 @dataclasses.dataclass

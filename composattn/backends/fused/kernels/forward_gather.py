@@ -1,7 +1,7 @@
-"""After a forward of which some tiles were cut by keys: the two pieces of each, weighted by their sums of exponentials."""
+"""After a forward of which some tiles were cut by keys: both pieces of each, weighted by their sums of exponentials."""
 
 import abc
-from typing import Any, Generic
+from typing import Generic
 
 import cutlass
 import cutlass.cute as cute
@@ -70,7 +70,10 @@ class ForwardGather(Kernel, Generic[AnyForwardTiling]):
         one, other = self.rows_of(first), self.rows_of(second)
         for r in cutlass.range_constexpr(shape.rows):
             at = row + shape.row_offsets[r]
-            pair = remainder.lse[tile, group * self.rows + at], remainder.lse[tile + remainder.cut, group * self.rows + at]
+            pair = (
+                remainder.lse[tile, group * self.rows + at],
+                remainder.lse[tile + remainder.cut, group * self.rows + at],
+            )
             weights, whole = weighed(*pair)
             for c in cutlass.range_constexpr(cute.size(one, mode=[1])):
                 # what a part that saw nothing left there may be anything
@@ -83,7 +86,9 @@ class ForwardGather(Kernel, Generic[AnyForwardTiling]):
             tiles = cute.local_tile(tensor[None, None, head, b], (self.rows, self.tiling.dv), (None, 0))
             yield is_first_warp(), tma, shared, tiles, m * (self.tiling.tile_m // self.rows) + group
 
-        Exit(tile_layout(self.rows, self.tiling.dv), self.dtype).leave(sums, first, lambda shared: shared, thread, outputs)
+        Exit(tile_layout(self.rows, self.tiling.dv), self.dtype).leave(
+            sums, first, lambda shared: shared, thread, outputs
+        )
 
 
 def weighed(first: Float32, second: Float32) -> tuple[tuple[Float32, Float32], Float32]:

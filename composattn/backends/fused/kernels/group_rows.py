@@ -8,9 +8,9 @@ from cutlass import Int32, const_expr
 
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
+from ....primitives.register_chunks import store_part
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
-from ....primitives.register_chunks import store_part
 from .output_rows import OutputRows, RowGroup
 
 

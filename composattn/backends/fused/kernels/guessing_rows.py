@@ -1,4 +1,4 @@
-"""Rows that guess a tile's maximum: the one before it. Nobody looks for one, unless probabilities come out too large."""
+"""Rows that guess a tile's maximum: the one before. Nobody looks for one unless probabilities come out too large."""
 
 import cutlass
 import cutlass.cute as cute
@@ -84,4 +84,3 @@ class GuessingRows(GroupRows):
         self.output = self.products.rows_of(self.tOrO)
         rescale_rows(self.output, normalizer)
         return row_lse
-
