@@ -28,7 +28,7 @@ class BandTiles(Fixed):
     shapes: tuple[IntervalShape, ...]
     tile_n: int
 
-    def of(self, leaves: Leaves, m: Any, split: tuple[Any, ...] = WHOLE) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
         """The kv tiles of query tile `m`, or a part of them; `leaves` are those of the work tile."""
         return visit(self.mods.intervals(leaves), self.shapes, leaves.kv_len, self.tile_n, split)
 
@@ -50,7 +50,7 @@ class ListedTiles(Fixed):
 
     slot: int
 
-    def of(self, leaves: Leaves, m: Any, split: tuple[Any, ...] = WHOLE) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
         """As of `BandTiles`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)

@@ -17,11 +17,8 @@ from typing import Any
 from .interval_shape import IntervalShape
 from .values import Fixed, choose, larger, smaller
 
-WHOLE: tuple[Any, ...] = (0, 1)
-"""The split (s, n) of who visits all tiles; any other visits the s-th of n parts of each interval, or of a list.
-
-A split (s, t, n) visits the parts from the s-th to before the t-th.
-"""
+WHOLE: tuple[Any, Any] = (0, 1)
+"""The split (s, n) of who visits all tiles; any other visits the s-th of n parts of each interval, or of a list."""
 
 
 @dataclasses.dataclass
@@ -129,7 +126,7 @@ def visit(
     shapes: tuple[IntervalShape, ...],
     kv_len: Any,
     tile_n: int,
-    split: tuple[Any, ...] = WHOLE,
+    split: tuple[Any, Any] = WHOLE,
 ) -> TileSequence:
     """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
     bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
@@ -183,7 +180,7 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
     return found
 
 
-def listed(row: Any, partial: Any, full: Any, split: tuple[Any, ...] = WHOLE) -> TileSequence:
+def listed(row: Any, partial: Any, full: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
     """Tiles of a list: `partial` ones that need a test, then `full` ones that don't. `row` has at least one entry."""
     tested, tests = _part(0, partial, split)
     free, frees = _part(partial, full, split)
@@ -200,10 +197,10 @@ def listed(row: Any, partial: Any, full: Any, split: tuple[Any, ...] = WHOLE) ->
     )
 
 
-def _part(start: Any, count: Any, split: tuple[Any, ...]) -> tuple[Any, Any]:
+def _part(start: Any, count: Any, split: tuple[Any, Any]) -> tuple[Any, Any]:
     """(start, count) of the part of `count` tiles from `start` on that a split visits."""
     if split is WHOLE:
         return start, count
-    s, *t, n = split
-    low, high = count * s // n, count * (t[0] if t else s + 1) // n
+    s, n = split
+    low, high = count * s // n, count * (s + 1) // n
     return start + low, high - low

@@ -61,7 +61,6 @@ class ForwardArguments(NamedTuple):
     work: Any  # (tiles, 2) int32: b and m of each query tile, in their order; see `primitives.tile_scheduler`
     captured: Any  # tuple of the tensors that mods read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
-    remainder: Any = None  # of tiles that are cut: `RemainderArguments`
 
     @staticmethod
     def of(plan: ForwardPlan) -> ForwardArguments:
@@ -83,33 +82,6 @@ class ForwardArguments(NamedTuple):
             work=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
-            remainder=_remainder(plan),
-        )
-
-
-class RemainderArguments(NamedTuple):
-    """Which tiles of queries are cut by keys; see `composattn.primitives.remainder`."""
-
-    workspace: Any  # (2 * cut * tile_m * (dv + 1) + 4 * cut,) fp32: what pieces leave, and whose they are
-    whole: Any  # how many tiles are whole
-    cut: Any  # how many are cut
-    parts: Any  # of which the second piece has one
-
-
-class RemainderGatherArguments(NamedTuple):
-    """Of the kernel that adds up the two pieces of each tile that was cut."""
-
-    remainder: Any  # `RemainderArguments`
-    out: Any  # (B, Hq, Sq, Dv)
-    lse: Any  # (B, Hq, Sq) fp32
-
-    @staticmethod
-    def of(plan: Any) -> RemainderGatherArguments:
-        statistic = TensorForm(torch.float32, ("batch", "heads", "q_len"), 1, align=4)
-        return RemainderGatherArguments(
-            remainder=_remainder(plan),
-            out=_rows(plan.dtype, "dense", "heads", "q_len", plan.head_dim_v),
-            lse=statistic if plan.return_lse else None,
         )
 
 
@@ -279,11 +251,6 @@ def _dq_accum(plan: TiledPlan) -> TensorForm:
 def _pieces(plan: BackwardPlan | GatherPlan) -> PiecesArguments | None:
     count = NumberForm(DType.INT32)
     return PiecesArguments(WORKSPACE, count, count, count) if plan.tiling.in_pieces else None
-
-
-def _remainder(plan: Any) -> RemainderArguments | None:
-    count = NumberForm(DType.INT32)
-    return RemainderArguments(WORKSPACE, count, count, count) if plan.is_cut else None
 
 
 def _sequences(layout: Layout) -> Sequences | None:

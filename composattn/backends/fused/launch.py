@@ -13,7 +13,7 @@ from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
 from ...graph.lent import current
 from ..streaming import Mods, Streaming
-from .arguments import CombineArguments, ForwardArguments, RemainderArguments
+from .arguments import CombineArguments, ForwardArguments
 from .bulk import readable
 from .captured import Reads
 from .compile import Launchable, compile_plan
@@ -45,18 +45,9 @@ class ForwardLauncher:
         """What follows the kernel where the plan splits kv."""
         return self.kernel_of(self.plan.combine)
 
-    @cached_property
-    def gather(self) -> Any:
-        """What follows the kernel where tiles are cut."""
-        return self.kernel_of(self.plan.gather)
-
     def kernels(self) -> list[Any]:
         """All that it launches, made now."""
-        return [
-            self.kernel,
-            *([self.combine] if self.plan.is_split else ()),
-            *([self.gather] if self.plan.is_cut else ()),
-        ]
+        return [self.kernel, *([self.combine] if self.plan.is_split else ())]
 
     def __call__(
         self,
@@ -92,7 +83,6 @@ class ForwardLauncher:
             work,
             tuple(reads) or None,
             tuple(scalars) or None,
-            None,
         )
         on_device_of(q, self.launch, given)
         return made
@@ -116,22 +106,12 @@ class ForwardLauncher:
 
     def launch(self, *given: Any) -> None:
         """All that the plan launches, in turn; given `ForwardArguments` in their order."""
-        run = self._run_parts if self.plan.is_split else self._run_cut if self.plan.is_cut else self.kernel
+        run = self._run_parts if self.plan.is_split else self.kernel
         try:
             run(*given)
         except (ValueError, TypeError):
             # strides of sizes 0 and 1 are arbitrary and may offend; others are refused here by name
             run(*tidied(*given))
-
-    def _run_cut(self, *arguments: Any) -> None:
-        """What is whole and what is cut, then what pieces have left into one."""
-        given, cut, t = ForwardArguments(*arguments), self.plan.cut, self.plan.tiling
-        assert cut is not None
-        numbers = 2 * cut.cut * t.tile_m * (t.dv + 1) + 4 * cut.cut
-        workspace = torch.empty(numbers, dtype=torch.float32, device=given.q.device)
-        pieces = RemainderArguments(workspace, cut.whole, cut.cut, cut.parts)
-        self.kernel(*given._replace(remainder=pieces))
-        self.gather(pieces, given.out, given.lse)
 
     def _run_parts(self, *arguments: Any) -> None:
         """Each of the parts of kv apart, then all in one: 4 bytes * splits * (Dv + 1) of memory per query and head."""

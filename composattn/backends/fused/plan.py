@@ -21,7 +21,6 @@ from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
 from .order import LAST_QUERIES_FIRST, order_of
-from .remainder import Remainder, remainder
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -72,16 +71,6 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RemainderPlan(Plan, Generic[AnyTiling]):
-    """The kernel after a forward of which some tiles were cut by keys."""
-
-    step = "forward_gather"
-    tiling: AnyTiling
-    return_lse: bool
-    is_cut: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledPlan(Plan, Generic[AnyTiling]):
     """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table."""
 
@@ -122,8 +111,6 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)
     return_max_scores: bool = False
     is_split: bool = False
-    is_cut: bool = False  # tiles left over of whole rounds are, by keys
-    cut: Remainder | None = dataclasses.field(default=None, compare=False)
     splits: int = dataclasses.field(default=1, compare=False)
 
     @functools.cached_property
@@ -135,17 +122,6 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     def direct_store(self) -> bool:
         """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
         return self.is_split or (self.layout.q == "packed" and self.tiling.packed_heads > 1)
-
-    @property
-    def gather(self) -> RemainderPlan[AnyForwardTiling]:
-        """The kernel that adds up the pieces of tiles that are cut."""
-        return RemainderPlan(
-            target=self.target,
-            dtype=self.dtype,
-            head_dim_v=self.head_dim_v,
-            tiling=self.tiling,
-            return_lse=self.return_lse,
-        )
 
     @property
     def combine(self) -> CombinePlan:
@@ -165,7 +141,6 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "schedule": f"{'persistent' if t.persistent else 'one block per tile'}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "kv tiles": self._kv_tiles(),
-            "cut": "" if self.cut is None else str(self.cut),
             "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",
         }
         return self._text(rows)
@@ -223,11 +198,6 @@ def plan_forward(
     heads = problem.q_heads // tiling.packed_heads
     order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
     parts = splits(problem, tiling, target)
-    cut = (
-        None
-        if parts > 1 or lists is not None or return_max_scores or work is not None
-        else remainder(problem, program, tiling, target)
-    )
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,
@@ -245,8 +215,6 @@ def plan_forward(
         return_max_scores=return_max_scores,
         is_split=parts > 1,
         splits=parts,
-        is_cut=cut is not None,
-        cut=cut,
     )
 
 

@@ -66,11 +66,6 @@ class ForwardTiling(Tiling):
     blocks: int = 1
 
     @property
-    def cuts_remainder(self) -> bool:
-        """Whether its kernel can compute pieces of tiles, for `remainder`."""
-        return False
-
-    @property
     def slots(self) -> int:
         """Rows of a tile that one query takes."""
         return slots(self.packed_heads)

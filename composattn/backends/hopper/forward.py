@@ -17,23 +17,11 @@ from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
-from ..fused.kernels.forward_gather import ForwardGather
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
 from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
-from .wgmma import (
-    MN,
-    ROWS,
-    WARPGROUP,
-    WarpgroupProducts,
-    WarpgroupSums,
-    fragment_shape,
-    issue,
-    product,
-    row_column_view,
-    warps_of,
-)
+from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
 from .wide_tiling import WideTiling
 
 SUMS = 8  # columns: the least by which a product can be wider
@@ -159,22 +147,6 @@ class HopperForwardGuessing(HopperForwardApart):
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
-
-
-class HopperForwardGather(ForwardGather[HopperTiling]):
-    """A warpgroup's rows of the pieces of a tile."""
-
-    rows = ROWS
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.fragment = fragment_shape(plan.tiling.dv)
-
-    def sums(self):
-        return WarpgroupSums(product(self.dtype, self.tiling.dv, right=MN), (ROWS, self.tiling.dv))
-
-    def rows_of(self, sums):
-        return row_column_view(sums)
 
 
 class Block(Fixed):

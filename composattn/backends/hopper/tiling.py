@@ -67,12 +67,6 @@ class HopperTiling(ForwardTiling):
         return self.persistent
 
     @property
-    def cuts_remainder(self) -> bool:
-        return (
-            self.kernel in ("forward", GUESSING) and self.packed_heads == 1 and self.blocks == 1 and not self.persistent
-        )
-
-    @property
     def ones(self) -> int:
         """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
         return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0

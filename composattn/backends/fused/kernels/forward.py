@@ -60,7 +60,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         self.dtype = given.q.element_type
         found = launched(self.plan, given, self.heads, self.rows)
         made = found.tensors, given.lse, given.max_scores, found.order
-        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits, found.remainder
+        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits
         self.kernel(found.tmas, (*made, *read)).launch(
             grid=(found.blocks(self.plan), 1, 1),
             block=(self.threads, 1, 1),
@@ -74,8 +74,6 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     @cute.kernel
     def kernel(self, tmas, work):
         call = Call(tmas, *work)
-        if const_expr(call.remainder is not None):
-            cute.arch.griddepcontrol_launch_dependents()  # blocks that add pieces start as the last ones of these end
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.roles(call)
         else:
@@ -84,7 +82,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     def kv_tiles(self, call: Call, work: Work) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
-        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.split)
+        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
 
 
 @cute.jit

@@ -12,7 +12,6 @@ from ....primitives.emit import Leaves
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE
-from ....primitives.remainder import Piece, Remainder
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import TileScheduler, WorkTile
@@ -39,13 +38,10 @@ class Launched(NamedTuple):
     queries: Rows
     keys: Rows
     splits: Any  # number of parts, None where kv is not split
-    remainder: Any  # of tiles that are cut, None where none is
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
         blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
-        if self.remainder is not None:
-            return self.remainder.numbers
         return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
 
 
@@ -78,23 +74,7 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     section = (tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
     order = TileScheduler.of(given.work, q_rows, tiling.queries, given.q.shape[0], *heads_of, kv_bytes, *section)
-    return Launched(
-        Operands(tma_q, tma_k, tma_v, tma_o),
-        Operands(tQ, tK, tV, tO),
-        order,
-        queries,
-        keys,
-        splits,
-        remainder_of(plan, given),
-    )
-
-
-def remainder_of(plan: Any, given: Any) -> Remainder | None:
-    """On the host: which tiles are cut, of a kernel's arguments."""
-    if given.remainder is None:
-        return None
-    workspace, whole, cut, parts = given.remainder
-    return Remainder.made(workspace, whole, cut, parts, plan.tiling.tile_m, plan.tiling.dv)
+    return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
 
 
 @dataclasses.dataclass
@@ -112,7 +92,6 @@ class Call(Fixed):
     queries: Rows
     keys: Rows
     splits: Int32 | None  # number of parts
-    remainder: Remainder | None
 
     @property
     def tiles(self) -> Int32:
@@ -120,17 +99,14 @@ class Call(Fixed):
         return self.order.tiles if self.splits is None else self.order.tiles * self.splits
 
     def tile(self, number: Int32) -> WorkTile:
-        if self.remainder is not None:
-            number, _ = self.remainder.find(number)
         return self.order.tile(number if self.splits is None else number % self.order.tiles)
 
     def work(self, number: Int32) -> "Work":
         """The work tile with this number, which exists."""
         tile = self.tile(number)
         part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
-        piece = None if self.remainder is None else self.remainder.find(number)[1]
         queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
-        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part, piece)
+        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
 
     def leaves(self, work, tile_queries: int) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
@@ -153,9 +129,3 @@ class Work(Fixed):
     queries: Sequence
     keys: Sequence
     part: tuple[Int32 | int, Int32 | int]  # the s-th of n
-    piece: Piece | None = None
-
-    @property
-    def split(self) -> tuple[Any, ...]:
-        """Which kv tiles it visits, see `kv_tiles.WHOLE`."""
-        return self.part if self.piece is None else self.piece.split

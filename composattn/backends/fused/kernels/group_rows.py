@@ -8,7 +8,6 @@ from cutlass import Int32, const_expr
 
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
-from ....primitives.register_chunks import store_part
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
@@ -227,26 +226,5 @@ class GroupRows(OutputRows[Any]):
 
     def finish(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
-        if self.work.piece is None:
-            row_lse = self.store(call)
-            self.store_statistics(call, self.softmax, row_lse, self.me.lane)
-        else:
-            row_lse = self.normalize()
-            self.store_piece_or_all(call, row_lse)
-
-    @cute.jit
-    def store_piece_or_all(self, call, row_lse):
-        """Of a tile that may be cut: pieces to memory of their own."""
-        piece = self.work.piece
-        if piece.is_whole:
-            self.store_output(call)
-            self.store_statistics(call, self.softmax, row_lse, self.me.lane)
-        else:
-            remainder, work = call.remainder, self.work
-            store_part(remainder.sums[piece.slot, None], self.tOrO, self.me.number, self.me.thread)
-            if self.shape.first_in_row(self.me.lane):
-                for r in cutlass.range_constexpr(self.shape.rows):
-                    row = self.me.number * self.me.rows + self.me.row + self.shape.row_offsets[r]
-                    remainder.lse[piece.slot, row] = row_lse[r]
-            first = (self.me.number == 0) & (self.me.thread == 0)
-            remainder.note(piece, (work.b, work.h, work.m), first)
+        row_lse = self.store(call)
+        self.store_statistics(call, self.softmax, row_lse, self.me.lane)

@@ -78,9 +78,9 @@ class QueryRows(Places[AnyForwardTiling]):
     def sinks(self) -> list[Any]:
         """The sink of each row, None where there is none; of parts of kv the first has it."""
         found = [self.mods.row_sink(r) for r in range(self.shape.rows)]
-        if self.work.split is WHOLE:
+        if self.work.part is WHOLE:
             return found
-        is_first = self.work.split[0] == 0
+        is_first = self.work.part[0] == 0
         return [None if sink is None else choose(is_first, sink, -Float32.inf) for sink in found]
 
     def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
