@@ -23,11 +23,12 @@ def factors(rises: str) -> torch.Tensor:
     }[rises]
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rises", ["not", "steadily", "beyond fp32's exponents", "in steps", "at the first keys"])
-def test_rising_rows_are_those_of_fp64(rises: str, dtype: torch.dtype) -> None:
+def test_rising_rows_are_those_of_fp64(rises: str, dtype: torch.dtype, d: int) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
-    q, k, v = (torch.randn(1, 2, KEYS, 64, generator=generator, device="cuda") for _ in range(3))
+    q, k, v = (torch.randn(1, 2, KEYS, d, generator=generator, device="cuda") for _ in range(3))
     k = k * factors(rises)[:, None]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     out, lse = ca.attention(q, k, v, return_lse=True, backend=gpu_backend())

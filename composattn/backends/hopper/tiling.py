@@ -19,6 +19,11 @@ ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
 # ends, and tiles of 64 queries visit less beside a mask's edge. D 64: 2,048 keys gain 4 %, 4,096 lose 2 %
 FEW_KEYS = {64: 2304, 96: 1152}
+# The same where a large block's rows guess their maxima. D 64: 2,048 keys gain 4 % by the large block, causal 2,048
+# queries nothing; D 96: 1,024 keys gain 10 %, causal 2,048 queries 14 %
+FEW_KEYS_GUESSED = {64: 1536, 96: 768}
+# Keys of a query, on average, from which D 128 guesses: 8k and 16k gain 1 %, causal 2k and windows of 1,024 nothing
+MANY_KEYS_GUESSED = 2304
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
 # of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
@@ -121,7 +126,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if persistent is None:
         # plain D 64 gains 1 to 2 % from 4k on: its work tiles are equal, and there are many
         plain = program.score is None and program.mask is None and program.keep is None and not invariant
-        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else plain and warpgroups == 3 and widest == 64
+        many = plain and warpgroups == 3 and widest == 64 and queries(problem) > FEW_KEYS[64]
+        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else many
         persistent = stays and problem.layout.is_dense
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
@@ -131,13 +137,16 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    guesses = warpgroups == 3 and _may_guess(problem, program, heads)
-    made = _tiling(
+    guesses = _may_guess(problem, program, heads) and (
+        warpgroups == 3 if widest <= 96 else d == dv == 128 and _is_long(problem, program)
+    )
+    return _tiling(
         problem,
         heads,
         tile_m=tile_m,
         tile_n=_whole_pages(tile_n) if paged else tile_n,
-        stages=3 if guesses else 2,  # K's stage is free later; of D 64 the third one gains 1 to 3 %
+        # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
+        stages=3 if guesses and tile_n <= _by_memory(target, tile_m, rows, d + dv + 64, stages=3) else 2,
         warpgroups=warpgroups,
         consumer_registers=consumers,
         producer_registers=producer,
@@ -148,8 +157,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
     )
-    fits = made.shared_memory(problem.dtype.itemsize) <= target.shared_memory
-    return made if fits else dataclasses.replace(made, stages=2)
+
+
+def _is_long(problem: Problem, program: Program) -> bool:
+    return keys_of_a_query(problem, program) > MANY_KEYS_GUESSED
 
 
 def _may_guess(problem: Problem, program: Program, heads: int) -> bool:
@@ -228,7 +239,8 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
         return False
     if captured_decide(program.intervals):
         return True
-    few = next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
+    guesses = _may_guess(problem, program, packed_heads(problem, program, ROWS))
+    few = next((few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d), 0)
     return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
 
 
@@ -305,7 +317,7 @@ def _by_registers(registers: int, dv: int, program: Program) -> int:
     return free * 4 // 3 // 16 * 16
 
 
-def _by_memory(target: Target, tile_m: int, rows: int, keys: int) -> int:
-    """Columns for which Q and O (`rows` wide) and two stages of K and V (`keys` wide) fit in shared memory."""
+def _by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2) -> int:
+    """Columns for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory."""
     free = target.shared_memory - 1024 - tile_m * rows * 2
-    return free // (2 * 2 * keys) // 16 * 16
+    return free // (2 * stages * keys) // 16 * 16
