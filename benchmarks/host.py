@@ -6,7 +6,7 @@ A row is an entry (ready mods made at each call, lambdas, flex_attention with an
 planned Attention); peers do the same call in their own way in the same run, in turns. Times are until the host has
 issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no kernel is waited for. Hosts differ by a
 factor of 3, and so does one host when others work: in each row, in turns with it, are torch SDPA (causal, whatever the
-row) and our own kernels and memory without our Python.
+row), our own kernels and memory without our Python, and the floor: a Function in Python that only allocates.
 
     python benchmarks/host.py --count        with no GPU: the calls that Python makes, and time, kernels left out
 """
@@ -31,13 +31,15 @@ if __package__ in (None, ""):
 
 import composattn as ca  # noqa: E402
 from benchmarks.host_work import Calls, calls_of, without_kernels  # noqa: E402
-from benchmarks.implementations import BARE, OURS  # noqa: E402
+from benchmarks.implementations import BARE, FLOOR, OURS  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
 from benchmarks.timing import Timing, host_stopwatch, interleaved  # noqa: E402
 from composattn.backends.fused.launch import ForwardLauncher  # noqa: E402
 from composattn.backends.fused.launch_backward import BackwardLauncher  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
+
+SDPA = "torch SDPA"
 
 Call = Callable[[], Any]
 Launch = tuple[Any, tuple[Any, ...]]  # a kernel and what it is given
@@ -136,18 +138,20 @@ class Bare:
     """The kernels and the memory of `call`, in a bare autograd.Function: what no Python of ours could go below.
 
     The kernels' arguments are those of one call, recorded; memory is allocated as in each call and not used.
+    Without `launches` it is the floor of torch: a Function in Python that allocates what it returns, and no more.
     """
 
-    def __init__(self, call: Call, x: Inputs, grad: bool) -> None:
-        self.x = x
+    def __init__(self, call: Call, x: Inputs, grad: bool, launches: bool = True) -> None:
+        self.x, self.launches = x, launches
         self.forward: list[Launch] = []
         self.backward: list[Launch] = []
         run = _with_backward(call, x) if grad else call
-        with torch.set_grad_enabled(grad), _recorded(self.forward, self.backward):
-            run()
+        if launches:
+            with torch.set_grad_enabled(grad), _recorded(self.forward, self.backward):
+                run()
 
     def __call__(self) -> Any:
-        return _applied(self, *self.x.qkv)[0] if torch.is_grad_enabled() else self.launched(self.x.q)[0]
+        return _applied(self, *self.x.qkv) if torch.is_grad_enabled() else self.launched(self.x.q)[0]
 
     def launched(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made = torch.empty_like(q), torch.empty_strided(q.shape[:3], q.stride()[:3], device=q.device)
@@ -161,20 +165,23 @@ class _Bare(torch.autograd.Function):
     def forward(ctx: Any, bare: Bare, q: Any, k: Any, v: Any) -> Any:
         out, lse = bare.launched(q)
         ctx.bare = bare
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
+        ctx.to_save = (q, k, v, out, lse)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, _: Any) -> Any:
         q, k, v, _, _ = ctx.saved_tensors
-        made = [torch.empty_like(t) for t in (q, k, v, q, q)]  # dq, dk, dv, statistics of rows, the sum of dq
-        for kernel, given in ctx.bare.backward:
-            kernel(*given)
-        return None, *made[:3]
+        made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        if ctx.bare.launches:
+            torch.empty_like(q), torch.empty_like(q)  # statistics of rows, the sum of dq
+            for kernel, given in ctx.bare.backward:
+                kernel(*given)
+        return None, *made
 
 
-# `_Bare.apply` without what it does in Python for `torch.func`, as ours
+# `_Bare.apply` and its backward without what torch does in Python for `torch.func` and other Functions, as ours
 _applied = super(torch.autograd.Function, _Bare).apply
+_Bare._backward_cls.apply = _Bare.backward  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -213,9 +220,12 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
                     continue
                 done[who] = run
             if OURS in done:
-                bare, sdpa = Bare(calls[OURS], x, grad), plain(x)
-                done[BARE] = _with_backward(bare, x) if grad else bare
-                done["torch SDPA"] = _with_backward(sdpa, x) if grad else sdpa
+                beside: dict[str, Call] = {
+                    BARE: Bare(calls[OURS], x, grad),
+                    FLOOR: Bare(calls[OURS], x, grad, launches=False),
+                    SDPA: plain(x),
+                }
+                done |= {who: _with_backward(call, x) if grad else call for who, call in beside.items()}
             with torch.set_grad_enabled(grad):
                 timings = interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
             found = [
@@ -229,14 +239,14 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _compared(timings: dict[str, Timing]) -> str:
-    """Ours in times of the two that each row has, by the least and by the median."""
+    """Ours in times of those that each row has, by the least and by the median."""
     ours = timings.get(OURS)
     return (
         ""
         if ours is None
         else ", ".join(
             f"{ours.least / timings[who].least:.2f} and {ours.ms / timings[who].ms:.2f} of {who}"
-            for who in ("torch SDPA", BARE)
+            for who in (SDPA, BARE, FLOOR)
         )
     )
 

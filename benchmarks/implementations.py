@@ -20,6 +20,7 @@ DETERMINISTIC = "composattn, fixed order"
 PACKED = "composattn varlen"
 GEMM = "cuBLAS GEMM 8192"
 BARE = "bare launches"  # our kernels and memory in a bare autograd.Function, nothing else
+FLOOR = "floor"  # the same Function without kernels: it allocates what it returns
 
 
 class NotServed(Exception):

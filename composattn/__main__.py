@@ -1,4 +1,6 @@
-"""The command line: what a call would do (explain), its kernels (compile), speed (bench), what works here (doctor)."""
+"""The command line: what a call would do (explain), its kernels (compile), those that are kept (cache), speed (bench),
+what works here (doctor).
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,13 @@ def shape_from(text: str) -> Shape:
 def splits_from(text: str) -> Any:
     """`auto`, or a number."""
     return text if text == "auto" else count_from(text)
+
+
+def days_from(text: str) -> float:
+    days = float(text) if text.replace(".", "", 1).isdecimal() else -1.0
+    if days < 0:
+        raise argparse.ArgumentTypeError(f"wanted a number of days from 0, got {text!r}")
+    return days
 
 
 def count_from(text: str) -> int:
@@ -189,6 +198,21 @@ def machine_words(made: Artifact) -> str:
     return f"{sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}"
 
 
+def cache(options: argparse.Namespace) -> int:
+    """Print where compiled kernels are kept and how many there are; remove those not used for some days."""
+    from composattn.backends.fused import disk_cache
+
+    folder = disk_cache.folder()
+    kept = disk_cache.entries(folder)
+    print(f"{folder}: {len(kept)} kernels, {sum(size for size, _ in kept.values()) / 1e6:.1f} MB")
+    if options.unused is not None:
+        old = [entry for entry, (_, idle) in kept.items() if idle >= options.unused * 86400]
+        for entry in old:
+            disk_cache.remove(entry)
+        print(f"removed {len(old)}, {sum(kept[entry][0] for entry in old) / 1e6:.1f} MB")
+    return 0
+
+
 def bench(arguments: Sequence[str]) -> int:
     """Run the benchmark harness of the source tree."""
     root = Path(__file__).parents[1]
@@ -226,6 +250,9 @@ def parser() -> argparse.ArgumentParser:
     kernel.add_argument("--gradient", action="store_true", help="for calls that autograd records, backward too")
     kernel.add_argument("--out", type=Path, help="a cache folder to keep them in, to be copied; default: the cache")
     kernel.set_defaults(run=compile_kernels)
+    keeping = commands.add_parser("cache", help=cache.__doc__)
+    keeping.add_argument("--unused", type=days_from, metavar="DAYS", help="remove kernels not used for so long; 0: all")
+    keeping.set_defaults(run=cache)
     checks = commands.add_parser("doctor", help=doctor.__doc__)
     checks.add_argument("--full", action="store_true", help=full.__doc__)
     checks.set_defaults(run=lambda options: full() if options.full else doctor())

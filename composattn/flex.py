@@ -230,7 +230,7 @@ def _lists_add_nothing(mask: Expr, table: Table, block_mask: Any) -> bool:
     for start in range(0, q_len, chunk):
         q = torch.arange(start, min(start + chunk, q_len), device=device)
         index = {**at, "q": q.view(-1, 1), "kv": kv, "q_len": q_len, "kv_len": kv_len}
-        visible = evaluate(mask, Env(index=index, device=device))
+        visible = evaluate(mask, Env(index, float_dtype=torch.float32, device=device))
         kind = kinds[:, :, q // rows][..., kv // columns]
         listed = torch.where(kind == VISIBLE, True, (kind == TESTED) & visible)
         if bool((listed != visible).any()):

@@ -113,11 +113,22 @@ class Attention(torch.nn.Module):
         if compiling:
             found = getattr(self, name, None)
             return found.now(self) if isinstance(found, _Held) else found
-        found = self.__dict__.get(name)
-        if found is None:
-            # where there surely is no such attribute: torch takes 1 µs to say so
-            return None if not hasattr(self.__class__, name) and _lacks(self, name) else getattr(self, name, None)
-        return found.now(self) if found.__class__ is _Held else found
+        own = self.__dict__
+        found = own.get(name)
+        if found is not None:
+            return found.now(self) if found.__class__ is _Held else found
+        kind = self.__class__
+        if (
+            getattr(kind, name, own) is own
+            and name not in own
+            and name not in own["_parameters"]
+            and name not in own["_buffers"]
+            and name not in own["_modules"]
+            and kind.__getattr__ is _GETATTR
+            and kind.__getattribute__ is _GETATTRIBUTE
+        ):
+            return None  # there surely is no such attribute: torch takes 1 µs to say so
+        return getattr(self, name, None)
 
     def extra_repr(self) -> str:
         """The mods and the options that are not left at their default."""
@@ -128,14 +139,8 @@ class Attention(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
 
 
-def _lacks(module: torch.nn.Module, name: str) -> bool:
-    """Whether there surely is no such attribute of the module's own: torch takes 1 µs to say so."""
-    kind: Any = type(module)
-    if name in module.__dict__:
-        return False
-    if name in module._modules or name in module._parameters or name in module._buffers:
-        return False
-    return kind.__getattr__ is torch.nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+_GETATTR: Any = torch.nn.Module.__getattr__
+_GETATTRIBUTE: Any = object.__getattribute__
 
 
 class _Held:

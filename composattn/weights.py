@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .analysis.program import Program
 from .call.problem import Problem, softmax_scale
 from .dispatch.planned import check_captures
 from .graph.evaluate import Env, evaluate
+from .graph.least_score import LEAST_SCORE
 from .mods.mask import Mask
 from .mods.mod import Mod
 from .mods.score import Score
@@ -66,7 +68,10 @@ def _weights(program: Program, q: torch.Tensor, k: torch.Tensor, rows: torch.Ten
     if program.score is not None:
         scores = evaluate(program.score, env).to(working).expand(scores.shape)
     if program.mask is not None:
-        scores = scores.masked_fill(~evaluate(program.mask, env), -torch.inf)
+        visible = evaluate(program.mask, replace(env, float_dtype=torch.float32))
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if program.score is not None and scores.shape[-1]:
+        scores = scores.masked_fill(scores.amax(-1, keepdim=True) < LEAST_SCORE, -torch.inf)
     if program.sink is not None:
         scores = torch.cat((scores, evaluate(program.sink, env).to(working).expand(*scores.shape[:-1], 1)), -1)
     unseen = (scores == -torch.inf).all(-1, keepdim=True)

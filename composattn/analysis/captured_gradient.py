@@ -77,6 +77,8 @@ def pattern_of(leaf: Expr) -> Pattern | None:
     deps = 0
     for a in leaf.args:
         deps |= a.deps
+    if deps & Dep.SCORE:
+        return None  # anywhere, and the score is gone when sums are made
     rows, columns = bool(deps & Dep.Q), bool(deps & Dep.KV)
     if not columns:
         return Pattern.ROW if rows else Pattern.HEAD

@@ -21,7 +21,11 @@ from ..call.sequences import NO_SEQUENCES, Sequences
 from . import blackwell, hopper, reference, streaming
 from .fused.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.call import FusedCall
+from .fused.launch import Outputs
 from .fused.target import TARGETS, Target
+
+OfForm = Callable[[Inputs, Asked], Outputs]
+"""A call of inputs of one form."""
 
 
 class Call(Protocol):
@@ -35,8 +39,11 @@ class Call(Protocol):
     def captured_sums(self) -> str:
         """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
+
+    def of_form(self, inputs: Inputs) -> OfForm:
+        """The same for inputs of the form of these alone: what can be known of it is looked at once."""
 
     def begin(
         self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -23,6 +23,7 @@ from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
+from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, current, lent_again
 from ..graph.philox import factor_of
 from .rows import arrange
@@ -97,6 +98,9 @@ class ReferenceCall:
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Three:
         return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
+
+    def of_form(self, inputs: Inputs) -> ReferenceCall:
+        return self
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -210,10 +214,10 @@ class _Dense:
         refresh(captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
         given = tensors or {}
-        held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
+        self.held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
         self.tensors = {
             key: t.to(torch.promote_types(t.dtype, self.working)) if t.is_floating_point() else t
-            for key, t in held.items()
+            for key, t in self.held.items()
         }
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
@@ -230,7 +234,10 @@ class _Dense:
         if self.rounding is not None:
             scores = self.rounding.score(scores, q, k, self.scale)
         scores = self.modified(scores, b0, h0)
-        top = largest = _largest(scores)
+        top = _largest(scores)
+        if self.score_mod is not None:
+            scores = scores.masked_fill(top < LEAST_SCORE, -torch.inf)
+        largest = _largest(scores)
         if self.sink_mod is not None:  # a key with no value
             scores = torch.cat((scores, self.sink(self.sink_mod, scores, b0, h0)), -1)
             v, largest = torch.nn.functional.pad(v, (0, 0, 0, 1)), _largest(scores)
@@ -291,6 +298,7 @@ class _Dense:
         if self.mask_mod is None:
             return None
         env = self.env(self.index(scores, b0, h0), scores.device)
+        env.float_dtype, env.tensors = torch.float32, self.held  # a mask compares as torch does, whatever q has
         with torch.no_grad():
             visible = evaluate(self.mask_mod, env).expand(scores.shape)
             self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)

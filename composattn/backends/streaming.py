@@ -33,6 +33,7 @@ from ..call.strides import in_order_of
 from ..graph.evaluate import evaluate
 from ..graph.expr import Expr, const
 from ..graph.gradient import derivative, partials
+from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, lent_again
 from ..graph.philox import factor_of
 from .gathered import accumulate, total_for
@@ -90,6 +91,9 @@ class StreamingCall:
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Results:
         return _attention(self.mods, *inputs[:3], inputs.sequences)
+
+    def of_form(self, inputs: Inputs) -> StreamingCall:
+        return self
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -213,7 +217,7 @@ def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, mem
         # one operation where exponentials and their sum take three; the largest probability is 1 / sum
         p = torch.softmax(scores, -1, out=raw)
         tile_lse = highest - p.amax(-1, keepdim=True).log_()
-        unseen = highest == -math.inf
+        unseen = highest == -math.inf if call.score is None else highest < LEAST_SCORE
         if bool(unseen.any()):
             p.masked_fill_(unseen, 0.0)
             tile_lse.masked_fill_(unseen, -math.inf)
@@ -267,7 +271,7 @@ def _backward_tile(
 ) -> Pair:
     """(P that V was multiplied by, d score) of one tile, a group stacked; gradients of captured reads to `totals`."""
     raw = _scores(q_tile, step, tile)
-    visible = None if tile.full or call.mask is None else step.evaluate([call.mask], tile)[0]
+    visible = None if tile.full or call.mask is None else step.visible(call.mask, tile)
     if visible is not None and torch.is_grad_enabled():
         raw = raw.masked_fill(~visible, 0.0)  # keeps the NaN of a hidden pair out of the second derivative
     scores = slope = raw
@@ -287,7 +291,7 @@ def _backward_tile(
         # Nothing is seen where P is 0: the derivative there, which may be infinite or NaN, has no say.
         unseen = p == 0
         for (read, _), by in zip(slopes, by_read, strict=True):
-            indices = step.evaluate(list(read.args), tile)
+            indices = step.evaluate(list(read.args), tile, raw)
             accumulate(totals[id(read.attr.tensor)], ds * torch.where(unseen, 0.0, by), indices)
         if call.mods.slope is not const(1.0):
             ds = ds * torch.where(unseen, 0.0, slope)

@@ -113,19 +113,37 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        if (dout is not None and is_legacy_batchedtensor(dout)) or (dlse is not None and is_legacy_batchedtensor(dlse)):
-            return None, *_one_by_one(functools.partial(_gradient, ctx), dout, dlse)
-        return None, *_gradient(ctx, dout, dlse)
+        return None, *gradients_of(ctx.call, ctx.needs_input_grad[1:], ctx.saved_tensors, dout, dlse)
 
 
 # `_Attend.apply` without what it does in Python for `torch.func`: 2 µs
 _recorded = super(torch.autograd.Function, _Attend).apply
 
 
-def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Grads:
-    """Gradients of q, k, v and captured tensors of an `_Attend`; torch leaves those that nobody wants."""
-    call, wanted = ctx.call, ctx.needs_input_grad[1:]
-    q, k, v, out, lse, *captured = ctx.saved_tensors
+def gradients_of(
+    call: Differentiable,
+    wanted: Sequence[bool],
+    saved: Sequence[torch.Tensor],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> Grads:
+    """Gradients of q, k, v and captured tensors, whatever way they are asked for; torch leaves those not wanted.
+
+    saved: q, k, v, out, lse, the captured tensors and any others. One of `dout` and `dlse` is there.
+    """
+    if (dout is not None and is_legacy_batchedtensor(dout)) or (dlse is not None and is_legacy_batchedtensor(dlse)):
+        return _one_by_one(functools.partial(_gradient, call, wanted, saved), dout, dlse)
+    return _gradient(call, wanted, saved, dout, dlse)
+
+
+def _gradient(
+    call: Differentiable,
+    wanted: Sequence[bool],
+    saved: Sequence[torch.Tensor],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> Grads:
+    q, k, v, out, lse, *captured = saved
     del captured[len(call.captures) :]  # behind them are lengths
     dout = torch.zeros_like(out) if dout is None else dout
     if torch.is_grad_enabled() and not call.differentiable_twice:

@@ -16,11 +16,21 @@ def ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
     order = _order(t)
     if order is None:
         return t.new_empty((*t.shape[:-1], width))
+    return t.new_empty_strided((*t.shape[:-1], width), _strides(t, width, order))
+
+
+def strides_of_ordered(t: torch.Tensor, width: int) -> tuple[int, ...]:
+    """The strides of what `ordered` gives."""
+    order = _order(t)
+    return tuple(_strides(t, width, list(range(t.ndim - 1)) if order is None else order))
+
+
+def _strides(t: torch.Tensor, width: Any, order: list[int]) -> list[Any]:
     strides, step = [1] * t.ndim, width
     for d in reversed(order):
         strides[d] = step
         step = step * t.shape[d]
-    return t.new_empty_strided((*t.shape[:-1], width), strides)
+    return strides
 
 
 def in_order_of(form: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

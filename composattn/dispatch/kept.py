@@ -11,12 +11,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
 from ..analysis.program import Program
 from ..analysis.refreshed import memory_is_ours
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
-from . import transforms
 from .planned import Options, Planned, refuse_flattened
 from .spoken import Mods
 
@@ -48,7 +49,8 @@ def planned_of(
     user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
     every call, in place, under the eyes of an eager backward that may still need it.
     """
-    if transforms.active():  # whose backward comes when nothing is lent any more
+    # `transforms.active`: their backward comes when nothing is lent any more
+    if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _made(forms, leaves, options), None
     scale, backend, deterministic, schedule = options
     key: Hashable = forms

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
 from .. import backends, errors
 from ..analysis.program import Program
@@ -29,7 +31,7 @@ _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
 
 _Is = Callable[[torch.Tensor], bool]
-_Met = tuple[_Is, _Is, _Is, Any, backends.Call]  # whether q, k and v are of this form, and sequences lie so
+_Met = tuple[_Is, _Is, _Is, Any, backends.OfForm]  # whether q, k and v are of this form, and sequences lie so
 
 
 class Options:
@@ -88,18 +90,20 @@ class Planned:
         q, k, v, varlen, paged = inputs
         if paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
-        if transforms.active():
+        # `transforms.active`, without the call
+        if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
         lie = None if varlen is None and paged is None else inputs.lie
-        call: backends.Call | None = None
-        # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
-        nested = getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False)
-        for is_q, is_k, is_v, then, prepared in () if nested else self._latest:
+        try:  # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
+            latest = () if q.is_nested or k.is_nested or v.is_nested else self._latest
+        except AttributeError:  # likewise
+            latest = ()
+        for is_q, is_k, is_v, then, known in latest:
             if is_q(q) and is_k(k) and is_v(v) and lie == then:
-                call = prepared
+                call = known
                 break
-        if call is None:
-            call = self.prepared(inputs)
+        else:
+            call = self.prepared(inputs).of_form(inputs)
             self._latest = ((of_the_form(q), of_the_form(k), of_the_form(v), lie, call), *self._latest[: _LATEST - 1])
         check_call(self.program, self._tables, inputs)
         found = call(inputs, asked)

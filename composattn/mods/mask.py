@@ -12,6 +12,7 @@ import torch
 from .. import errors
 from ..analysis import picture
 from ..graph.expr import const
+from ..graph.form import joined
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_mask
 from .mod import Mod, asked_by_dynamo, formed
@@ -82,7 +83,7 @@ class Mask(Mod):
         return self._join("or", "|", other, self)
 
     def __invert__(self) -> Mask:
-        return Mask.joined("not", f"~{self.name}", self)
+        return Mask.formed(joined("not", self.form), self.leaves, f"~{self.name}")
 
     @staticmethod
     def _join(op: str, sign: str, left: Any, right: Any) -> Mask:

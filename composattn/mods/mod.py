@@ -58,15 +58,10 @@ class Mod:
         return made
 
     @classmethod
-    def joined(cls, kind: str, name: str, *parts: Mod) -> Self:
-        """Mods joined by one of `graph.form.JOINS`."""
+    def joined(cls, kind: str, name: str, a: Mod, b: Mod) -> Self:
+        """Two mods joined by one of `graph.form.JOINS`."""
         made = cls.__new__(cls)
-        made.name, made._expr = name, None
-        if len(parts) == 1:
-            made.form, made.leaves = joined(kind, parts[0].form), parts[0].leaves
-        else:
-            a, b = parts
-            made.form, made.leaves = joined(kind, a.form, b.form), a.leaves + b.leaves
+        made.form, made.leaves, made.name, made._expr = joined(kind, a.form, b.form), a.leaves + b.leaves, name, None
         return made
 
     def named(self, name: str) -> Self:

@@ -30,12 +30,16 @@ def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
     """
 
     latest: tuple[Callable[[torch.Tensor], bool], type[Made], str, str] | None = None  # of one tensor alone
+    of_number: tuple[Any, ...] = (None, 0, None)  # the latest of one number alone: its type, it, its mod; 0.3 µs less
 
     @functools.wraps(make)
     def made(*args: Given.args, **named: Given.kwargs) -> Made:
-        nonlocal latest
+        nonlocal latest, of_number
         if torch.compiler.is_compiling():
             return make(*args, **named)
+        kind, number, mod = of_number
+        if len(args) == 1 and not named and args[0].__class__ is kind and args[0] == number:
+            return mod  # type: ignore[no-any-return]
         alone: Any = args[0] if len(args) == 1 and not named and args[0].__class__ in TENSORS else None
         if alone is not None and latest is not None and not alone.is_nested and latest[0](alone):
             return latest[1].formed(latest[2], args, latest[3])  # 0.5 µs less than by a key
@@ -46,15 +50,17 @@ def ready(make: Callable[Given, Made]) -> Callable[Given, Made]:
         key = tuple(parts)
         found = _known.get(key)
         if found is None:
-            mod = make(*args, **named)
-            _remember(key, mod, leaves)
-            return mod
+            new = make(*args, **named)
+            _remember(key, new, leaves)
+            return new
         if found.__class__ is not tuple:
+            if len(parts) == 3 and parts[1] in (int, float) and args[0]:  # 0.0 is -0.0
+                of_number = parts[1], args[0], found
             return found  # type: ignore[return-value]
-        kind, form, places, name = found
+        made_as, form, places, name = found
         if alone is not None and places == (0,):
-            latest = of_the_form(alone), kind, form, name  # type: ignore[assignment]
-        return kind.formed(form, tuple([leaves[n] for n in places]), name)  # type: ignore[return-value]
+            latest = of_the_form(alone), made_as, form, name  # type: ignore[assignment]
+        return made_as.formed(form, tuple([leaves[n] for n in places]), name)  # type: ignore[return-value]
 
     return made
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.jumps import deciding
+from ..graph.least_score import LEAST_SCORE
 from ..graph.linear import Affine, affine
 from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
@@ -472,6 +474,11 @@ class Mods:
     @property
     def changes_scores(self) -> bool:
         return self.score is not None or not self.positive_scale
+
+    @property
+    def least_score(self) -> float:
+        """A row with no score of this size has nothing to attend."""
+        return -math.inf if self.score is None else LEAST_SCORE
 
     def softmax_scale_log2(self, scale: Float32) -> Float32:
         """What makes log2 units of the scores that `apply_score` leaves; always positive."""

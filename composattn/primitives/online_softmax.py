@@ -5,6 +5,7 @@ subtraction and change of base are one FMA per element (Milakov and Gimelshein, 
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class OnlineSoftmax(Fixed):
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
     exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
     exponentials, `arithmetic` what comes before and behind them. `keeps_highest`: the largest score of each row is kept
-    too; `maximum` is it only within the threshold of `raise_maximum`.
+    too; `maximum` is it only within the threshold of `raise_maximum`. `least`: a row whose maximum is below it, in the
+    unit of scores, has nothing to attend.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class OnlineSoftmax(Fixed):
         keeps_highest: bool = False,
         units: ExponentialUnits = HARDWARE,
         arithmetic: Arithmetic = ONE_BY_ONE,
+        least: float = -math.inf,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
+        self.least = least
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
@@ -75,7 +79,7 @@ class OnlineSoftmax(Fixed):
                 self.highest[r] = cute.arch.fmax(self.highest[r], self.shape.along_row(cute.arch.fmax, largest))
             self.exponentials(tile, r, range(tile.columns))
             added = self.arithmetic.total(None, [tile.values[r, c] for c in range(tile.columns)])
-            rises = rises | (added > 2.0**most) | (self.maximum[r] == -Float32.inf)
+            rises = rises | (added > 2.0**most) | self._is_hidden(self.maximum[r])
             self.total[r] = self.total[r] + added
         return rises
 
@@ -98,7 +102,7 @@ class OnlineSoftmax(Fixed):
             # false for the NaN of -inf - -inf, and for a first visible score after -inf
             maximum = choose((maximum - before) * self.scale <= rescale_threshold, before, maximum)
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
-        shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
+        shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)
         factor = None if first else exp2((before - shift) * self.scale)
         self.maximum[r] = maximum
         self.scaled_shift[r] = shift * self.scale
@@ -151,9 +155,16 @@ class OnlineSoftmax(Fixed):
 
     def _finished(self, r: int, total: Float32, sink: Any) -> tuple[Float32, Float32]:
         """(1 / sum, LSE) of a row with that sum."""
+        maximum = self.maximum[r]
+        if self.least > -math.inf:
+            maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
         if sink is None:
-            return finished(self.maximum[r], total, self.scale)
-        return finished_with_sink(self.maximum[r], total, self.scale, sink)
+            return finished(maximum, total, self.scale)
+        return finished_with_sink(maximum, total, self.scale, sink)
+
+    def _is_hidden(self, maximum: Any) -> Any:
+        """Whether a row with this maximum has nothing to attend."""
+        return maximum == -Float32.inf if self.least == -math.inf else maximum < self.least
 
     def highest_scores(self, lse: cute.Tensor) -> list[Float32]:
         """The largest score of each row as lse has them, natural units; NaN, which no maximum shows, where lse is."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import composattn as ca
 from composattn.__main__ import machine_words, main
-from composattn.backends.fused import inspect
+from composattn.backends.fused import disk_cache, inspect
 from tests.support import has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,27 @@ def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert done.value.code == 0
     assert capsys.readouterr().out == f"composattn {ca.__version__}\n"
+
+
+def test_cache_removes_what_was_not_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
+    for name, place, days in (("a", tmp_path, 40), ("b", tmp_path, 2), ("c", tmp_path / "offline", 40)):
+        place.mkdir(exist_ok=True)
+        path = disk_cache.put(place, name * 32, ".so", name.encode() * 1000)
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["cache"]) == 0 and "3 kernels, 0.0 MB" in capsys.readouterr().out
+    assert main(["cache", "--unused", "30"]) == 0 and "removed 2" in capsys.readouterr().out
+    assert disk_cache.get(tmp_path, "a" * 32, ".so") is None
+    used = disk_cache.get(tmp_path, "b" * 32, ".so")
+    assert used is not None and time.time() - used.stat().st_mtime < 86400  # a use counts
+    assert main(["cache", "--unused", "1"]) == 0 and "removed 0" in capsys.readouterr().out
+    assert main(["cache", "--unused", "0"]) == 0 and "removed 1" in capsys.readouterr().out
+    assert (tmp_path / "notes.txt").exists()
+    with pytest.raises(SystemExit):
+        main(["cache", "--unused", "soon"])
 
 
 def test_doctor_says_what_serves_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,34 @@ def test_masks_see_what_torch_says(name: str, generator: torch.Generator) -> Non
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+TENTHS = torch.tensor([0.1, 0.2, 0.3, 0.7])[torch.arange(LENGTH) // 20]
+ROUNDED: dict[str, Mod] = {
+    "at most a tenth": lambda b, h, i, j: TENTHS[j] <= 0.1,
+    "equal to a tenth": lambda b, h, i, j: TENTHS[j] == 0.1,
+    "three times": lambda b, h, i, j: TENTHS[j] * 3 <= 0.3,
+    "a tenth of a position": lambda b, h, i, j: (j * 0.1 == 0.7) | (j * 0.1 <= 0.3),
+    "beyond whole numbers": lambda b, h, i, j: j + 2**24 <= (i + 2**24) * 1.0,
+    "roots": lambda b, h, i, j: torch.sqrt(j * 1.0) * torch.sqrt(j * 1.0) == j,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_round_as_torch_does_whatever_q_has(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    mask = ROUNDED[name]
+    x = [torch.randn(BATCH, HEADS, LENGTH, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    exact = attended(*(t.double() for t in x), None, mask)
+    for backend in ("streaming", "reference"):
+        found = ca.attention(*x, mask_mod=mask, return_lse=True, backend=backend)
+        gradients = zip(
+            *(torch.autograd.grad(out.sum(), x, retain_graph=True) for out in (found[0], exact[0])), strict=True
+        )
+        for mine, wanted in (*zip(found, exact, strict=True), *gradients):
+            torch.testing.assert_close(mine.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    weights = ca.attention_weights(*x[:2], range(LENGTH), mask_mod=mask)
+    torch.testing.assert_close(weights.bool(), visible(mask))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_their_tiles_are_never_wrong(name: str) -> None:
     mask = MASKS[name]
@@ -165,3 +193,26 @@ def test_scores_and_gradients_are_those_of_torch(name: str, generator: torch.Gen
         results.append([out, lse, *torch.autograd.grad((out * weights).sum() + lse.double().sin().sum(), x)])
     for mine, exact in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def chosen(steps: torch.Tensor, signs: torch.Tensor) -> Mod:
+    """A score moved by numbers of two tables, at places that it decides itself."""
+    return lambda s, b, h, i, j: s + steps[(s.clamp(-3.9, 3.9) + 4).int()] + signs[h, (s > 0.1).long()]
+
+
+def hold_chosen(backend: str, generator: torch.Generator, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Learned tables that are read at a place that the score decides get the gradients of autograd in fp64."""
+    tables = [torch.randn(8, generator=generator), torch.randn(HEADS, 2, generator=generator)]
+    *x, weights = (torch.randn(BATCH, HEADS, LENGTH, 64, generator=generator).to(dtype) for _ in range(4))
+    mine, exact = ([t.detach().to(where).requires_grad_() for t in tables] for where in (device, "cpu"))
+    out = ca.attention(*(t.to(device) for t in x), score_mod=chosen(*mine), backend=backend)
+    wanted, _ = attended(*(t.double() for t in x), chosen(*exact), lambda b, h, i, j: i >= 0)
+    found = torch.autograd.grad((out * weights.to(device)).sum(), mine)
+    for total, truth in zip(found, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
+        # a score that is rounded apart from a step's edge reads the next number
+        assert (total.cpu() - truth).abs().max() <= 2e-2 * truth.abs().max()
+
+
+def test_tables_read_where_the_score_says_get_their_gradients(generator: torch.Generator) -> None:
+    for backend in ("streaming", "reference"):
+        hold_chosen(backend, generator, torch.float64)

@@ -41,12 +41,18 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
+# As site does at the start of Python, without checkouts that are installed in this environment, this one among them
+ALONE = (
+    "import site, sys; from pathlib import Path;"
+    "sys.path = [p for p in sys.path if not (Path(p or '.', 'composattn') / '__init__.py').exists()];"
+    "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
+)
+
+
 def test_a_script_beside_the_clone_finds_the_package(parent: Path) -> None:
-    # as site does at the start of Python, without what else is installed in this environment
     (parent / "my.py").write_text(
-        f"import site, sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}];"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
-        "site.addsitedir(sys.argv[1]); import composattn; print(composattn.__file__, composattn.attention.__name__)"
+        f"{ALONE} site.addsitedir(sys.argv[1]);"
+        "import composattn; print(composattn.__file__, composattn.attention.__name__)"
     )
     found = parent / "composattn" / "composattn" / "__init__.py"
     assert run("my.py", str(parent / "site"), folder=parent) == f"{found} attention"
@@ -54,9 +60,7 @@ def test_a_script_beside_the_clone_finds_the_package(parent: Path) -> None:
 
 def test_the_command_line_works_beside_the_clone(parent: Path) -> None:
     code = (
-        f"import runpy, site, sys; sys.path = [p for p in sys.path if p != {str(ROOT)!r}];"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)];"
-        f"site.addsitedir({str(parent / 'site')!r}); sys.argv = ['composattn', '--version'];"
+        f"{ALONE} import runpy; site.addsitedir({str(parent / 'site')!r}); sys.argv = ['composattn', '--version'];"
         "runpy.run_module('composattn', run_name='__main__')"
     )
     assert run("-c", code, folder=parent) == f"composattn {ca.__version__}"

@@ -368,6 +368,21 @@ def test_what_a_mod_gives_at_hidden_pairs_reaches_no_derivative(backend: str, ge
         assert_same(transform(ours), transform(truth))
 
 
+def test_batched_gradients_are_those_of_each(generator: torch.Generator) -> None:
+    leaves = [torch.randn(1, 2, 40, 16, generator=generator).requires_grad_() for _ in range(3)]
+    bias = torch.randn(40, generator=generator).requires_grad_()
+    weights = torch.randn(3, 1, 2, 40, 16, generator=generator)
+    for backend, score_mod in itertools.product(
+        ("streaming", "reference"), (None, lambda s, b, h, q, kv: s + bias[kv])
+    ):
+        out = ca.attention(*leaves, score_mod=score_mod, mask_mod=causal(), backend=backend)
+        asked = leaves if score_mod is None else [*leaves, bias]
+        found = torch.autograd.grad(out, asked, weights, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(out, asked, one, retain_graph=True) for one in weights]
+        for batched, one_by_one in zip(found, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(batched, torch.stack(one_by_one))
+
+
 def test_half_precision_stays_so_below_transforms(generator: torch.Generator) -> None:
     inputs = [t.bfloat16() for t in qkv(generator, N, B)]
     attention = ca.Attention(mask_mod=causal())

@@ -16,13 +16,13 @@ from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.lent import Lending, TensorsOf, lent_again
 from .architecture import architecture_of
-from .captured import Standing
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import RowStatistics, Tables
+from .launch_backward import RowStatistics
 from .plan import plan_forward
 from .plan_backward import plan_backward
+from .settled import Settled, settles
 from .target import Target
 
 
@@ -48,30 +48,35 @@ class FusedCall:
         # refuses what it can't do now, not at the first call
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
-        self._captured = TensorsOf(program.captures)
-        self._launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
+        self.captured = TensorsOf(program.captures)  # as the mods hold them now
+        self.launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
         self.known_gradient: FusedGradient | None = None
 
     @property
     def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
-        return self._captured()
+        return self.captured()
+
+    def of_form(self, inputs: Inputs) -> FusedCall | Settled:
+        """The call of inputs of the form of these alone, of which all is known that can be."""
+        q, k, v, _, _ = inputs
+        return Settled(self, q, k, v) if self._is_dense and settles(q, k, v) else self
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
         returned = (return_lse or return_max_scores, return_max_scores)
-        found = self._launchers.get(returned)
+        found = self.launchers.get(returned)
         if found is None:
             lse, scores = returned
             plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
-            found = self._launchers[returned] = self.launches(plan, self.kernel_of)
+            found = self.launchers[returned] = self.launches(plan, self.kernel_of)
         return found
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, _, _ = inputs
         captures, numbers = self._reads
         # a comprehension is a function of its own before Python 3.12
-        captured: Sequence[torch.Tensor] = self._captured() if captures else ()
+        captured: Sequence[torch.Tensor] = self.captured() if captures else ()
         scalars: Sequence[float | int] = [s.value for s in numbers] if numbers else ()
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and (
@@ -79,7 +84,7 @@ class FusedCall:
         ):
             self.checks_gradient  # noqa: B018  raises where there is none
             return attend(FusedAttend(self, captured, scalars, sequences, asked.max_scores), q, k, v)
-        launcher = self._launchers.get(asked) or self.launcher(*asked)
+        launcher = self.launchers.get(asked) or self.launcher(*asked)
         return launcher(q, k, v, self.scale, captured, scalars, sequences)
 
     def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
@@ -93,6 +98,14 @@ class FusedCall:
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
+
+    def begun(
+        self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], lending: Lending | None
+    ) -> FusedAttend:
+        """A dense call of before, for its backward."""
+        found = FusedAttend(self, captured, scalars, NO_SEQUENCES, False)
+        found.lending = lending
+        return found
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -161,27 +174,23 @@ class FusedAttend:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         call, asked = self.call, (True, self.return_max_scores)
-        launcher = call._launchers.get(asked) or call.launcher(*asked)
+        launcher = call.launchers.get(asked) or call.launcher(*asked)
         out, lse, max_scores = launcher(q, k, v, call.scale, captured, self.scalars, self.sequences)
         assert lse is not None
         return out, lse, max_scores
 
     def backward(self, known: BackwardInputs) -> Grads:
+        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         call, gradient = self.call, self.call.known_gradient
-        launcher = None if gradient is None else gradient.ready(known)
-        tables = None if launcher is None or launcher.standing is None else self._tables(launcher.standing)
+        plain = dout.dtype is out.dtype and q.numel() and k.numel()
+        launcher = gradient.ready(dlse is not None, wanted[3:]) if plain and gradient is not None else None
+        tables = None if launcher is None or launcher.standing is None else launcher.standing.of(self.lending)
         if gradient is None or launcher is None or (tables is None and not launcher.reads_what_is_given):
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
-        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         rows = RowStatistics() if captured and True in wanted[3:] else None
         given = (captured, self.scalars, self.sequences, None, rows, tables)
         grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
         if not captured:
             return grads
         return (*grads, *([None] * len(captured) if rows is None else gradient.of_sinks(captured, rows)))
-
-    def _tables(self, standing: Standing) -> Tables | None:
-        """Those that stand for what was lent for this call."""
-        lending = self.lending
-        return None if lending is None or not lending.stands() else standing.find(lending)

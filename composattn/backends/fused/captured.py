@@ -108,6 +108,10 @@ class Standing:
         self._device = device if has_streams(device) else None
         self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
 
+    def of(self, lending: Lending | None) -> Any:
+        """The tables of what was lent for a call, which may be over; None if they don't stand for it."""
+        return None if lending is None or not lending.stands() else self.find(lending)
+
     def find(self, lending: Lending | None) -> Any:
         """The tables, if they stand for what was lent; None if not. Whether that stands `Lending.stands` says."""
         kept = self._kept

@@ -3,7 +3,9 @@
     <folder>/<key>/kernel-<sum>.so     an entry: `key` names what it was made from, `sum` is of its own bytes
     <folder>/.writing/                 files on their way in; what a killed process left there goes after an hour
 
-Entries are machine code that runs as it lies, so a folder that others can write to is not used.
+Entries are machine code that runs as it lies, so a folder that others can write to is not used. A file's time is that
+of its latest use. Nothing goes by itself, as a kernel of last month may be asked for again; `composattn cache
+--unused DAYS` removes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -101,6 +104,8 @@ def get(folder: Path, key: str, suffix: str) -> Path | None:
     """The file kept under `key`, or None. One that is not what was written is removed, with a warning."""
     for path in sorted((folder / key).glob(f"kernel-*{suffix}")):
         if path.name == _name(path.read_bytes(), suffix):
+            with contextlib.suppress(OSError):  # another's file that may only be read
+                os.utime(path)
             return path
         warnings.warn(f"compiling again: {path} is damaged (its checksum differs)", stacklevel=3)
         drop(path)
@@ -142,6 +147,28 @@ def drop(path: Path) -> None:
     """Removes an entry, where that is allowed."""
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def entries(folder: Path) -> dict[Path, tuple[int, float]]:
+    """The kernels in `folder`, those compiled offline too: bytes, and seconds since the latest use."""
+    found, now = {}, time.time()
+    for place in (folder, folder / "offline"):
+        for entry in place.iterdir() if place.is_dir() else ():
+            files = [f.stat() for f in entry.glob("kernel-*")] if _KEY.fullmatch(entry.name) else []
+            if files:
+                found[entry] = sum(f.st_size for f in files), now - max(f.st_mtime for f in files)
+    return found
+
+
+def remove(entry: Path) -> None:
+    """Removes a kernel. A process that runs it keeps it; one that would load it compiles again."""
+    for path in entry.glob("kernel-*"):
+        drop(path)
+    with contextlib.suppress(OSError):  # something else lies there, or it is gone
+        entry.rmdir()
+
+
+_KEY = re.compile("[0-9a-f]{32}")
 
 
 def _name(content: bytes, suffix: str) -> str:

@@ -98,17 +98,14 @@ class FusedGradient:
         asked = self.problem.deterministic
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
-    def ready(self, known: BackwardInputs) -> BackwardLauncher | None:
+    def ready(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
         """The kernels of such a backward, if they were made and sum nothing; sinks may want a gradient."""
-        if known.dout.dtype is not known.out.dtype:
-            return None
-        of_captured = known.wanted[3:]
-        if True in of_captured and (of_captured != self._sinks_alone or not known.k.numel() or not known.q.numel()):
+        if True in of_captured and of_captured != self._sinks_alone:
             return None
         in_order = self.problem.deterministic  # as `deterministic`, without the call
         if in_order is None:
             in_order = torch._C._get_deterministic_algorithms()
-        return self._launchers.get((known.dlse is not None, in_order, NOTHING))
+        return self._launchers.get((has_dlse, in_order, NOTHING))
 
     def of_sinks(self, captured: Sequence[torch.Tensor], rows: RowStatistics) -> Grads:
         """Gradients of captured tensors where the sinks alone want one, of what a launch of those `ready` knows."""

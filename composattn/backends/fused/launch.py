@@ -71,21 +71,35 @@ class ForwardLauncher:
             fill_unused_rows(made)
             if not k.numel():
                 return made if plan.program.sink is None else self._without_keys(made, q, k, v, captured, sequences)
+        self.fill(q, k, v, out, lse, max_scores, scale, captured, scalars, sequences)
+        return made
+
+    def fill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        max_scores: torch.Tensor | None,
+        scale: float,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences = NO_SEQUENCES,
+    ) -> None:
+        """A call with queries and keys, into memory that is there. Raises `UnsupportedLayout`."""
         if self.reads_what_is_given:
             reads: Sequence[torch.Tensor] = captured
             work = None
         else:
             reads, work = self._read(q, captured, scalars, sequences)
-        given = (
-            # in the order of ForwardArguments: a record made by name takes 0.7 µs more
-            *(q, k, v, out, lse, max_scores, scale),
-            None if self.is_dense else sequences,
-            work,
-            tuple(reads) or None,
-            tuple(scalars) or None,
-        )
-        on_device_of(q, self.launch, given)
-        return made
+        # in the order of ForwardArguments: a record made by name takes 0.7 µs more
+        lie, read, numbers = None if self.is_dense else sequences, tuple(reads) or None, tuple(scalars) or None
+        if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
+            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers)
+            return
+        with torch.cuda.device(q.device):
+            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers)
 
     def _without_keys(
         self,
@@ -162,19 +176,23 @@ def tidied(*given: Any) -> ForwardArguments:
 def outputs(q: torch.Tensor, plan: ForwardPlan) -> Outputs:
     """What the plan returns for `q`, uninitialised."""
     out = memory_like(q) if plan.head_dim_v == plan.head_dim else ordered(q, plan.head_dim_v)
-    lse = _of_rows(q) if plan.return_lse else None
-    return out, lse, _of_rows(q) if plan.return_max_scores else None
+    lse = of_rows(q) if plan.return_lse else None
+    return out, lse, of_rows(q) if plan.return_max_scores else None
 
 
-def _of_rows(q: torch.Tensor) -> torch.Tensor:
+def of_rows(q: torch.Tensor) -> torch.Tensor:
     """Memory of a number for each row of `q`: (B, Hq, Sq), packed (Hq, total), fp32."""
     # strides given: 0.9 µs, new_empty takes 1.3 to find out which of its kinds is meant
+    return torch.empty_strided(*rows_of(q), dtype=torch.float32, device=q.device)
+
+
+def rows_of(q: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a number for each row of `q`."""
     if q.ndim == 4:
         batch, heads, length, _ = q.shape
-        shape, strides = (batch, heads, length), (heads * length, length, 1)
-        return torch.empty_strided(shape, strides, dtype=torch.float32, device=q.device)
+        return (batch, heads, length), (heads * length, length, 1)
     length, heads, _ = q.shape
-    return torch.empty_strided((heads, length), (length, 1), dtype=torch.float32, device=q.device)
+    return (heads, length), (length, 1)
 
 
 def memory_like(t: torch.Tensor) -> torch.Tensor:
@@ -197,12 +215,3 @@ def fill_unused_rows(made: Outputs) -> None:
 def has_unused_rows(plan: ForwardPlan, k: torch.Tensor) -> bool:
     """Whether there may be rows that no kernel computes."""
     return plan.layout.used_q or not k.numel()
-
-
-def on_device_of(t: torch.Tensor, launch: Callable[..., None], given: tuple[Any, ...]) -> None:
-    """`launch(*given)`, with the device of `t` current."""
-    if not t.is_cuda or t.get_device() == torch._C._cuda_getDevice():
-        launch(*given)
-        return
-    with torch.cuda.device(t.device):
-        launch(*given)

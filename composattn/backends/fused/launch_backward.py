@@ -15,7 +15,7 @@ from .arguments import PiecesArguments
 from .bulk import copyable
 from .captured import Reads
 from .compile import compile_plan
-from .launch import memory_like, on_device_of
+from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
 
 
@@ -73,6 +73,8 @@ class BackwardLauncher:
         self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
+        as_given = self.reads.are_as_given and not self.reads.has_numbers
+        self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
         self._sizes = _NO_SIZES
@@ -136,7 +138,43 @@ class BackwardLauncher:
             dv.zero_()
         if nothing:
             return dq, dk, dv
-        if tables is not None:
+        known = self._tidy_strides
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
+            q.stride() in known and k.stride() in known and v.stride() in known
+            and out.stride() in known and dout.stride() in known
+        ):  # fmt: skip
+            q, k, v, out, dout = self._tidied(q, k, v, out, dout)
+        self.fill(
+            *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
+            *(scale, captured, scalars, sequences, made, rows_known, tables),
+        )
+        return dq, dk, dv
+
+    def fill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        scale: float,
+        captured: Sequence[torch.Tensor],
+        scalars: Sequence[float | int],
+        sequences: Sequences = NO_SEQUENCES,
+        made: Mapping[Capture, torch.Tensor] | None = None,
+        rows_known: RowStatistics | None = None,
+        tables: Tables | None = None,
+    ) -> None:
+        """The same of queries and keys that bulk copies can read as they are, into gradients that are there."""
+        rows = keys = None
+        if self.reads_captured_alone:
+            reads: tuple[torch.Tensor, ...] = tuple(captured)
+        elif tables is not None:
             reads, (rows, keys) = self.reads.given(captured), tables
         else:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
@@ -144,18 +182,13 @@ class BackwardLauncher:
         sizes = self._sizes
         if sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences)
-        workspace = torch.empty(sizes.workspace, dtype=torch.float32, device=q.device)
-        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=torch.float32, device=q.device)
-        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
+        device, fp32 = q.device, torch.float32
+        workspace = torch.empty(sizes.workspace, dtype=fp32, device=device)
+        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=fp32, device=device)
+        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
         if rows_known is not None:
             self._lend_statistics(rows_known, workspace, sizes)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
-        known = self._tidy_strides
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) % 16 or not (
-            q.stride() in known and k.stride() in known and v.stride() in known
-            and out.stride() in known and dout.stride() in known
-        ):  # fmt: skip
-            q, k, v, out, dout = self._tidied(q, k, v, out, dout)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
             (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows),
@@ -166,8 +199,11 @@ class BackwardLauncher:
             (dq_accum, dq, scale, lie, rows),
             (pieces, dk, dv),
         )
-        on_device_of(q, self._launch, given)
-        return dq, dk, dv
+        if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
+            self._launch(*given)
+            return
+        with torch.cuda.device(q.device):
+            self._launch(*given)
 
     def _read(
         self,

@@ -48,6 +48,12 @@ def test_pattern_of(name: str) -> None:
     assert pattern_of(leaf) is wanted
 
 
+def test_a_place_that_the_score_decides_has_no_pattern() -> None:
+    expr = Score.of(lambda s, b, h, q, kv: s + ONE[(s > 0).int()] + TWO[h, IDS[(s > 1).int()]]).expr
+    leaves = [n for n in walk(expr) if n.op == "read" and n.attr.tensor is not IDS]
+    assert [pattern_of(leaf) for leaf in leaves] == [None, None]
+
+
 @pytest.mark.parametrize("name", ["add", "softcap", "slopes", "where"])
 def test_bounds_hold(name: str) -> None:
     mods = {

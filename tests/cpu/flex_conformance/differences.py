@@ -176,8 +176,8 @@ DIFFERENCES = [
         ),
     ),
     Difference(
-        "arithmetic of captured fp16 and bf16", "rounds to their type each time", "in fp32",
-        "kernels have one float type",
+        "arithmetic of captured fp16 and bf16, and their comparison with numbers", "rounds to their type each time",
+        "in fp32", "kernels have one float type",
         lambda: same(
             ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + (HUGE[q] - HUGE[kv] + HUGE[kv])),
             ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + HUGE[q]),
@@ -198,6 +198,12 @@ DIFFERENCES = [
         "the gradient of a branch that is not taken, as in `torch.where(s > 0, s.sqrt(), s)`", "NaN if it is infinite",
         "not looked at", "a derivative is a formula with the same `where`",
         untaken_branch,
+    ),
+    Difference(
+        "rows that a score mod leaves nothing above -2^25, as `torch.where(seen, s, -1e9)` does where nothing is seen",
+        "the mean of V",
+        "0, as of a row that a mask hides, with no gradient", "no LSE in fp32 holds the sum of such a row",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: torch.where(kv < q, s, -1e9)),
     ),
     Difference(
         "`return_lse=True`", "a `FutureWarning`, once", "no warning", "it stays; `return_aux` says the same",

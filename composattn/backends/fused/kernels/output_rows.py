@@ -75,7 +75,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.tOrP = me.products.probabilities()
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic)
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, mods.least_score)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()

@@ -65,7 +65,9 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         # what is read ahead for a tile that another step then has would be read twice
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
-        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, kernel.mods.arithmetic)
+        self.softmax = OnlineSoftmax(
+            self.shape, role.scale_log2, highest, units, kernel.mods.arithmetic, kernel.mods.least_score
+        )
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:

@@ -1,0 +1,140 @@
+"""Dense calls of one form of inputs, of which all is known: what is left of a call is memory and its launches.
+
+So are calls that ask for their output alone, where bulk copies can read q, k and v as they are. What asks for more
+(LSE, gradients that kernels sum, create_graph, a gradient of a form that was not seen before) takes the way of
+`composattn.backends.fused.call`, which looks at everything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+from ...call.autograd import Grads, gradients_of
+from ...call.inputs import Asked, Inputs
+from ...call.sequences import NO_SEQUENCES
+from ...call.strides import strides_of_ordered
+from ...graph.forms import of_the_form
+from ...graph.lent import current
+from .bulk import tidy
+from .launch import Outputs, rows_of
+from .launch_backward import RowStatistics
+
+if TYPE_CHECKING:
+    from .call import FusedCall
+
+Numbers = Sequence[float | int]
+_WITH_LSE, _ALONE = (True, False), (False, False)
+
+
+def settles(*tensors: torch.Tensor) -> bool:
+    """Whether bulk copies can read all tensors of the form of these, but for their addresses."""
+    wrapped = any(is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) for t in tensors)
+    return not wrapped and all(t.numel() and tidy(t) is t for t in tensors)
+
+
+Memory = Callable[[torch.Tensor], torch.Tensor]
+
+
+def memory_of(t: torch.Tensor, width: int) -> Memory:
+    """Makes memory like `t` of each tensor of its form, in its order of dimensions, with `width` as the last one."""
+    if t.is_contiguous() and t.shape[-1] == width:
+        return torch.empty_like
+    shape, strides = (*t.shape[:-1], width), strides_of_ordered(t, width)
+    return lambda t: torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
+
+
+def never(_: Any) -> bool:
+    return False
+
+
+class Settled:
+    """A fused call of inputs of one form, for which it was asked whether it `settles`; called as that is."""
+
+    __slots__ = ("call", "has_captures", "is_learned", "known", "made", "numbers", "rows")
+
+    def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.call, self.numbers = call, call.program.scalars
+        self.has_captures = bool(call.program.captures)
+        self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
+        self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
+        self.rows = rows_of(q)
+        self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
+
+    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
+        if asked != _ALONE:
+            return self.call(inputs, asked)
+        q, k, v, _, _ = inputs
+        call = self.call
+        captured: Sequence[torch.Tensor] = call.captured() if self.has_captures else ()
+        numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
+        if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
+            # what a hook gives back may lie in another way
+            if _top_saved_tensors_default_hooks(False) or (captured and not _are_plain(captured)):
+                return call(inputs, asked)
+            call.checks_gradient  # noqa: B018  raises where there is none
+            return _recorded(self, numbers, q, k, v, *captured), None, None
+        out = self.made[0](q)
+        launcher = call.launchers.get(_ALONE) or call.launcher(*_ALONE)
+        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers)
+        return out, None, None
+
+    def learn(self, dout: torch.Tensor) -> None:
+        """From now on gradients of this form go the short way, if they can."""
+        if settles(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
+            self.known = of_the_form(dout)
+
+
+def _are_plain(captured: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing has to be done before they are read: no transform left them, and no autocast is on."""
+    return not torch._C._is_any_autocast_enabled() and True not in map(is_functorch_wrapped_tensor, captured)
+
+
+class _Settled(torch.autograd.Function):
+    """Attributes of `ctx` are set where torch has a function for it that does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, settled: Settled, numbers: Numbers, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        call = settled.call
+        out, (rows, strides) = settled.made[0](q), settled.rows
+        lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=q.device)
+        launcher = call.launchers.get(_WITH_LSE) or call.launcher(*_WITH_LSE)
+        launcher.fill(q, k, v, out, lse, None, call.scale, captured, numbers)
+        ctx.known = settled, numbers, current() if captured else None
+        ctx.materialize_grads = False
+        ctx.to_save = (q, k, v, out, lse, *captured)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
+        settled, numbers, lending = ctx.known
+        call, saved, wanted = settled.call, ctx.saved_tensors, ctx.needs_input_grad
+        q, k, v, out, lse, *captured = saved
+        if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
+            settled.learn(dout)
+            return None, None, *gradients_of(call.begun(captured, numbers, lending), wanted[2:], saved, dout, None)
+        gradient = call.known_gradient
+        launcher = None if gradient is None else gradient.ready(False, wanted[5:])
+        tables = None if launcher is None or launcher.standing is None else launcher.standing.of(lending)
+        if gradient is None or launcher is None or (tables is None and not launcher.reads_what_is_given):
+            return None, None, *gradients_of(call.begun(captured, numbers, lending), wanted[2:], saved, dout, None)
+        _, like_q, like_k, like_v = settled.made
+        dq, dk, dv = like_q(q), like_k(k), like_v(v)
+        rows = RowStatistics() if captured and True in wanted[5:] else None
+        given = (call.scale, captured, numbers, NO_SEQUENCES, None, rows, tables)
+        launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
+        if not captured:
+            return None, None, dq, dk, dv
+        of_captured: Grads = (None,) * len(captured) if rows is None else gradient.of_sinks(captured, rows)
+        return (None, None, dq, dk, dv, *of_captured)
+
+
+# without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds
+_recorded = super(torch.autograd.Function, _Settled).apply
+_Settled._backward_cls.apply = _Settled.backward  # type: ignore[attr-defined]

@@ -1,0 +1,84 @@
+"""Large negative scores, with which many write "hidden": beside others they weigh nothing, alone they are no row.
+
+A row whose highest score is below `LEAST_SCORE` sees nothing, as one of -inf does, on every backend, and no NaN of it
+reaches a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.graph.least_score import LEAST_SCORE
+from composattn.mods import causal
+
+LENGTH, BLIND = 150, 8  # the first rows see nothing
+HIDING = [2 * LEAST_SCORE, -1e9, -1e30, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min]
+Mod = Callable[..., Any]
+
+
+def hidden_by(number: float, as_bias: bool, device: str = "cpu") -> Mod:
+    """Scores that are `number`, or moved by it, where a key lies less than `BLIND` before its query."""
+    positions = torch.arange(LENGTH, device=device)
+    table = torch.where(positions[:, None] >= positions + BLIND, 0.0, number)
+    if as_bias:
+        return lambda score, b, h, q, kv: score + table[q, kv]
+    return lambda score, b, h, q, kv: torch.where(q >= kv + BLIND, score, number)
+
+
+def hold(
+    backend: str, number: float, as_bias: bool, generator: torch.Generator, device: str = "cpu", **more: Any
+) -> None:
+    """Results and gradients are those of a mask that hides the same pairs."""
+    *x, weights = (torch.randn(1, 2, LENGTH, 64, generator=generator).half().to(device) for _ in range(4))
+    x = [t.requires_grad_() for t in x]
+    found = []
+    for mods in (
+        {"score_mod": hidden_by(number, as_bias, device), "mask_mod": causal(), "backend": backend},
+        {"mask_mod": lambda b, h, q, kv: q >= kv + BLIND, "backend": "reference"},
+    ):
+        out, lse = ca.attention(*x, **mods, **more, return_lse=True)
+        finite = torch.where(lse > -math.inf, lse, 0.0)
+        found.append([out, lse, *torch.autograd.grad((out * weights).sum() + finite.sin().sum(), x)])
+    for mine, exact in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=4e-3, atol=4e-3)
+    assert not found[0][0][:, :, :BLIND].any()
+
+
+@pytest.mark.parametrize("as_bias", [False, True], ids=["chosen", "added"])
+@pytest.mark.parametrize("number", HIDING)
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_large_negative_scores_hide(backend: str, number: float, as_bias: bool, generator: torch.Generator) -> None:
+    hold(backend, number, as_bias, generator)
+
+
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_beside_a_sink_as_well(backend: str, generator: torch.Generator) -> None:
+    for sink in (0.5, -math.inf):
+        hold(backend, -1e9, True, generator, sinks=torch.full((2,), sink))
+
+
+def test_under_a_transform_too(generator: torch.Generator) -> None:
+    x = [torch.randn(2, 1, 2, LENGTH, 16, generator=generator) for _ in range(3)]
+    mod = hidden_by(-1e9, True)
+    out = torch.vmap(lambda q, k, v: ca.attention(q, k, v, score_mod=mod))(*x)
+    each = torch.stack([ca.attention(*one, score_mod=mod) for one in zip(*x, strict=True)])
+    torch.testing.assert_close(out, each)
+    assert not out[:, :, :, :BLIND].any() and out[:, :, :, BLIND:].any()
+
+
+def test_smaller_ones_are_scores(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 1, 20, 16, generator=generator) for _ in range(3))
+    out = ca.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s * 0 + LEAST_SCORE)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+def test_weights_of_such_rows_are_none(generator: torch.Generator) -> None:
+    q, k = (torch.randn(1, 2, LENGTH, 16, generator=generator) for _ in range(2))
+    weights = ca.attention_weights(q, k, range(LENGTH), score_mod=hidden_by(-1e9, True)).sum(-1)
+    torch.testing.assert_close(weights, (torch.arange(LENGTH) >= BLIND).float().expand_as(weights))
