@@ -150,19 +150,21 @@ class NamedBarrier:
         self.arrived = 0
         self.phase = 0
         self.who: list[str] = []
+        self.asked = self.answer = False  # whether what is asked holds for one who came, and for one of the last phase
         self.gathering = Knowledge.nothing(agents)
         self.released = Knowledge.nothing(agents)
 
     def __str__(self) -> str:
         return f"barrier {self.name}: {self.arrived} of {self.expected} threads ({', '.join(self.who)})"
 
-    def arrive(self, threads: int, expected: int, knowledge: Knowledge, who: str) -> bool:
+    def arrive(self, threads: int, expected: int, knowledge: Knowledge, who: str, holds: bool = False) -> bool:
         """True if this completes the phase."""
         if self.arrived and expected != self.expected:
             raise CollectiveMismatch(f"{self}; {who} uses it with {expected} threads")
         self.expected = expected
         self.arrived += threads
         self.who.append(who)
+        self.asked |= holds
         if self.arrived > expected:
             raise BarrierOverArrival(f"{self}: more threads than it is used with")
         self.gathering.join(knowledge)
@@ -171,5 +173,6 @@ class NamedBarrier:
         self.phase += 1
         self.arrived = 0
         self.who = []
+        self.asked, self.answer = False, self.asked
         self.released.join(self.gathering)
         return True

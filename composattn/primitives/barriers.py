@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from .values import Fixed
 
@@ -22,6 +23,17 @@ class Barrier(Fixed):
     def meet(self) -> None:
         """Arrive, and wait for all others."""
         cute.arch.barrier(barrier_id=self.number, number_of_threads=self.threads)
+
+    def meet_and_ask(self, condition: Any) -> Any:
+        """Arrive, wait for all others, and hear whether the condition holds for any thread."""
+        found = cute.arch.inline_ptx(
+            "{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, {$r0}, 0;\n\t"
+            f"barrier.cta.red.or.pred q, {{$r1}}, {self.threads}, p;\n\t"
+            "selp.s32 {$w0}, 1, 0, q;\n\t}",
+            write_only_types=[Int32],
+            read_only_args=[Int32(condition), Int32(self.number)],
+        )
+        return found != 0
 
     def arrive(self) -> None:
         """Arrive, and go on."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
@@ -65,6 +65,23 @@ class OnlineSoftmax(Fixed):
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
             self.add(tile, r, factor)
+
+    def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
+        """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
+
+        Nobody looks for the tile's, and no lane waits for another. Returns whether the thread's probabilities of a row
+        sum up to more than 2 to the power `most`, or nothing was visible before: then they and the sums are of no use.
+        """
+        rises = Boolean(False)
+        for r in range(tile.rows):
+            if self.highest is not None:
+                largest = tree(cute.arch.fmax, chains(cute.arch.fmax, largest_scores(tile, r)))
+                self.highest[r] = cute.arch.fmax(self.highest[r], self.shape.along_row(cute.arch.fmax, largest))
+            self.exponentials(tile, r, range(tile.columns))
+            added = self.arithmetic.total(None, [tile.values[r, c] for c in range(tile.columns)])
+            rises = rises | (added > 2.0**most) | self._is_hidden(self.maximum[r])
+            self.total[r] = self.total[r] + added
+        return rises
 
     def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
@@ -122,15 +139,28 @@ class OnlineSoftmax(Fixed):
         normalizer.
         """
         for r in range(self.shape.rows):
-            total, maximum = self.shape.along_row(add, self.total[r]), self.maximum[r]
-            if self.least > -math.inf:
-                maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
-            if sinks[r] is None:
-                normalizer[r], lse[r] = finished(maximum, total, self.scale)
-            else:
-                normalizer[r], lse[r] = finished_with_sink(maximum, total, self.scale, sinks[r])
+            total = self.shape.along_row(add, self.total[r])
+            normalizer[r], lse[r] = self._finished(r, total, sinks[r])
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
+
+    def normalize_by(
+        self, normalizer: cute.Tensor, totals: Sequence[Any], sinks: Sequence[Any], factor: float = 1.0
+    ) -> None:
+        """`normalizer` as of `finish` with other sums of the rows, all lanes' together."""
+        for r, total in enumerate(totals):
+            normalizer[r] = self._finished(r, total, sinks[r])[0]
+            if factor != 1.0:
+                normalizer[r] = normalizer[r] * factor
+
+    def _finished(self, r: int, total: Float32, sink: Any) -> tuple[Float32, Float32]:
+        """(1 / sum, LSE) of a row with that sum."""
+        maximum = self.maximum[r]
+        if self.least > -math.inf:
+            maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
+        if sink is None:
+            return finished(maximum, total, self.scale)
+        return finished_with_sink(maximum, total, self.scale, sink)
 
     def _is_hidden(self, maximum: Any) -> Any:
         """Whether a row with this maximum has nothing to attend."""

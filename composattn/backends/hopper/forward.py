@@ -4,23 +4,27 @@ import abc
 import dataclasses
 from typing import Any, TypeVar
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.emit_tiles import BandTiles
 from ...primitives.pipelines import Copies, Edge, start_edges
-from ...primitives.swizzled_tiles import tensor_of, tile_layout
+from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
-from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, Load
+from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
+from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
 from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
 from .wide_tiling import WideTiling
+
+SUMS = 8  # columns: the least by which a product can be wider
 
 AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
 
@@ -72,6 +76,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
     """
 
     consumes = Consume
+    group_rows = GroupRows
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
@@ -90,6 +95,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
 
     @cute.jit
     def consume(self, call, block, thread, scale_log2):
+        block.prepare(thread)
         me = Consumer(self, block, thread, scale_log2)
         me.turns.start(me.number)
         self.consumes(self, call, me).run()
@@ -131,6 +137,18 @@ class HopperForwardApart(HopperForward):
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
 
 
+class HopperForwardGuessing(HopperForwardApart):
+    """The same with probabilities by the maximum before their tile, which V's columns of ones sum."""
+
+    group_rows = GuessingRows
+
+    def block(self):
+        return BlockWithOnes(self.tiling, self.dtype)
+
+    def products(self, block, number):
+        return ProductsWithSums(self.tiling, block, number)
+
+
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
@@ -138,7 +156,6 @@ class Block(Fixed):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
         q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
         k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages)
-        v_layout = tile_layout(tiling.tile_n, tiling.dv, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         edges = (
@@ -162,7 +179,39 @@ class Block(Fixed):
             start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
         self.sO = tensor_of(start, o_layout, dtype, (self.groups, region))  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
-        self.sV = smem.allocate_tensor(dtype, v_layout.outer, 1024, swizzle=v_layout.inner)
+        self.sV = self.values(smem)
+
+    def prepare(self, thread):
+        """What consumers do before they read anything."""
+
+    def values(self, smem):
+        """A ring of tiles of V."""
+        layout = tile_layout(self.tiling.tile_n, self.tiling.dv, self.tiling.stages)
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+
+class BlockWithOnes(Block):
+    """The same, with columns of ones beside each V."""
+
+    def values(self, smem):
+        tiling = self.tiling
+        layout = tile_layout(tiling.tile_n, tiling.dv + tiling.ones, tiling.stages, together=tiling.dv)
+        self.sVOnes = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+        return cute.local_tile(self.sVOnes, (tiling.tile_n, tiling.dv), (0, 0, None))
+
+    @cute.jit
+    def prepare(self, thread):
+        """The ones, by all consumers; copies of V leave them there."""
+        tiling = self.tiling
+        words = cute.make_rmem_tensor(4, Int32)
+        words.fill(Int32(0x3F803F80 if const_expr(self.dtype is BFloat16) else 0x3C003C00))
+        wide, row = tiling.dv + tiling.ones, tiling.tile_n * 2
+        start = self.sVOnes.iterator.toint() + row * tiling.dv
+        for stage in cutlass.range_constexpr(tiling.stages):
+            for i in cutlass.range(thread, row * tiling.ones // 16, tiling.warpgroups * WARPGROUP, unroll=1):
+                put_words(start + stage * row * wide + i * 16, words)
+        cute.arch.fence_view_async_shared()
+        self.of_consumers.meet()
 
 
 class Products(WarpgroupProducts):
@@ -192,3 +241,23 @@ class Products(WarpgroupProducts):
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
         issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+
+class ProductsWithSums(Products):
+    """The same; the output has `SUMS` columns more, each of them the sums of the rows' rounded probabilities."""
+
+    def __init__(self, tiling, block, number):
+        super().__init__(tiling, block, number)
+        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True)
+        # of so many columns that the memory's layout divides them; fewer are multiplied
+        wide = product(block.dtype, tiling.dv + tiling.ones, right=MN, left_in_registers=True).get_slice(0)
+        self.tOrV = wide.make_fragment_B(wide.partition_B(permuted(block.sVOnes, 1, 0, 2)))
+        self.stored_shape = self.output_shape
+        self.output_shape = self.pv_sums.get_slice(0).partition_shape_C((ROWS, tiling.dv + SUMS))
+
+    def issue_output(self, tOrO, tOrP, slot) -> None:
+        issue(self.pv_sums, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+    def without_sums(self, tOrO) -> cute.Tensor:
+        """The registers of the output's own columns."""
+        return cute.make_tensor(tOrO.iterator, cute.make_layout(self.stored_shape))

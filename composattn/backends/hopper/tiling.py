@@ -19,6 +19,11 @@ ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
 # ends, and tiles of 64 queries visit less beside a mask's edge. D 64: 2,048 keys gain 4 %, 4,096 lose 2 %
 FEW_KEYS = {64: 2304, 96: 1152}
+# The same where a large block's rows guess their maxima. D 64: 2,048 keys gain 4 % by the large block, causal 2,048
+# queries nothing; D 96: 1,024 keys gain 10 %, causal 2,048 queries 14 %
+FEW_KEYS_GUESSED = {64: 1536, 96: 768}
+# Keys of a query, on average, from which D 128 guesses: 8k and 16k gain 1 %, causal 2k and windows of 1,024 nothing
+MANY_KEYS_GUESSED = 2304
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
 # of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
@@ -37,6 +42,7 @@ MASKED_256 = 64
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
+GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
@@ -66,6 +72,11 @@ class HopperTiling(ForwardTiling):
         return self.persistent
 
     @property
+    def ones(self) -> int:
+        """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
+        return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0
+
+    @property
     def wait_late(self) -> bool:
         """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
         softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
@@ -74,16 +85,18 @@ class HopperTiling(ForwardTiling):
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
-        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * (self.d + self.dv)) + 1024
+        columns = self.d + self.dv + self.ones
+        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
+        guess = "; of tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
         }
 
 
@@ -113,7 +126,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if persistent is None:
         # plain D 64 gains 1 to 2 % from 4k on: its work tiles are equal, and there are many
         plain = program.score is None and program.mask is None and program.keep is None and not invariant
-        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else plain and warpgroups == 3 and widest == 64
+        many = plain and warpgroups == 3 and widest == 64 and queries(problem) > FEW_KEYS[64]
+        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else many
         persistent = stays and problem.layout.is_dense
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
@@ -123,22 +137,37 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
+    guesses = _may_guess(problem, program, heads) and (
+        warpgroups == 3 if widest <= 96 else d == dv == 128 and _is_long(problem, program)
+    )
     return _tiling(
         problem,
         heads,
         tile_m=tile_m,
         tile_n=_whole_pages(tile_n) if paged else tile_n,
-        stages=2,
+        # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
+        stages=3 if guesses and tile_n <= _by_memory(target, tile_m, rows, d + dv + 64, stages=3) else 2,
         warpgroups=warpgroups,
         consumer_registers=consumers,
         producer_registers=producer,
         pingpong=widest <= 192,
         # three warpgroups fill each other's gaps; two gain from a shorter turn
-        rescale_early=warpgroups == 3 or dv > 128,
+        rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
         heads_together=_heads_together(problem, program),
-        kernel=APART if passes else _kernel(problem),
+        kernel=GUESSING if guesses else APART if passes else _kernel(problem),
     )
+
+
+def _is_long(problem: Problem, program: Program) -> bool:
+    return keys_of_a_query(problem, program) > MANY_KEYS_GUESSED
+
+
+def _may_guess(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether most tiles need no test, and their scores are those of the product."""
+    plain = program.score is None and program.keep is None and problem.layout.is_dense
+    in_any_order = not problem.schedule.batch_invariant
+    return plain and in_any_order and (program.mask is None or _may_pass(problem, program, heads))
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
@@ -210,7 +239,8 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
         return False
     if captured_decide(program.intervals):
         return True
-    few = next((few for d, few in FEW_KEYS.items() if widest <= d), 0)
+    guesses = _may_guess(problem, program, packed_heads(problem, program, ROWS))
+    few = next((few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d), 0)
     return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
 
 
@@ -287,7 +317,7 @@ def _by_registers(registers: int, dv: int, program: Program) -> int:
     return free * 4 // 3 // 16 * 16
 
 
-def _by_memory(target: Target, tile_m: int, rows: int, keys: int) -> int:
-    """Columns for which Q and O (`rows` wide) and two stages of K and V (`keys` wide) fit in shared memory."""
+def _by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2) -> int:
+    """Columns for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory."""
     free = target.shared_memory - 1024 - tile_m * rows * 2
-    return free // (2 * 2 * keys) // 16 * 16
+    return free // (2 * stages * keys) // 16 * 16

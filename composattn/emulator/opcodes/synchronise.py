@@ -208,15 +208,20 @@ def _by_barrier(g: Any, m: Any, number: Array, threads: Array | None) -> list[tu
     return [(g.block.barrier(barrier), count, members) for (barrier, count), members in out.items()]
 
 
-def _join_barrier(g: Any, bar: NamedBarrier, warps: list[int], expected: int) -> int:
-    """Each warp arrives by itself. The last phase that one of them belongs to: they may go on when it is over."""
+def _join_barrier(
+    g: Any, bar: NamedBarrier, warps: list[int], expected: int, holds: dict[int, bool] | None = None
+) -> int:
+    """Each warp arrives by itself. The last phase that one of them belongs to: they may go on when it is over.
+
+    `holds`: by warp, whether what is asked there holds for one of its lanes.
+    """
     block = g.block
     if expected % 32 or expected <= 0:
         raise CollectiveMismatch(f"{bar} with {expected} threads, no multiple of a warp")
     phase = bar.phase
     for w in warps:
         phase = bar.phase
-        bar.arrive(32, expected, block.knowledge(w), f"warp {w}")
+        bar.arrive(32, expected, block.knowledge(w), f"warp {w}", holds is not None and holds[w])
         block.tick(w)
     block.cluster.progress += 1
     return phase
@@ -244,19 +249,48 @@ def sync_numbered(instr: Instr, program: Any) -> Handler:
         if g.ticket is None:
             named = _by_barrier(g, m, number(g), threads(g) if threads else None)
             g.ticket = [(bar, _join_barrier(g, bar, warps, count), warps) for bar, count, warps in named]
-        tickets = g.ticket
-        if any(bar.phase <= phase for bar, phase, _ in tickets):
-            return Wait(
-                lambda: all(bar.phase > phase for bar, phase, _ in tickets),
-                lambda: "; ".join(str(bar) for bar, phase, _ in tickets if bar.phase <= phase),
-            )
-        g.ticket = None
-        for bar, _, warps in tickets:
-            for w in warps:
-                g.block.knowledge(w).join(bar.released)
-        return None
+        return _leave_barriers(g)
 
     return run
+
+
+@sync("bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red")
+def ask_numbered(instr: Instr, program: Any) -> Handler:
+    """The same, and all hear whether a predicate holds for any of them."""
+    words_of(program, instr.op, {"bar", "barrier", "cta", "red", "or", "pred", "aligned"}, instr)
+    number, threads = (source(program, arg, "u32") for arg in instr.args[1:3])
+    out, asked = target(instr.args[0], "p"), source(program, instr.args[3], "p")
+
+    def run(g: Any, m: Any) -> Wait | None:
+        if g.ticket is None:
+            named = _by_barrier(g, m, number(g), threads(g))
+            lanes, yes = g.lane_warp[g.active(m)], pick(asked(g), m)
+            holds = {w: bool(yes[lanes == w].any()) for w in set(lanes.tolist())}
+            g.ticket = [(bar, _join_barrier(g, bar, warps, count, holds), warps) for bar, count, warps in named]
+
+        def hear(bar: NamedBarrier, warps: list[int]) -> None:
+            np.copyto(out(g), bar.answer, where=np.isin(g.lane_warp, warps))
+
+        return _leave_barriers(g, hear)
+
+    return run
+
+
+def _leave_barriers(g: Any, hear: Callable[[NamedBarrier, list[int]], None] | None = None) -> Wait | None:
+    """A wait until all of the gang's barriers are over, then what each of them leaves with its warps."""
+    tickets = g.ticket
+    if any(bar.phase <= phase for bar, phase, _ in tickets):
+        return Wait(
+            lambda: all(bar.phase > phase for bar, phase, _ in tickets),
+            lambda: "; ".join(str(bar) for bar, phase, _ in tickets if bar.phase <= phase),
+        )
+    g.ticket = None
+    for bar, _, warps in tickets:
+        for w in warps:
+            g.block.knowledge(w).join(bar.released)
+        if hear is not None:
+            hear(bar, warps)
+    return None
 
 
 @effect("barrier.cluster.arrive")

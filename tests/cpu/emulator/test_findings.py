@@ -170,6 +170,11 @@ CASES: dict[str, tuple[str, Any]] = {
     "a barrier with two thread counts": (
         "@%p1 bra S; bar.sync 1, 64; bra E; S: bar.sync 1, 32; E:", findings.Finding),
     "a barrier that one warp skips": ("@%p1 bra E; bar.sync 1, 64; E:", findings.Deadlock),
+    "a barrier that tells all warps what holds for one thread, and then for none": (
+        f"barrier.cta.red.or.pred %p9, 1, 64, %p2; @!%p9 {READ}"
+        f"setp.ne.u32 %p8, %r0, %r0; barrier.cta.red.or.pred %p9, 1, 64, %p8; @%p9 {READ}", None),
+    "a barrier that asks, and one warp skips": (
+        "@%p1 bra E; barrier.cta.red.or.pred %p9, 1, 64, %p2; E:", findings.Deadlock),
     "a thread count that is no multiple of a warp": ("bar.sync 1, 40;", findings.CollectiveMismatch),
     "two barriers taken in opposite order": (
         "@%p1 bra S; bar.sync 1, 64; bar.sync 2, 64; bra E; S: bar.sync 2, 64; bar.sync 1, 64; E:", findings.Deadlock),

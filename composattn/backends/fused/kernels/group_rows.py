@@ -75,7 +75,7 @@ class Consume(Role):
         q_slot, k_slot, v_slot = slots
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
-        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
@@ -97,10 +97,7 @@ class Consume(Role):
         for run in tiles.runs:
             for segment in run.segments():
                 for test, count in rows.tests(segment):
-                    for i in cutlass.range(count, unroll=1):
-                        rows.step(segment.tile(i), test, k_slot, v_slot)
-                        k_slot = k_slot.next()
-                        v_slot = v_slot.next()
+                    k_slot, v_slot = rows.go_over(segment, test, count, k_slot, v_slot)
         return k_slot, v_slot
 
 
@@ -113,7 +110,7 @@ class ConsumeApart(Consume):
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
         own, before, behind = kernel.own_tiles(call, work, tiles, me.number)
-        rows = GroupRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             # all groups take a turn in each tile but their first one
@@ -169,8 +166,17 @@ class GroupRows(OutputRows[Any]):
         self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
         narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
-    def step(self, n, test, k_slot, v_slot):
-        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+    @cute.jit
+    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
+        """Tiles of a segment that take the same test; gives the slots behind them."""
+        for i in cutlass.range(count, unroll=1):
+            self.step(segment.tile(i), test, k_slot, v_slot)
+            k_slot = k_slot.next()
+            v_slot = v_slot.next()
+        return k_slot, v_slot
+
+    def issue(self, n, k_slot, v_slot):
+        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
         early = self.tiling.rescale_early
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
@@ -182,6 +188,11 @@ class GroupRows(OutputRows[Any]):
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
+        return ahead, tSrS
+
+    def step(self, n, test, k_slot, v_slot):
+        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+        ahead, tSrS = self.issue(n, k_slot, v_slot)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)
@@ -190,7 +201,7 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, tSrS)
-        if not early:
+        if not self.tiling.rescale_early:
             self.rescale_output()
 
     def release_behind_exponential(self, tSrS, k_slot):

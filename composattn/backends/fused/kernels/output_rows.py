@@ -94,14 +94,19 @@ class OutputRows(QueryRows[AnyForwardTiling]):
 
     def store(self, call: Call) -> cute.Tensor:
         """Rows, normalised, to the output; gives LSE of each."""
-        normalizer = cute.make_rmem_tensor(2, Float32)
-        row_lse = cute.make_rmem_tensor(2, Float32)
-        self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
-        rescale_rows(self.output, normalizer)
+        row_lse = self.normalize()
         if self.me.plan.direct_store:
             self.store_rows(call)
         else:
             self.store_output(call)
+        return row_lse
+
+    def normalize(self) -> cute.Tensor:
+        """The output's rows; gives LSE of each."""
+        normalizer = cute.make_rmem_tensor(2, Float32)
+        row_lse = cute.make_rmem_tensor(2, Float32)
+        self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
+        rescale_rows(self.output, normalizer)
         return row_lse
 
     def store_output(self, call: Call) -> None:

@@ -1,0 +1,91 @@
+"""Probabilities by the maximum before a tile, in the emulator, however far a row rises above it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.analysis.program import Program
+from composattn.backends.fused.emulated import EmulatedForward, emulating
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.tiling import GUESSING, forward_tiling
+from composattn.call.problem import Problem
+from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.mods.mask import Mask
+from composattn.mods.masks import causal
+
+KEYS = 430  # in tiles of 64, of which the kernel goes over the last one first; after 3 failures it guesses no more
+
+HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
+
+
+def guessing(problem: Problem, program: Program) -> ForwardPlan:
+    """The plan for 8,192 queries, its tiles of 64 keys so that few have several, and the largest scores kept."""
+    long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
+    cut = dataclasses.replace(forward_tiling(long, program, HOPPER), kernel=GUESSING, rescale_early=False, tile_n=64)
+    return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
+
+
+def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + HIDDEN[kv]
+
+
+@pytest.mark.parametrize(
+    ("grows", "d", "dtype", "mask"),
+    [
+        pytest.param("not", 64, torch.bfloat16, None, marks=pytest.mark.slow),
+        ("steadily", 64, torch.float16, None),
+        ("beyond fp32's exponents", 96, torch.bfloat16, None),
+        ("steadily", 128, torch.float16, None),
+        ("with -inf before", 64, torch.bfloat16, None),
+        pytest.param("at the first keys", 32, torch.bfloat16, None, marks=pytest.mark.slow),
+        pytest.param("steadily", 64, torch.bfloat16, causal(), marks=pytest.mark.slow),
+        pytest.param("beyond fp32's exponents", 96, torch.float16, causal(), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_come_out_right_however_far_they_rise(
+    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
+) -> None:
+    q, k, v = (torch.randn(1, 1, KEYS, d, generator=generator) for _ in range(3))
+    most = {"not": 1.0, "steadily": 60.0, "beyond fp32's exponents": 3000.0}.get(grows, 20.0)
+    rises = torch.linspace(most, 1.0, KEYS)
+    if grows == "at the first keys":
+        rises = torch.where(torch.arange(KEYS) < 3, 200.0, 1.0)
+    q, k, v = (x.to(dtype) for x in (q, k * rises[:, None], v))
+    score = hidden_behind_70 if grows == "with -inf before" else None
+    asked = ca.Attention(score_mod=score, mask_mod=mask)
+    exact = ca.Attention(score_mod=score, mask_mod=mask, backend="reference")
+    wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
+    plan = guessing(Problem.of(q, k, v), asked.program)
+    captured = [c.tensor for c in asked.program.captures]
+    found = []
+    for mode in (EAGER, LATE, random_mode(1)):
+        with emulating(mode):
+            found.append(EmulatedForward(plan)(q, k, v, d**-0.5, captured))
+    for out, out_lse, out_highest in found:
+        assert torch.equal(out, found[0][0])
+        torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+        assert out_lse is not None
+        assert out_highest is not None
+        torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(out_highest.double(), highest.double(), atol=1e-3, rtol=1e-5)
+
+
+def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torch.Generator) -> None:
+    """One key of each row decides; by the maximum before, its probability is no power of 2."""
+    q, k, v = (torch.randn(1, 1, KEYS, 64, generator=generator) for _ in range(3))
+    k[..., 5, :] = 12 * k[..., 5, :].sign()
+    q = (q.abs() * k[..., 5:6, :].sign()).bfloat16()
+    k, v = k.bfloat16(), v.bfloat16()
+    wanted = ca.attention(q.double(), k.double(), v.double(), backend="reference")
+    with emulating(EAGER):
+        out = EmulatedForward(guessing(Problem.of(q, k, v), ca.Attention().program))(q, k, v, 0.125)[0]
+    assert torch.equal(out, wanted.bfloat16())
