@@ -16,6 +16,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import HopperBackward
+    from .backward_apart import HopperBackwardApart
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
@@ -33,6 +34,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,
+        "backward_apart": HopperBackwardApart,
         "backward_pair": HopperBackwardPair,
         "backward_transposed": HopperBackwardTransposed,
         "postprocess": HopperPostprocess,

@@ -18,6 +18,7 @@ from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, pad
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
+PART_COLUMNS = 64  # of dQ, that a warpgroup of its own has in registers twice
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
@@ -69,7 +70,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def shared_keys(self) -> bool:
-        return self.kernel == "backward_wide"
+        return self.kernel in ("backward_wide", "backward_apart")
 
     @property
     def transposed(self) -> bool:
@@ -81,9 +82,14 @@ class HopperBackwardTiling(BackwardTiling):
         return self.transposed and self.ds_stages == 1
 
     @property
+    def dq_apart(self) -> bool:
+        """Whether a warpgroup of its own computes dQ, `PART_COLUMNS` at a time."""
+        return self.kernel == "backward_apart"
+
+    @property
     def dq_parts(self) -> int:
-        """Of a tile of dQ, each a warpgroup's, of all blocks that share it."""
-        return self.warpgroups * self.sharing
+        """Of a tile of dQ, each a warpgroup's, of all blocks that share it; or those that one computes in turn."""
+        return self.d // PART_COLUMNS if self.dq_apart else self.warpgroups * self.sharing
 
     @property
     def shares(self) -> tuple[Share, ...]:

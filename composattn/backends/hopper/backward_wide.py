@@ -54,7 +54,7 @@ class Side(KeyWarpgroup):
     def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
         super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
-        self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)
+        self.mma_sum = product(block.dtype, columns // self.products_of(columns), right=MN, left_in_registers=True)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))
@@ -68,6 +68,10 @@ class Side(KeyWarpgroup):
     def begin(self, work: KeyTile) -> None:
         super().begin(work)
         self.total.fill(0.0)
+
+    def products_of(self, columns: int) -> int:
+        """How many products a step of the sum is."""
+        return 1
 
     @abc.abstractmethod
     def operands(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, int]:

@@ -68,7 +68,7 @@ class Block(Fixed):
         }
         if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
             senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
-            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), consumers)
+            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), self.adders(tiling))
         if tiling.dq_later or tiling.has_one_ds:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
@@ -88,7 +88,7 @@ class Block(Fixed):
         if tiling.persistent:
             self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
         barriers = Barriers()
-        self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
+        self.of_consumers = barriers.one((tiling.warpgroups + tiling.dq_apart) * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
         self.of_groups = barriers.row(tiling.warpgroups, WARPGROUP)
 
@@ -126,6 +126,10 @@ class Block(Fixed):
 
     def more_edges(self) -> dict[str, Edge]:
         return {}
+
+    def adders(self, tiling: HopperBackwardTiling) -> Warps:
+        """Those that add dQ to memory."""
+        return warps_of(tiling.warpgroups)
 
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""
