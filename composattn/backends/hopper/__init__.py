@@ -17,6 +17,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.preprocess import Preprocess
     from .backward import HopperBackward
     from .backward_apart import HopperBackwardApart
+    from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
@@ -35,6 +36,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,
         "backward_apart": HopperBackwardApart,
+        "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,
         "backward_transposed": HopperBackwardTransposed,
         "postprocess": HopperPostprocess,

@@ -27,8 +27,11 @@ class HopperBackwardApart(HopperBackwardWide):
         ds        second side to dQ
     """
 
+    groups: "tuple[type, type, type]"
+
     def __init__(self, plan):
         super().__init__(plan)
+        self.own = plan.tiling
         self.threads = (plan.tiling.warpgroups + 2) * WARPGROUP
 
     def block(self, layouts, counter):
@@ -47,18 +50,24 @@ class HopperBackwardApart(HopperBackwardWide):
             if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
                 if warp == 1:
                     DqSemaphore(self).take(call, block)
+            self.help_producer(call, block, warp)
         elif warp < 8:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.consume_as(call, block, ApartProbabilitySide(tiling, block, self.thread(1), 0))
+            self.consume_as(call, block, self.group(block, 0))
         elif warp < 12:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.consume_as(call, block, ApartGradientSide(tiling, block, self.thread(2), 1))
+            self.consume_as(call, block, self.group(block, 1))
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[2])
-            self.consume_as(call, block, DqGroup(tiling, block, self.thread(3)))
+            self.consume_as(call, block, self.group(block, 2))
 
-    def thread(self, number):
-        return cute.arch.thread_idx()[0] - number * WARPGROUP
+    def group(self, block, number):
+        """The warpgroup of that number: first side, second side, dQ."""
+        thread = cute.arch.thread_idx()[0] - (number + 1) * WARPGROUP
+        return self.groups[number](self.own, block, thread, number)
+
+    def help_producer(self, call, block, warp):
+        """What a further warp of the copying warpgroup does."""
 
 
 class ApartBlock(Block):
@@ -159,10 +168,26 @@ class ApartGradientSide(ApartSide, GradientSide):
 class DqGroup(Group, KeyGroup):
     """dQ of a query tile, a part of its columns under the additions of the part before."""
 
-    def __init__(self, tiling, block, thread):
-        super().__init__(block, tiling.warpgroups, thread)
+    def __init__(self, tiling, block, thread, number):
+        super().__init__(block, number, thread)
         self.tiling = tiling
-        self.parts = [DqPart(tiling, block, part) for part in range(tiling.dq_parts)]
+        self.parts = self.made_parts()
+
+    def made_parts(self):
+        """The products, one after the other."""
+        return [DqPart(self.tiling, self.block, part) for part in range(self.tiling.dq_parts)]
+
+    def wait_for_gradients(self, ds_slot):
+        """Until dS is there."""
+        self.block.ds_edge.wait(ds_slot)
+
+    def release_gradients(self, ds_slot):
+        """All products have read it."""
+        self.block.ds_edge.release(ds_slot, self.lane)
+
+    def place(self, part):
+        """Where a part lies in dQ."""
+        return part
 
     def begin(self, work):
         self.work = work
@@ -172,7 +197,7 @@ class DqGroup(Group, KeyGroup):
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, target = self.block, self.dq_sum(call, m)
-        block.ds_edge.wait(ds_slot)
+        self.wait_for_gradients(ds_slot)
         registers = [part.registers() for part in self.parts[:2]]
         last, running = len(self.parts) - 1, [self.parts[0].issue(ds_slot.index, registers[0])]
         for part in range(len(self.parts)):
@@ -181,10 +206,10 @@ class DqGroup(Group, KeyGroup):
                 warpgroup.wait_group(1)
             else:
                 warpgroup.wait_group(0)
-                block.ds_edge.release(ds_slot, self.lane)
+                self.release_gradients(ds_slot)
             if const_expr(part == 0 and block.turn_edge is not None):
                 block.turn_edge.wait(turn_slot)
-            add_part(target, running[part], part, self.thread)
+            add_part(target, running[part], self.place(part), self.thread)
         if const_expr(block.turn_edge is not None):
             cute.arch.sync_warp()
             block.turn_edge.release(turn_slot, self.lane)
@@ -198,3 +223,6 @@ class DqGroup(Group, KeyGroup):
 
     def drain_stores(self):
         """None."""
+
+
+HopperBackwardApart.groups = ApartProbabilitySide, ApartGradientSide, DqGroup

@@ -18,7 +18,6 @@ from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, pad
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
-PART_COLUMNS = 64  # of dQ, that a warpgroup of its own has in registers twice
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
@@ -66,6 +65,7 @@ class HopperBackwardTiling(BackwardTiling):
     tries_first: bool = False
     dq_pieces: int = 1
     bends_early: bool = True
+    part_columns: int = 0
     distances: int = 0
 
     @property
@@ -83,13 +83,18 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def dq_apart(self) -> bool:
-        """Whether a warpgroup of its own computes dQ, `PART_COLUMNS` at a time."""
-        return self.kernel == "backward_apart"
+        """Whether a warpgroup of its own computes dQ, `part_columns` at a time."""
+        return self.part_columns > 0
 
     @property
     def dq_parts(self) -> int:
         """Of a tile of dQ, each a warpgroup's, of all blocks that share it; or those that one computes in turn."""
-        return self.d // PART_COLUMNS if self.dq_apart else self.warpgroups * self.sharing
+        return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
+
+    @property
+    def dk_parts(self) -> int:
+        """Blocks that have columns of dK and dV side by side."""
+        return 1
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -145,6 +150,10 @@ class PairBackwardTiling(HopperBackwardTiling):
         return HopperBackwardTiling(**kept | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
 
     @property
+    def dk_parts(self) -> int:
+        return self.sharing
+
+    @property
     def exchanged(self) -> int:
         """Numbers in shared memory, through which a block has the other's part of a score product."""
         return self.tile_m * self.tile_n
@@ -157,6 +166,34 @@ class PairBackwardTiling(HopperBackwardTiling):
         return {
             **self.of_block.describe(),
             "blocks": f"2 of the same keys, each {d} columns of D and {dv} of Dv; scores are added up between them",
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeBackwardTiling(HopperBackwardTiling):
+    """Two blocks have half of the keys of a tile each (`of_block`), and half of the columns of dQ from the keys of both."""
+
+    kernel: str = "backward_exchange"
+    sharing: ClassVar[int] = 2
+
+    @property
+    def of_block(self) -> HopperBackwardTiling:
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return HopperBackwardTiling(**kept | {"kernel": "backward_apart", "tile_n": self.block_keys})
+
+    @property
+    def shared_keys(self) -> bool:
+        return True
+
+    def shared_memory(self, element_bytes: int) -> int:
+        across = self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
+        return self.of_block.shared_memory(element_bytes) + element_bytes * across
+
+    def describe(self) -> dict[str, str]:
+        keys, columns = self.block_keys, self.d // 2
+        return {
+            **self.of_block.describe(),
+            "blocks": f"2 of {keys} keys each, which exchange dS; each has {columns} columns of dQ",
         }
 
 

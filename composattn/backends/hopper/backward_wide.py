@@ -110,7 +110,11 @@ class Side(KeyWarpgroup):
     def outputs(self, call, shared, columns: int):
         work = self.work
         tiles = work.keys.tiles(call.tensors.results[self.result], work.kv_head, (self.tiling.tile_n, columns))
-        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, work.n
+        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, self.stored_tile()
+
+    def stored_tile(self):
+        """Of dK and dV, in tiles of this block's keys."""
+        return self.work.n
 
 
 class ProbabilitySide(Side):

@@ -98,9 +98,7 @@ class Block(Fixed):
 
         self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
 
-        def tiles(layout):
-            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
-
+        tiles = self.tiles
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
         self.sQ, self.sdO = tiles(layouts.q), tiles(layouts.dout)
         self.sdS = tiles(layouts.ds)
@@ -123,6 +121,9 @@ class Block(Fixed):
         self.sW = None
         if tiling.shared_keys:
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
+
+    def tiles(self, layout) -> cute.Tensor:
+        return SmemAllocator().allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
 
     def more_edges(self) -> dict[str, Edge]:
         return {}
