@@ -89,8 +89,7 @@ class BothWarps:
         return 2 * self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        for block in (rank(), other()):
-            _arrive_if(barriers + stage, block, lane == 0)
+        _arrive_in_both_if(barriers + stage, other(), lane == 0)
 
 
 def copy_across(source: Int32, target: Int32, barrier: cute.Pointer, size: int) -> None:
@@ -137,3 +136,10 @@ def _expect_if(barrier: cute.Pointer, count: cutlass.Constexpr, condition: Boole
 def _arrive_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
     if condition:
         cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER)
+
+
+@cute.jit
+def _arrive_in_both_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
+    if condition:
+        cute.arch.mbarrier_arrive(barrier)
+        cute.arch.mbarrier_arrive(barrier, block)

@@ -311,4 +311,5 @@ def check(
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         error = float((got.double() - want).norm() / want.norm())
         # P, dS, O and the result are rounded to the type, each by at most eps / 2 of itself
+        print(name, f"{error:.2e}", end=" ")
         assert error <= 2 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
