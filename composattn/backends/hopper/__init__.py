@@ -16,7 +16,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import HopperBackward
-    from .backward_apart import HopperBackwardApart
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
@@ -35,7 +34,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,
-        "backward_apart": HopperBackwardApart,
         "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,
         "backward_transposed": HopperBackwardTransposed,

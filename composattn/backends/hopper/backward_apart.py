@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each, and a third one has dQ."""
+"""The roles of a Hopper backward where dK and dV of 64 keys fill a warpgroup each, and a third one has dQ."""
 
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -13,8 +13,6 @@ from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Si
 from .dq import DqPart
 from .key_tile import Block, queries_first
 from .wgmma import WARPGROUP, issue, warps_of
-
-REGISTERS = 192, 200, 96  # of the sides, and where dQ is
 
 
 class HopperBackwardApart(HopperBackwardWide):
@@ -52,13 +50,13 @@ class HopperBackwardApart(HopperBackwardWide):
                     DqSemaphore(self).take(call, block)
             self.help_producer(call, block, warp)
         elif warp < 8:
-            cute.arch.setmaxregister_increase(REGISTERS[0])
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume_as(call, block, self.group(block, 0))
         elif warp < 12:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume_as(call, block, self.group(block, 1))
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS[2])
+            cute.arch.setmaxregister_decrease(tiling.dq_registers)
             self.consume_as(call, block, self.group(block, 2))
 
     def group(self, block, number):
@@ -113,6 +111,7 @@ class ApartProbabilitySide(ApartSide, ProbabilitySide):
             self.mods.weights(at, lse, queries_first(weights), tested)
         else:
             self.mods.probabilities(at, lse, tested)
+        self.end_reads()
         block.q_edge.release(q_slot, self.lane)
         block.weights_edge.wait_empty(weights_slot)
         for j, place in enumerate(self.weights()):
@@ -142,6 +141,7 @@ class ApartGradientSide(ApartSide, GradientSide):
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]
+        self.end_reads()
         block.do_edge.release(do_slot, self.lane)
         block.weights_edge.wait(weights_slot)
         for j, place in enumerate(self.weights()):
@@ -166,7 +166,10 @@ class ApartGradientSide(ApartSide, GradientSide):
 
 
 class DqGroup(Group, KeyGroup):
-    """dQ of a query tile, a part of its columns under the additions of the part before."""
+    """dQ of a query tile, one part of its columns after the other through the same registers.
+
+    Two parts at a time leave the sides 8 registers less, and spill beside them.
+    """
 
     def __init__(self, tiling, block, thread, number):
         super().__init__(block, number, thread)
@@ -198,18 +201,15 @@ class DqGroup(Group, KeyGroup):
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, target = self.block, self.dq_sum(call, m)
         self.wait_for_gradients(ds_slot)
-        registers = [part.registers() for part in self.parts[:2]]
-        last, running = len(self.parts) - 1, [self.parts[0].issue(ds_slot.index, registers[0])]
+        registers, last = self.parts[0].registers(), len(self.parts) - 1
         for part in range(len(self.parts)):
-            if part < last:
-                running.append(self.parts[part + 1].issue(ds_slot.index, registers[(part + 1) % 2]))
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
+            self.parts[part].issue(ds_slot.index, registers)
+            warpgroup.wait_group(0)
+            if const_expr(part == last):
                 self.release_gradients(ds_slot)
             if const_expr(part == 0 and block.turn_edge is not None):
                 block.turn_edge.wait(turn_slot)
-            add_part(target, running[part], self.place(part), self.thread)
+            add_part(target, registers, self.place(part), self.thread)
         if const_expr(block.turn_edge is not None):
             cute.arch.sync_warp()
             block.turn_edge.release(turn_slot, self.lane)

@@ -2,7 +2,6 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
