@@ -14,6 +14,12 @@ from .pipelines import BoundEdge, Slot
 from .register_chunks import load_part, store_part
 from .values import Fixed
 
+_COPY = """{
+    .reg .b32 there, told;
+    mapa.shared::cluster.u32 there, {$r0}, {$r3};
+    mapa.shared::cluster.u32 told, {$r2}, {$r3};
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [{$r1}], SIZE, [told];
+}"""
 LEADER = 0  # the block whose warp starts what both compute
 
 
@@ -72,6 +78,27 @@ class OtherWarps:
         _arrive_if(barriers + stage, other(), lane == 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class BothWarps:
+    """So many warps of each block, which arrive at the barriers of both."""
+
+    count: int
+
+    @property
+    def arrivals(self) -> int:
+        return 2 * self.count
+
+    def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
+        _arrive_in_both_if(barriers + stage, other(), lane == 0)
+
+
+def copy_across(source: Int32, target: Int32, barrier: cute.Pointer, size: int) -> None:
+    """Starts a copy from this block's shared memory to the other's, which completes on `barrier` there; one warp."""
+    block = other()
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(_COPY.replace("SIZE", str(size)), read_only_args=[target, source, barrier, block])
+
+
 class PairSums(Fixed):
     """Sums of which two blocks have a part each: what a thread has is added to by the one of its number in the other.
 
@@ -109,3 +136,10 @@ def _expect_if(barrier: cute.Pointer, count: cutlass.Constexpr, condition: Boole
 def _arrive_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
     if condition:
         cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER)
+
+
+@cute.jit
+def _arrive_in_both_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
+    if condition:
+        cute.arch.mbarrier_arrive(barrier)
+        cute.arch.mbarrier_arrive(barrier, block)

@@ -31,8 +31,9 @@ from composattn.emulator.launch import Stream
 from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from composattn.primitives.block_pair import PairSums
-from tests.compile.test_backward import OF_THREE, TRANSPOSED
+from composattn.primitives.block_pair import BothWarps, PairSums
+from composattn.primitives.pipelines import Warps
+from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
 from tests.support import outlier_normal, sampled
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70
@@ -115,6 +116,8 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
     "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (3, 2, 2)),
     "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
+    "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 192, True, False), {}, (3, 2, 2)),
+    "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 192, False, False), CLEARING, None),
     "transposed-all-cut": (("causal", torch.bfloat16, 4, 1, 150, 200, 192, 192, True, False), TRANSPOSED, (3, 0, 2)),
     "transposed-last-cut": (("plain", torch.bfloat16, 2, 2, 250, 170, 192, 128, False, False), TRANSPOSED, (4, 3, 3)),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
@@ -240,6 +243,39 @@ def test_pairs_of_blocks_with_half_of_the_columns_match_fp64(
     check(PAIR_CASES[case], folder, generator, mode=mode)
 
 
+EXCHANGE_CASES: dict[str, tuple[Any, ...]] = {
+    "plain-ragged-d256": ("plain", torch.bfloat16, 2, 1, 100, 150, 256, 256, True, False),
+    "causal-gqa2-d192": ("causal", torch.bfloat16, 4, 2, 150, 300, 192, 192, True, False),
+    "window-d192-dv128": ("window", torch.float16, 2, 2, 200, 200, 192, 128, False, False),
+    "hidden-d192": ("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 192, True, False),
+    "keys-of-one-block-d256": ("plain", torch.bfloat16, 1, 1, 100, 50, 256, 256, False, False),
+    "softcap-gqa2-d256": ("softcap", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False),
+    "alibi-d192-dv128": ("alibi", torch.float16, 2, 2, 150, 200, 192, 128, True, False),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(EXCHANGE_CASES))
+def test_pairs_of_blocks_that_exchange_gradients_match_fp64(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    check(EXCHANGE_CASES[case], folder, generator, mode=mode)
+
+
+def test_gradients_are_sent_to_the_other_block_when_it_has_read_the_last_ones(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own block's reads are not enough."""
+
+    def arrive_here(self: BothWarps, barriers: Any, stage: Any, lane: Any) -> None:
+        Warps(self.count).arrive(barriers, stage, lane)
+
+    monkeypatch.setattr(BothWarps, "arrive", arrive_here)
+    monkeypatch.setattr(BothWarps, "arrivals", property(lambda self: self.count))
+    with pytest.raises(SharedRace, match="that nothing orders before this access"):
+        check(("plain", torch.bfloat16, 1, 1, 300, 150, 256, 256, False, False), tmp_path, generator, mode=LATE)
+
+
 def test_a_part_of_the_scores_waits_until_the_one_before_was_read(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +338,7 @@ def check(
     given: dict[str, Any] = {"has_dlse": through_lse, "deterministic": in_order, "cut": cut}
     plans = plan_backward(Problem.of(q, k, v), program, target, **given)
     if changes:
-        tiling = dataclasses.replace(plans.main.tiling, **changes)
+        tiling = retiled(plans.main.tiling, changes)
         plans = plan_backward(Problem.of(q, k, v), program, target, **given, tiling=tiling)
     found = BackwardLauncher(plans, kernel_of)(
         q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
@@ -311,4 +347,5 @@ def check(
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         error = float((got.double() - want).norm() / want.norm())
         # P, dS, O and the result are rounded to the type, each by at most eps / 2 of itself
+        print(name, f"{error:.2e}", end=" ")
         assert error <= 2 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"

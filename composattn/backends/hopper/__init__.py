@@ -16,6 +16,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.combine import Combine
     from ..fused.kernels.preprocess import Preprocess
     from .backward import HopperBackward
+    from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
@@ -34,6 +35,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "preprocess": Preprocess,
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,
+        "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,
         "backward_transposed": HopperBackwardTransposed,
         "postprocess": HopperPostprocess,

@@ -54,7 +54,7 @@ class Side(KeyWarpgroup):
     def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
         super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
-        self.mma_sum = product(block.dtype, columns, right=MN, left_in_registers=True)
+        self.mma_sum = product(block.dtype, columns // self.products_of(columns), right=MN, left_in_registers=True)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))
@@ -69,6 +69,10 @@ class Side(KeyWarpgroup):
         super().begin(work)
         self.total.fill(0.0)
 
+    def products_of(self, columns: int) -> int:
+        """How many products a step of the sum is."""
+        return 1
+
     @abc.abstractmethod
     def operands(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, int]:
         """`stationary`, `moving`, what is multiplied with the scores into the sum, and its columns."""
@@ -81,6 +85,15 @@ class Side(KeyWarpgroup):
 
     def complete(self, scores: cute.Tensor, slot) -> None:
         """A score product, whatever part of its columns this block has."""
+
+    def end_reads(self) -> None:
+        """What this warp has asked shared memory for is there, before it says that a copy may write over it.
+
+        An arrival does not wait for reads before it, and beside products these take long: with one stage of dO the next
+        row statistics came first (errors of 1e-2 in dQ and dK).
+        """
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
 
     def weights(self) -> list[cute.Tensor]:
         """Shared memory of this thread's weights, four at a time."""
@@ -106,7 +119,11 @@ class Side(KeyWarpgroup):
     def outputs(self, call, shared, columns: int):
         work = self.work
         tiles = work.keys.tiles(call.tensors.results[self.result], work.kv_head, (self.tiling.tile_n, columns))
-        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, work.n
+        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, self.stored_tile()
+
+    def stored_tile(self):
+        """Of dK and dV, in tiles of this block's keys."""
+        return self.work.n
 
 
 class ProbabilitySide(Side):
@@ -136,6 +153,7 @@ class ProbabilitySide(Side):
             self.mods.weights(at, lse, queries_first(weights), tested)
         else:
             self.mods.probabilities(at, lse, tested)
+        self.end_reads()
         block.q_edge.release(q_slot, self.lane)
         for j, place in enumerate(self.weights()):
             cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
@@ -174,6 +192,7 @@ class GradientSide(Side):
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]
+        self.end_reads()
         block.do_edge.release(do_slot, self.lane)
         block.of_weights.meet()
         for j, place in enumerate(self.weights()):

@@ -81,9 +81,13 @@ class DqPart(Fixed):
         self.transposed = tiling.dq_split == "transposed"
         self.count = cute.size(self.shape)  # of a thread's numbers
 
-    def issue(self, stage) -> cute.Tensor:
+    def registers(self) -> cute.Tensor:
+        """Of a thread, for the product."""
+        return cute.make_rmem_tensor(self.shape, Float32)
+
+    def issue(self, stage, tQrdQ: cute.Tensor | None = None) -> cute.Tensor:
         """Registers that the product of a stage of dS is on its way to."""
-        tQrdQ = cute.make_rmem_tensor(self.shape, Float32)
+        tQrdQ = self.registers() if tQrdQ is None else tQrdQ
         at = (None, None, None, stage)
         a, b = (self.tQra, self.tQrb[at]) if self.transposed else (self.tQra[at], self.tQrb)
         issue(self.mma, tQrdQ, a, b, False)

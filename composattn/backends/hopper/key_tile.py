@@ -68,7 +68,7 @@ class Block(Fixed):
         }
         if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
             senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
-            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), consumers)
+            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), self.adders(tiling))
         if tiling.dq_later or tiling.has_one_ds:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
@@ -88,7 +88,7 @@ class Block(Fixed):
         if tiling.persistent:
             self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
         barriers = Barriers()
-        self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
+        self.of_consumers = barriers.one((tiling.warpgroups + tiling.dq_apart) * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
         self.of_groups = barriers.row(tiling.warpgroups, WARPGROUP)
 
@@ -98,9 +98,7 @@ class Block(Fixed):
 
         self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
 
-        def tiles(layout):
-            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
-
+        tiles = self.tiles
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
         self.sQ, self.sdO = tiles(layouts.q), tiles(layouts.dout)
         self.sdS = tiles(layouts.ds)
@@ -124,8 +122,15 @@ class Block(Fixed):
         if tiling.shared_keys:
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
 
+    def tiles(self, layout) -> cute.Tensor:
+        return SmemAllocator().allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
     def more_edges(self) -> dict[str, Edge]:
         return {}
+
+    def adders(self, tiling: HopperBackwardTiling) -> Warps:
+        """Those that add dQ to memory."""
+        return warps_of(tiling.warpgroups)
 
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""

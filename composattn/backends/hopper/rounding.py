@@ -37,7 +37,7 @@ class HopperGather(BackwardGather[HopperBackwardTiling]):
     def __init__(self, plan: GatherPlan[HopperBackwardTiling]):
         super().__init__(plan)
         self.rows = plan.tiling.tile_n if plan.tiling.transposed else ROWS
-        self.across = plan.tiling.sharing
+        self.across = plan.tiling.dk_parts
 
     def part(self, shared: cute.Tensor) -> cute.Tensor:
         return permuted(shared, 1, 0) if self.tiling.transposed else shared

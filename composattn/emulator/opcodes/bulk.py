@@ -194,9 +194,12 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
         ):
             frm = own_offset(g, frm)
             _check_plain(dst, frm, n)
-            read_shared(g, warp, frm, n)
+            targets = targets_of(g, dst, bar, -1)
+            # whoever learns from the barrier that it is there knows that it was read here
+            barrier = targets[1][0].mbarrier(targets[3], g.block.knowledge(warp))
+            read_shared(g, warp, frm, n, (barrier.agent, barrier.issued + 1))
             fetch = functools.partial(_copy, g.block.shared.data, frm, n)
-            start_load(g, warp, targets_of(g, dst, bar, -1), n, 0, fetch, f"bulk copy ({instr.where()})")
+            start_load(g, warp, targets, n, 0, fetch, f"bulk copy ({instr.where()})")
 
     return run
 
@@ -204,8 +207,11 @@ def between_blocks(instr: Instr, program: Any) -> Handler:
 # --- out of shared memory ----------------------------------------------------------------------------------
 
 
-def read_shared(g: Any, warp: int, start: int, size: int) -> None:
-    """Checks that the async proxy may read these bytes now, and notes that it will."""
+def read_shared(g: Any, warp: int, start: int, size: int, reader: tuple[int, int] | None = None) -> None:
+    """Checks that the async proxy may read these bytes now, and notes that it will: as the warp's next bulk store.
+
+    `reader`: another agent, and which of the things it does this is.
+    """
     memory = g.block.shared
     memory.check(start, start + size)
     words = covering(start, size)
@@ -213,7 +219,7 @@ def read_shared(g: Any, warp: int, start: int, size: int) -> None:
     memory.order_read(words, knowledge.all)
     _check_fenced(g.block, words, knowledge)
     unit = g.block.bulk[warp]
-    memory.stamp_read(words, unit.agent, unit.committed + 1)
+    memory.stamp_read(words, *(reader or (unit.agent, unit.committed + 1)))
 
 
 def _start_store(g: Any, warp: int, op: StoreOp) -> None:

@@ -121,8 +121,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         return [
             cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
             cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
-            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.tile_n, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.tile_n, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.block_keys, tiling.d)),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.block_keys, tiling.dv)),
         ]
 
     def loads_across(self, mQ: Any, mdO: Any, mK: Any) -> list:
@@ -264,11 +264,9 @@ class Backward(Kernel, Generic[AnyTiling]):
         me.finish(call)
         return kv_slot.next(), *steps
 
-    @cute.jit
-    def produce_tile(self, block, call, work, slots):
-        tiling = self.tiling
-        kv_slot, q_slot, do_slot = slots
-        tmas, tensors = call.tmas, call.tensors
+    def load_keys(self, call, block, work, kv_slot):
+        """K and V of a block's keys."""
+        tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
         gK = work.keys.tiles(tensors.k, work.kv_head, (tiling.tile_n, tiling.d))
         gV = work.keys.tiles(tensors.v, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = partition(tmas.k, block.sK, gK)
@@ -276,6 +274,13 @@ class Backward(Kernel, Generic[AnyTiling]):
         bar = block.kv_edge.acquire(kv_slot)
         cute.copy(tmas.k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
         cute.copy(tmas.v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
+
+    @cute.jit
+    def produce_tile(self, block, call, work, slots):
+        tiling = self.tiling
+        kv_slot, q_slot, do_slot = slots
+        tmas, tensors = call.tmas, call.tensors
+        self.load_keys(call, block, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):

@@ -1,0 +1,187 @@
+"""The backward kernel for Hopper by pairs of blocks that exchange dS: each adds half of the columns of dQ to memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
+from ...primitives.kv_source import partition
+from ...primitives.pipelines import Copies, Edge
+from ...primitives.swizzled_tiles import tile_layout
+from ...primitives.tile_queue import TileQueue
+from ...primitives.values import permuted
+from .backward_apart import ApartBlock, ApartGradientSide, ApartProbabilitySide, ApartSide, DqGroup, HopperBackwardApart
+from .backward_tiling import ExchangeBackwardTiling
+from .dq import DqPart, key_columns
+from .key_tile import Layouts
+from .wgmma import WARPGROUP, issue, warps_of
+
+
+class HopperBackwardExchange(HopperBackwardApart):
+    """As `HopperBackwardApart` by two blocks with half of the keys of a tile each, which visit the same queries.
+
+    A warp sends dS to the other block, and each computes half of the columns of dQ from the keys of both: what is added
+    to memory falls to a half. Edges beside those of `HopperBackwardApart`:
+
+        ds        empty when both blocks have read it: what is sent next finds room in the other block
+        ds there  dS of the other block's keys
+    """
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.own = plan.tiling.of_block
+        self.stored_rows = self.own.tile_n
+
+    def layouts(self):
+        return Layouts.of(self.own)
+
+    def block(self, layouts, counter):
+        return ExchangeBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
+
+    def first_number(self):
+        return cute.arch.block_idx()[0] // 2
+
+    def turn(self, call, work, head, m):
+        """Each block has its own: it adds to columns of its own."""
+        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
+
+    @cute.jit
+    def share_roles(self, call, block, warp):
+        meet()  # barriers of both blocks are there
+        HopperBackwardApart.share_roles(self, call, block, warp)
+        meet()  # neither leaves while the other may reach into its memory
+
+    # --- copies -----------------------------------------------------------------------------------------------
+
+    @property
+    def across_box(self):
+        return self.own.tile_n, self.tiling.d // 2
+
+    def loads_across(self, mQ, mdO, mK):
+        """Columns of K, of the other block's keys."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return [cpasync.make_tiled_tma_atom(load, mK, across_layout(self.tiling), self.across_box)]
+
+    def load_keys(self, call, block, work, kv_slot):
+        bar = block.kv_edge.acquire(kv_slot)
+        tmas, tensors, tiling, rows = call.tmas, call.tensors, self.tiling, self.stored_rows
+        for tma, tensor, box, column, shared, of in (
+            (tmas.k, tensors.k, (rows, tiling.d), 0, block.sK, rank()),
+            (tmas.v, tensors.v, (rows, tiling.dv), 0, block.sV, rank()),
+            (tmas.across[0], tensors.across[0], self.across_box, rank(), block.sKthere, other()),
+        ):
+            target, source = partition(tma, shared, work.keys.tiles(tensor, work.kv_head, box, column))
+            cute.copy(tma, source[None, 2 * work.n + of], target, tma_bar_ptr=bar)
+
+    @cute.jit
+    def help_producer(self, call, block, warp):
+        if warp == 2:
+            slot = block.ds_there.first
+            self.walk(call, block, lambda *work: self.send_gradients(block, *work), TileQueue.hear, slot)
+
+    @cute.jit
+    def send_gradients(self, block, call, work, slot):
+        """dS of this block's keys to the other block, as soon as it is there."""
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.query_tiles(call, work, head):
+                for _ in cutlass.range(run.count, unroll=1):
+                    block.ds_there.acquire(slot)
+                    block.ds_edge.wait(slot)
+                    start = slot.index * block.ds_bytes
+                    source, target = block.sdS.iterator.toint() + start, block.sdSthere.iterator.toint() + start
+                    copy_across(source, target, block.ds_there.full + slot.index, block.ds_bytes)
+                    slot = slot.next()
+        return slot
+
+
+def across_layout(tiling):
+    """Half of the columns of the other block's keys."""
+    return tile_layout(tiling.block_keys, tiling.d // 2, together=key_columns(tiling))
+
+
+class ExchangeBlock(ApartBlock):
+    """Shared memory and edges as of `ApartBlock`, and what comes from the other block."""
+
+    def __init__(self, tiling: ExchangeBackwardTiling, layouts, dtype, deterministic, counter):
+        self.pair = tiling
+        super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
+        self.sdSthere = self.tiles(layouts.ds)
+        self.sKthere = self.tiles(across_layout(tiling))
+
+    def more_edges(self):
+        pair, wide = self.pair, self.dtype.width // 8
+        side, stages = warps_of(1), pair.ds_stages
+        self.ds_bytes = pair.tile_m * pair.block_keys * wide
+        keys = Copies(pair.block_keys * (pair.d + pair.dv + pair.d // 2) * wide)
+        return super().more_edges() | {
+            "kv": Edge(1, keys, warps_of(pair.warpgroups)),
+            "ds": Edge(stages, side, BothWarps(WARPGROUP // 32)),
+            "ds there": Edge(stages, Copies(self.ds_bytes), side),
+        }
+
+    @property
+    def ds_there(self):
+        return self.bound["ds there"]
+
+
+class ExchangeSide(ApartSide):
+    """A side of a block that has half of the keys of a tile."""
+
+    def begin(self, work):
+        super().begin(work)
+        self.first_kv = self.first_key(self.stored_tile() * self.tiling.tile_n)
+
+    def stored_tile(self):
+        return 2 * self.work.n + rank()
+
+    def part(self):
+        return rank()
+
+
+class ExchangeProbabilitySide(ExchangeSide, ApartProbabilitySide):
+    """S, P and dV."""
+
+
+class ExchangeGradientSide(ExchangeSide, ApartGradientSide):
+    """dP, dS and dK."""
+
+
+class ThereDqPart(DqPart):
+    """A part of dQ, of this block's keys and those of the other one."""
+
+    def __init__(self, tiling, block, number, here):
+        super().__init__(tiling, block, number)
+        dq, (columns, keys) = self.mma.get_slice(0), (tiling.part_columns, tiling.tile_n)
+        there = cute.local_tile(permuted(block.sKthere, 1, 0), (columns, keys), (here, 0))
+        self.left, self.right = (
+            dq.make_fragment_A(dq.partition_A(block.sdSthere)),
+            dq.make_fragment_B(dq.partition_B(there)),
+        )
+
+    def issue(self, stage, tQrdQ=None):
+        tQrdQ = super().issue(stage, tQrdQ)
+        issue(self.mma, tQrdQ, self.left[None, None, None, stage], self.right, True)
+        return tQrdQ
+
+
+class ExchangeDqGroup(DqGroup):
+    """Half of the columns of dQ."""
+
+    def made_parts(self):
+        count = self.tiling.dq_parts // 2
+        return [ThereDqPart(self.tiling, self.block, self.place(part), part) for part in range(count)]
+
+    def place(self, part):
+        return rank() * (self.tiling.dq_parts // 2) + part
+
+    def wait_for_gradients(self, ds_slot):
+        super().wait_for_gradients(ds_slot)
+        self.block.ds_there.wait(ds_slot)
+
+    def release_gradients(self, ds_slot):
+        super().release_gradients(ds_slot)
+        self.block.ds_there.release(ds_slot, self.lane)
+
+
+HopperBackwardExchange.groups = ExchangeProbabilitySide, ExchangeGradientSide, ExchangeDqGroup
