@@ -19,7 +19,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardApart, HopperForwardInOrder
+    from .forward import HopperForward, HopperForwardApart, HopperForwardFromFirst, HopperForwardInOrder
     from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
@@ -27,6 +27,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward": HopperForward,
         "forward_in_order": HopperForwardInOrder,
         "forward_apart": HopperForwardApart,
+        "forward_from_first": HopperForwardFromFirst,
         "forward_wide": HopperForwardWide,
         "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,

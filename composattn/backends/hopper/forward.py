@@ -115,11 +115,12 @@ class HopperForwardApart(HopperForward):
         """Those that any of a block's rows sees."""
         if not self.apart:
             return super().kv_tiles(call, work)
-        return self.visited.of_all([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
+        leaves = [self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)]
+        return self.visited.of_all(leaves, work.keys.origin)
 
     def own_tiles(self, call, work, tiles, warpgroup):
         """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
-        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m)
+        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, origin=work.keys.origin)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
         sees = own.count > 0
         return own, choose(sees, stop - own_stop, tiles.count), choose(sees, own_start - start, 0)
@@ -129,6 +130,16 @@ class HopperForwardApart(HopperForward):
         m = work.m * self.tiling.warpgroups + warpgroup
         leaves = call.leaves(dataclasses.replace(work, m=m), ROWS)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
+
+
+class HopperForwardFromFirst(HopperForwardApart):
+    """The same with tiles of keys that begin where the keys do that a block's rows see, as documents do."""
+
+    def placed(self, call, work):
+        if not self.apart:
+            return work
+        first = self.visited.first_key([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
+        return dataclasses.replace(work, keys=dataclasses.replace(work.keys, origin=first))
 
 
 class Block(Fixed):

@@ -38,6 +38,7 @@ MASKED_256 = 64
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
+FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
 LONG_DOCUMENTS = 4096
@@ -70,7 +71,7 @@ class HopperTiling(ForwardTiling):
         """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
         softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
         """
-        return self.rescale_early if self.warpgroups == 1 else self.warpgroups == 2 and self.kernel == APART
+        return self.rescale_early if self.warpgroups == 1 else self.warpgroups == 2 and self.kernel in (APART, FROM_FIRST)
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
@@ -79,7 +80,8 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
-        apart = "; each passes by kv tiles that only others' rows see" if self.kernel == APART else ""
+        apart = "; each passes by kv tiles that only others' rows see" if self.kernel in (APART, FROM_FIRST) else ""
+        apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
