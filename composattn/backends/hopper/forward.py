@@ -120,6 +120,7 @@ class HopperForwardApart(HopperForward):
 
     def own_tiles(self, call, work, tiles, warpgroup):
         """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
+        assert isinstance(self.visited, BandTiles), "lists say nothing of a warpgroup's rows"
         own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, origin=work.keys.origin)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
         sees = own.count > 0

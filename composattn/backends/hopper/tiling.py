@@ -71,7 +71,9 @@ class HopperTiling(ForwardTiling):
         """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
         softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
         """
-        return self.rescale_early if self.warpgroups == 1 else self.warpgroups == 2 and self.kernel in (APART, FROM_FIRST)
+        if self.warpgroups == 1:
+            return self.rescale_early
+        return self.warpgroups == 2 and self.kernel in (APART, FROM_FIRST)
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.d + self.dv if self.separate_o else max(self.d, self.dv)
