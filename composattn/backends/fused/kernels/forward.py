@@ -135,7 +135,7 @@ class Role(Fixed, abc.ABC):
 
     @cute.jit
     def go_back_and_forth(self, number, slots):
-        """Each round of tiles in the other order than the one before: who had its longest has the next one's shortest."""
+        """Each round of tiles in the other order than the one before, as longer ones come first."""
         blocks = cute.arch.grid_dim()[0]
         step = 2 * (blocks - number) - 1
         while number < self.call.tiles:
