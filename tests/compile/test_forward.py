@@ -255,6 +255,7 @@ def test_of_long_documents_and_causal_d_64_warpgroups_pass_by_what_only_others_s
     long = cut(128, 8192, causal() & document(ids))
     assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_from_first", 2, 112, 1)
     assert long.persistent and not cut(128, 8192, causal() & document(ids), persistent=False).persistent
+    assert not cut(128, 8192, document(ids)).persistent  # its tiles differ more, and are dealt unevenly
     assert cut(64, 8192, causal()).kernel == "forward_apart"
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward_in_order"
     assert {cut(64, 8192, None).kernel, cut(128, 8192, causal()).kernel} == {"forward"}

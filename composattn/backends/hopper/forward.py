@@ -136,8 +136,6 @@ class HopperForwardApart(HopperForward):
 class HopperForwardFromFirst(HopperForwardApart):
     """The same with tiles of keys that begin where the keys do that a block's rows see, as documents do."""
 
-    turns_back = True
-
     def placed(self, call, work):
         if not self.apart:
             return work

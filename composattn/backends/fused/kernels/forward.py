@@ -36,7 +36,6 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     threads: int  # of a block
     blocks = 1  # on a multiprocessor at once
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
-    turns_back = False  # blocks that stay take each round of tiles in the other order than the one before
     arithmetic: Arithmetic = ONE_BY_ONE
     dtype: Any  # of q, k and v
 
@@ -125,24 +124,11 @@ class Role(Fixed, abc.ABC):
             self.visit(self.work(number), slots)
         elif const_expr(self.tiling.blocks_are_tiles):
             self.take_over(number, slots)
-        elif const_expr(self.kernel.turns_back):
-            self.go_back_and_forth(number, slots)
         else:
             while number < self.call.tiles:
                 if self.call.tile(number).exists:
                     slots = self.visit(self.work(number), slots)
                 number += cute.arch.grid_dim()[0]
-
-    @cute.jit
-    def go_back_and_forth(self, number, slots):
-        """Each round of tiles in the other order than the one before, as longer ones come first."""
-        blocks = cute.arch.grid_dim()[0]
-        step = 2 * (blocks - number) - 1
-        while number < self.call.tiles:
-            if self.call.tile(number).exists:
-                slots = self.visit(self.work(number), slots)
-            number += step
-            step = 2 * blocks - step
 
     @cute.jit
     def take_over(self, number, slots):
