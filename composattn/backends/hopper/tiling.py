@@ -159,7 +159,7 @@ def _has_long_documents(problem: Problem, program: Program, heads: int) -> bool:
 def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
     """Two warpgroups with 112 keys at a time (H200, 8k: 1 to 2 % before 96 and 128).
 
-    Blocks stay where documents are causal too (3 to 13 % of that; of full ones, whose tiles differ more, they lose 4 %).
+    Blocks stay where documents are causal too: 2 to 12 %; full ones, whose tiles differ more, lose 4 %.
     """
     persistent = problem.schedule.persistent
     return _tiling(
