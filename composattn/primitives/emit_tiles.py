@@ -15,7 +15,7 @@ from ..graph.expr import walk
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
-from .kv_tiles import WHOLE, TileSequence, around, listed, visit
+from .kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
 from .values import Fixed, choose, larger, smaller
 
@@ -28,20 +28,30 @@ class BandTiles(Fixed):
     shapes: tuple[IntervalShape, ...]
     tile_n: int
 
-    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
-        """The kv tiles of query tile `m`, or a part of them; `leaves` are those of the work tile."""
-        return visit(self.mods.intervals(leaves), self.shapes, leaves.kv_len, self.tile_n, split)
+    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE, origin: Any = 0) -> TileSequence:
+        """The kv tiles of query tile `m`, or a part of them, from `origin` on; `leaves` are those of the work tile."""
+        intervals = counted_from(origin, self.mods.intervals(leaves))
+        return visit(intervals, self.shapes, _less(leaves.kv_len, origin), self.tile_n, split)
 
     def alike(self) -> bool:
         """Whether all query tiles of a sequence visit the same tiles."""
         ends = (end for interval in self.mods.bounds for end in interval.ends)
         return not any(n.op == "index" and n.attr in ("first", "last") for end in ends for n in walk(end))
 
-    def of_all(self, leaves: list[Leaves]) -> TileSequence:
+    def of_all(self, leaves: list[Leaves], origin: Any = 0) -> TileSequence:
         """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
-        intervals = around([self.mods.intervals(each) for each in leaves])
+        intervals = counted_from(origin, around([self.mods.intervals(each) for each in leaves]))
         shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
-        return visit(intervals, shapes, leaves[0].kv_len, self.tile_n)
+        return visit(intervals, shapes, _less(leaves[0].kv_len, origin), self.tile_n)
+
+    def first_key(self, leaves: list[Leaves]) -> Any:
+        """The first key that any of several neighbouring query tiles sees, of masks with one interval."""
+        (begin, end, *_), *_ = around([self.mods.intervals(each) for each in leaves])
+        return choose(end > begin, smaller(larger(begin, 0), leaves[0].kv_len), 0)
+
+
+def _less(length: Any, origin: Any) -> Any:
+    return length if isinstance(origin, int) and origin == 0 else length - origin
 
 
 @dataclasses.dataclass

@@ -156,6 +156,20 @@ def visit(
     return TileSequence(first, total, runs, spans)
 
 
+def counted_from(origin: Any, intervals: list[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, Any, Any, Any]]:
+    """The intervals, none of which begins before `origin`, with positions counted from there; so is `kv_len` then.
+
+    Tiles that begin where a query tile's keys do are fewer than tiles at multiples of their size, and the first one
+    needs no test for its left end.
+    """
+    if isinstance(origin, int) and origin == 0:
+        return intervals
+    return [
+        (larger(begin, 0) - origin, larger(end, 0) - origin, larger(full, 0) - origin, larger(full_end, 0) - origin)
+        for begin, end, full, full_end in intervals
+    ]
+
+
 def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, Any, Any, Any]]:
     """What `visit` takes to visit all tiles of several query tiles, whose intervals these are: all in one order.
 

@@ -21,7 +21,7 @@ it has to clear it first.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -96,18 +96,22 @@ class PagedRows(Bundle):
 
 @dataclasses.dataclass
 class DenseSequence(Fixed):
-    """Entry `b` of dense tensors."""
+    """Entry `b` of dense tensors. `origin`: the row from which tiles are counted, see `counted_from`."""
 
     b: Int32
     length: Int32
     start: int = 0
+    origin: Int32 | int = 0
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor.
 
         `column`: which of the tiles beside each other; None: all, as one mode more.
         """
-        return cute.local_tile(tensor[None, None, h, self.b], tile, (_along(tile, None), column))
+        rows = tensor[None, None, h, self.b]
+        if not (isinstance(self.origin, int) and self.origin == 0):
+            rows = cute.domain_offset((self.origin, 0), rows)
+        return cute.local_tile(rows, tile, (_along(tile, None), column))
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(S, ...) of a plain tensor (B, H, S, ...)."""
@@ -121,6 +125,7 @@ class PackedSequence(Fixed):
 
     start: Int32
     length: Int32
+    origin: ClassVar[int] = 0
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` or `for_loads` and a descriptor.
@@ -147,6 +152,7 @@ class PagedSequence(Fixed):
     table: cute.Tensor
     length: Int32
     page_size: int
+    origin: ClassVar[int] = 0
 
 
 def _along(tile, x):

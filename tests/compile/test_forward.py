@@ -263,7 +263,9 @@ def test_where_queries_see_few_keys_small_blocks_share_a_multiprocessor() -> Non
 def test_of_long_documents_warpgroups_pass_by_what_only_others_see() -> None:
     ids = torch.arange(8192) // 700
     long = cut(128, 8192, causal() & document(ids))
-    assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_apart", 2, 96, 1)
+    assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_from_first", 2, 112, 1)
+    assert long.persistent and not cut(128, 8192, causal() & document(ids), persistent=False).persistent
+    assert not cut(128, 8192, document(ids)).persistent  # its tiles differ more, and are dealt unevenly
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward_in_order"
     assert {cut(128, 2048, None).kernel, cut(128, 2048, causal()).kernel} == {"forward"}
 

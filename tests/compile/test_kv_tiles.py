@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, listed, visit
+from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
 from composattn.primitives.q_tiles import ListedQueryRun
 
 
@@ -50,6 +50,27 @@ def draw(rng: random.Random, kv_len: int) -> tuple[list[tuple[int, int, int, int
     if any(a[1] > b[1] for a, b in itertools.pairwise(intervals)):
         return draw(rng, kv_len)
     return intervals, tuple(shapes)
+
+
+def test_tiles_counted_from_the_first_key_seen_are_never_more_and_visit_the_same() -> None:
+    rng = random.Random(1)
+    fewer = 0
+    for _ in range(5_000):
+        tile_n, kv_len = rng.choice((4, 8)), rng.randint(0, 60)
+        intervals, shapes = draw(rng, kv_len)
+        seen = [n for begin, end, *_ in intervals for n in range(max(begin, 0), min(end, kv_len))]
+        origin = min(seen, default=0)
+        free = {n for *_, begin, end in intervals for n in range(max(begin, 0), min(end, kv_len))}
+        tiles = visited(visit(counted_from(origin, intervals), shapes, kv_len - origin, tile_n))
+        keys = [(origin + tile * tile_n + i, tested) for tile, tested in tiles for i in range(tile_n)]
+        assert len({key for key, _ in keys}) == len(keys)
+        assert set(seen) <= {key for key, _ in keys}
+        assert all(tested or key in free for key, tested in keys)
+        usual = visited(visit(intervals, shapes, kv_len, tile_n))
+        if len(intervals) == 1:
+            assert len(tiles) <= len(usual)
+            fewer += len(tiles) < len(usual)
+    assert fewer > 100
 
 
 def test_visits_what_is_visible_once_and_tests_what_is_partly_hidden() -> None:

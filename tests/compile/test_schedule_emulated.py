@@ -65,8 +65,9 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
         assert torch.equal(lse, other_lse), schedule
 
 
+@pytest.mark.parametrize("kernel", ["forward_apart", "forward_from_first"])
 def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
-    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    kernel: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
     """Documents of 1 to 130 rows, in tiles of 128 queries; of the last tile's rows one warpgroup has none."""
     monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
@@ -79,8 +80,8 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     found = []
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
-        plan = plan_forward(problem, program, FEW)
-        assert plan.tiling.kernel == "forward_apart"
+        cut = dataclasses.replace(tiling.forward_tiling(problem, program, FEW), kernel=kernel)
+        plan = plan_forward(problem, program, FEW, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
                 found.append(EmulatedForward(plan)(q, k, v, 0.088, captured)[:2])

@@ -33,6 +33,15 @@ def has_costly_test(mask: Expr | None) -> bool:
     return residual(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
 
 
+def has_bounded_documents(mask: Expr | None) -> bool:
+    """Whether it is a condition on positions and one that reads tensors at a query or a key, as of causal documents."""
+    return mask is not None and has_costly_test(mask) and _has_plain_part(mask)
+
+
+def _has_plain_part(mask: Expr) -> bool:
+    return any(map(_has_plain_part, mask.args)) if mask.op == "and" else not reads_any(mask)
+
+
 def has_opaque_test(program: Program) -> bool:
     """Whether the mask has a condition on (q, kv) that is no bound on kv."""
     return program.mask is not None and residual(program.mask).opaque

@@ -20,7 +20,13 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardApart, HopperForwardGuessing, HopperForwardInOrder
+    from .forward import (
+        HopperForward,
+        HopperForwardApart,
+        HopperForwardFromFirst,
+        HopperForwardGuessing,
+        HopperForwardInOrder,
+    )
     from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
     from .rounding import HopperGather, HopperPostprocess
 
@@ -29,6 +35,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward_in_order": HopperForwardInOrder,
         "forward_apart": HopperForwardApart,
         "forward_guessing": HopperForwardGuessing,
+        "forward_from_first": HopperForwardFromFirst,
         "forward_wide": HopperForwardWide,
         "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,

@@ -121,11 +121,13 @@ class HopperForwardApart(HopperForward):
         """Those that any of a block's rows sees."""
         if not self.apart:
             return super().kv_tiles(call, work)
-        return self.visited.of_all([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
+        leaves = [self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)]
+        return self.visited.of_all(leaves, work.keys.origin)
 
     def own_tiles(self, call, work, tiles, warpgroup):
         """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
-        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m)
+        assert isinstance(self.visited, BandTiles), "lists say nothing of a warpgroup's rows"
+        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, origin=work.keys.origin)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
         sees = own.count > 0
         return own, choose(sees, stop - own_stop, tiles.count), choose(sees, own_start - start, 0)
@@ -147,6 +149,16 @@ class HopperForwardGuessing(HopperForwardApart):
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
+
+
+class HopperForwardFromFirst(HopperForwardApart):
+    """The same with tiles of keys that begin where the keys do that a block's rows see, as documents do."""
+
+    def placed(self, call, work):
+        if not self.apart:
+            return work
+        first = self.visited.first_key([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
+        return dataclasses.replace(work, keys=dataclasses.replace(work.keys, origin=first))
 
 
 class Block(Fixed):

@@ -80,6 +80,10 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
             if call.tile(cute.arch.block_idx()[0]).exists:
                 self.roles(call)
 
+    def placed(self, call: Call, work: Work) -> Work:
+        """The work tile with what has to be known of it before its tiles of keys are."""
+        return work
+
     def kv_tiles(self, call: Call, work: Work) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
         return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
@@ -109,18 +113,21 @@ class Role(Fixed, abc.ABC):
     def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
         """One work tile; gives where rings and counts are behind it."""
 
+    def work(self, number) -> Work:
+        return self.kernel.placed(self.call, self.call.work(number))  # type: ignore[no-any-return]
+
     @cute.jit
     def run(self):
         slots = self.first_slots()
         number = cute.arch.block_idx()[0]
         if const_expr(not self.tiling.persistent):
-            self.visit(self.call.work(number), slots)
+            self.visit(self.work(number), slots)
         elif const_expr(self.tiling.blocks_are_tiles):
             self.take_over(number, slots)
         else:
             while number < self.call.tiles:
                 if self.call.tile(number).exists:
-                    slots = self.visit(self.call.work(number), slots)
+                    slots = self.visit(self.work(number), slots)
                 number += cute.arch.grid_dim()[0]
 
     @cute.jit
@@ -130,7 +137,7 @@ class Role(Fixed, abc.ABC):
         turn, there = queue.first, Boolean(True)
         while there:
             if self.call.tile(number).exists:
-                slots = self.visit(self.call.work(number), slots)
+                slots = self.visit(self.work(number), slots)
             number, there = queue.hear(turn, lane)
             turn = turn.next()
 

@@ -49,7 +49,8 @@ class QueryRows(Places[AnyForwardTiling]):
         column: Any,
     ) -> None:
         super().__init__(tiling, shape, heads, work, row)
-        self.column = column
+        origin = work.keys.origin
+        self.column = column if isinstance(origin, int) and origin == 0 else column + origin
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
 
     def tile(self, scores, n) -> ScoreTile:
