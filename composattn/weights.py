@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,12 +63,11 @@ def _weights(program: Program, q: torch.Tensor, k: torch.Tensor, rows: torch.Ten
         "q_len": q.shape[2], "kv_len": k.shape[2],
     }  # fmt: skip
     scalars = {id(s): s.value for s in program.scalars}
-    env = Env(index, scores, float_dtype=working, device=device, scalars=scalars)
+    env = Env(index, scores, float_dtype=working, device=device, scalars=scalars, deciding={})
     if program.score is not None:
         scores = evaluate(program.score, env).to(working).expand(scores.shape)
     if program.mask is not None:
-        visible = evaluate(program.mask, replace(env, float_dtype=torch.float32))
-        scores = scores.masked_fill(~visible, -torch.inf)
+        scores = scores.masked_fill(~evaluate(program.mask, env), -torch.inf)
     if program.score is not None and scores.shape[-1]:
         scores = scores.masked_fill(scores.amax(-1, keepdim=True) < LEAST_SCORE, -torch.inf)
     if program.sink is not None:

@@ -298,7 +298,6 @@ class _Dense:
         if self.mask_mod is None:
             return None
         env = self.env(self.index(scores, b0, h0), scores.device)
-        env.float_dtype, env.tensors = torch.float32, self.held  # a mask compares as torch does, whatever q has
         with torch.no_grad():
             visible = evaluate(self.mask_mod, env).expand(scores.shape)
             self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)
@@ -316,7 +315,8 @@ class _Dense:
         return values.to(scores.dtype).expand(at_pairs.shape)
 
     def env(self, index: dict[str, torch.Tensor | int], device: torch.device) -> Env:
-        return Env(index, float_dtype=self.working, device=device, tensors=self.tensors, scalars=self.scalars, reads=[])
+        kind, scalars = self.working, self.scalars
+        return Env(index, None, kind, device, self.tensors, reads=[], scalars=scalars, deciding=self.held)
 
     @staticmethod
     def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -271,7 +271,7 @@ def _backward_tile(
 ) -> Pair:
     """(P that V was multiplied by, d score) of one tile, a group stacked; gradients of captured reads to `totals`."""
     raw = _scores(q_tile, step, tile)
-    visible = None if tile.full or call.mask is None else step.visible(call.mask, tile)
+    visible = None if tile.full or call.mask is None else step.evaluate([call.mask], tile)[0]
     if visible is not None and torch.is_grad_enabled():
         raw = raw.masked_fill(~visible, 0.0)  # keeps the NaN of a hidden pair out of the second derivative
     scores = slope = raw

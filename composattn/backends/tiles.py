@@ -17,7 +17,7 @@ import torch
 
 from ..analysis.bands import TileInterval
 from ..analysis.program import Program
-from ..graph.evaluate import Env, evaluate, evaluate_all
+from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr
 from .rows import Part
 
@@ -118,32 +118,22 @@ class Step:
 
     def evaluate(self, exprs: list[Expr], tile: Tile, score: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Values of graphs on a tile, broadcastable to its scores (b, kv head, group, rows, columns)."""
-        return evaluate_all(exprs, self.env(self.positions(tile), score))
-
-    def visible(self, mask: Expr, tile: Tile) -> torch.Tensor:
-        """What `mask` leaves of a tile: by fp32, as torch compares, whatever q has."""
-        return evaluate(mask, self.env(self.positions(tile), float_dtype=torch.float32))
-
-    def positions(self, tile: Tile) -> dict[str, torch.Tensor]:
-        return {
+        index = {
             **self.index,
             "q": self.arange(tile.rows, 1, 1, 1, -1, 1),
             "kv": self.arange(tile.columns, 1, 1, 1, 1, -1),
         }
+        return evaluate_all(exprs, self.env(index, score))
 
     @cached_property
     def of_rows(self) -> Env:
         """For what heads and sequences alone decide, broadcastable to (b, kv head, group, rows)."""
         return self.env({name: self.index[name].squeeze(-1) for name in ("b", "h")})
 
-    def env(
-        self,
-        index: dict[str, torch.Tensor],
-        score: torch.Tensor | None = None,
-        float_dtype: torch.dtype | None = None,
-    ) -> Env:
-        kind, device = float_dtype or self.q.dtype, self.q.device
-        return Env(index, score, kind, device, self.mask.tensors, scalars=self.mask.scalars)
+    def env(self, index: dict[str, torch.Tensor], score: torch.Tensor | None = None) -> Env:
+        kind, device, tensors = self.q.dtype, self.q.device, self.mask.tensors
+        deciding = tensors if kind is torch.float64 else None
+        return Env(index, score, kind, device, tensors, scalars=self.mask.scalars, deciding=deciding)
 
     def seen_from(self, rows: slice) -> Iterator[tuple[Tile, torch.Tensor | None]]:
         """Tiles with a visible pair, in ascending order, with what is visible of them; None: all."""
@@ -153,7 +143,7 @@ class Step:
             if full or mask is None:
                 yield tile, None
                 continue
-            visible = self.visible(mask, tile)
+            visible = self.evaluate([mask], tile)[0]
             if bool(visible.all()):
                 yield Tile(rows, columns, True), None
                 continue
@@ -213,7 +203,7 @@ class Step:
         """Ends of an interval for every query tile: begin and end cover every head, full ends hold for every head."""
         first = torch.tensor([r.start for r in self.query_tiles], device=self.q.device).view(1, 1, 1, -1, 1)
         last = torch.tensor([r.stop - 1 for r in self.query_tiles], device=self.q.device).view(1, 1, 1, -1, 1)
-        env = self.env({**self.index, "first": first, "last": last}, float_dtype=torch.float32)
+        env = self.env({**self.index, "first": first, "last": last})
         ends = evaluate_all([interval.begin, interval.end, interval.full_begin, interval.full_end], env)
         shape = (*self.shape, len(self.query_tiles), 1)
         begin, end, full_begin, full_end = (e.expand(shape).transpose(3, 0).flatten(1) for e in ends)

@@ -27,6 +27,8 @@ class Env:
     a captured tensor object to what is read in its place (a leaf that requires grad, a copy on another device),
     `scalars` a `ca.scalar` to the value it had when the call began (a backward must not see a later one). `reads`
     receives, for every read, what was asked before clamping, so that a caller can check it where the mask is visible.
+    `deciding`: comparisons and positions that no score has a part in are computed in fp32 of these tensors, as torch
+    does whatever the score has; None: as all else.
     """
 
     index: Mapping[str, torch.Tensor | int]
@@ -36,6 +38,7 @@ class Env:
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
     reads: list[tuple[Expr, torch.Tensor]] | None = None
     scalars: Mapping[int, float] = field(default_factory=dict)
+    deciding: Mapping[int, torch.Tensor] | None = None
 
     def tensor_of(self, node: Expr) -> torch.Tensor:
         tensor: torch.Tensor = node.attr.tensor
@@ -49,13 +52,26 @@ def evaluate(root: Expr, env: Env) -> torch.Tensor:
 
 def evaluate_all(roots: list[Expr], env: Env) -> list[torch.Tensor]:
     """Values of several roots, shared parts once."""
-    memo: dict[int, Any] = {}
     nodes = list(walk(*roots))
     wide = _widened(env, nodes)
+    memo: dict[int, Any] = {} if env.deciding is None else _decided(nodes, env, env.deciding)
     for node in nodes:
-        memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], wide)
+        if id(node) not in memo:
+            memo[id(node)] = _value(node, [memo[id(a)] for a in node.args], wide)
     found = [memo[id(r)] for r in roots]
     return found if wide is env else _narrowed(found, env)
+
+
+def _decided(nodes: Iterable[Expr], env: Env, tensors: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    """What is made of floats and is none, where no score has a part in it: a comparison, a position to read."""
+    narrow = replace(env, score=None, float_dtype=torch.float32, tensors=tensors, deciding=None)
+    found = [n for n in nodes if _decides(n)]
+    return dict(zip(map(id, found), evaluate_all(found, narrow), strict=True))
+
+
+def _decides(node: Expr) -> bool:
+    kinds = [a.dtype for a in node.args]
+    return node.dtype is not DType.FLOAT and DType.FLOAT in kinds and not node.deps & Dep.SCORE
 
 
 def _widened(env: Env, nodes: Iterable[Expr]) -> Env:

@@ -167,6 +167,11 @@ def test_masks_round_as_torch_does_whatever_q_has(name: str, dtype: torch.dtype,
         )
         for mine, wanted in (*zip(found, exact, strict=True), *gradients):
             torch.testing.assert_close(mine.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+        # a score mod that decides by it, and reads where it says
+        mods = {"score_mod": lambda s, b, h, i, j: torch.where(mask(b, h, i, j), s, s * NUMBERS[(j * 0.1).int()])}
+        mine, _ = ca.attention(*x, **mods, return_lse=True, backend=backend)
+        wanted, _ = attended(*(t.double() for t in x), mods["score_mod"], lambda b, h, i, j: i >= 0)
+        torch.testing.assert_close(mine.double(), wanted, rtol=1e-4, atol=1e-5)
     weights = ca.attention_weights(*x[:2], range(LENGTH), mask_mod=mask)
     torch.testing.assert_close(weights.bool(), visible(mask))
 
