@@ -100,6 +100,9 @@ def page() -> str:
         "backward": "\n".join(backward()),
         "pairs": drawn(parts_of("backward_pair.py", "PairProducts"))[0],
         "pair-edges": drawn(parts_of("backward_pair.py", "PairBlock"))[0],
+        "strips": drawn(parts_of("tensor_memory.py", "WidePairBackwardTensorMemory"))[0],
+        "wide-pairs": drawn(parts_of("backward_wide_pair.py", "WidePairProducts"))[0],
+        "wide-pair-edges": drawn(parts_of("backward_wide_pair.py", "WidePairBlock"))[0],
     }
     text = PAGE.read_text()
     for name, part in generated.items():

@@ -19,7 +19,7 @@ def sharing(blocks: int) -> Iterator[list[Problem]]:
     """Plans that are made meanwhile have so many blocks for a tile of keys, where there is a choice; who asked."""
     asked: list[Problem] = []
 
-    def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sharing:
+    def sharing_of(problem: Problem, program: Program, rows: int, most: float, alone: int) -> Sharing:
         asked.append(problem)
         return Sharing(blocks, "as a test asks")
 

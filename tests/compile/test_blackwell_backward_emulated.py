@@ -118,7 +118,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
                                          **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256")
+CHOSEN = (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (1, "causal-gqa2-d256"), (2, "causal-gqa2-d192-dv128")
 CASES |= {
     "hidden-rows-and-keys-d128": lambda: make_case(
         40, batch=1, heads=1, q_len=60, kv_len=300, dim=128,
@@ -144,11 +144,40 @@ CASES |= {
         **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16,
     ),
 }  # fmt: skip
+CASES |= {
+    "causal-gqa2-d192-dv128": lambda: make_case(50, batch=1, heads=2, kv_heads=1, q_len=200, kv_len=333, dim=192,
+                                                v_dim=128, mask_mod=causal(), **BF16),
+    "softcap-gqa2-d192-dv128": lambda: make_case(
+        51, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=200, dim=192, v_dim=128, score_mod=softcap(5.0),
+        mask_mod=causal(), **BF16,
+    ),
+    "alibi-fp16-d160-dv64": lambda: make_case(52, batch=1, heads=2, q_len=300, kv_len=200, dim=160, v_dim=64,
+                                              score_mod=alibi(2), mask_mod=causal(), dtype=torch.float16),
+    "packed-d192-dv128": lambda: make_varlen_case(53, [150, 0, 330, 37], [150, 20, 200, 5], heads=2, kv_heads=1,
+                                                  dim=192, v_dim=128, mask_mod=causal(), **BF16),
+    "hidden-rows-and-keys-d192-dv128": lambda: make_case(
+        54, batch=1, heads=1, q_len=60, kv_len=300, dim=192, v_dim=128,
+        mask_mod=lambda b, h, q, kv: (q >= 20) & (kv < 30), **BF16,
+    ),
+    "distance-d192-dv128": lambda: make_case(
+        55, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=200, dim=192, v_dim=128,
+        **by(lambda s, b, h, q, kv: s + BIAS[h, q - kv + 333]), **BF16,
+    ),
+    "head-and-number-d192-dv128": lambda: make_case(
+        56, batch=1, heads=2, q_len=150, kv_len=300, dim=192, v_dim=128,
+        **by(lambda s, b, h, q, kv: s - 0.01 * GAIN[h] * (q - kv) + NUMBER * 0.1 * (q - kv)), **BF16,
+    ),
+    "column-d192-dv128": lambda: make_case(57, batch=1, heads=2, q_len=150, kv_len=200, dim=192, v_dim=128,
+                                           **by(lambda s, b, h, q, kv: s + COLUMN[kv]), **BF16),
+    "causal-d128-dv192": lambda: make_case(58, batch=1, heads=2, q_len=300, kv_len=200, dim=128, v_dim=192,
+                                           mask_mod=causal(), **BF16),
+}  # fmt: skip
+BY_TWO = "-d128", "-d192-dv128", "-d160-dv64", "-d128-dv192"
 
 
 def chosen() -> list[Any]:
-    """(blocks that share a tile of keys, name of a case): two where both head dimensions are those of 128."""
-    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if name.endswith("-d128")]
+    """(blocks that share a tile of keys, name of a case): two where head dimensions leave a choice."""
+    found = [(1, name) for name in CASES] + [(2, name) for name in CASES if name.endswith(BY_TWO)]
     return [pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow) for each in found]
 
 
@@ -163,7 +192,7 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
         for mode in MODES:
             with emulating(mode):
                 results.append(run_case(attention, case))
-    assert asked or not name.endswith("-d128")
+    assert asked or not name.endswith(BY_TWO)
     assert {"dq", "dk", "dv"} <= set(results[0])
     assert_attention_close(
         results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
@@ -185,6 +214,11 @@ CUT: dict[str, tuple[tuple[Any, ...], tuple[int, int, int]]] = {
     "last-cut-in-order-d128-by-two": (("plain", torch.bfloat16, 2, 2, 250, 300, 128, 128, False, True), (4, 3, 3)),
     "all-cut-d256": (("causal", torch.bfloat16, 4, 1, 150, 100, 256, 256, True, False), (2, 0, 2)),
     "last-cut-d192-dv128": (("plain", torch.bfloat16, 2, 2, 250, 80, 192, 128, False, False), (4, 3, 3)),
+    "all-cut-gqa4-d192-dv128-by-two": (("causal", torch.bfloat16, 4, 1, 300, 400, 192, 128, True, False), (2, 0, 2)),
+    "last-cut-in-order-d192-dv128-by-two": (
+        ("plain", torch.bfloat16, 2, 2, 250, 300, 192, 128, False, True),
+        (4, 3, 3),
+    ),
     "all-cut-in-order-d96": (("window", torch.float16, 2, 1, 200, 200, 96, 64, False, True), (2, 0, 3)),
 }
 

@@ -11,12 +11,13 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.blackwell.backward_tiling import BackwardRoles, BlackwellBackwardTiling
+from composattn.backends.blackwell.backward_tiling import BackwardRoles, BlackwellBackwardTiling, WidePairBackwardTiling
 from composattn.backends.blackwell.tensor_memory import (
     BackwardTensorMemory,
     Columns,
     PairBackwardTensorMemory,
     WideBackwardTensorMemory,
+    WidePairBackwardTensorMemory,
 )
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import BLACKWELL
@@ -54,7 +55,8 @@ def test_every_head_dimension_has_a_tiling_that_fits(program: Program | None) ->
 
 @pytest.mark.parametrize(("d", "dv"), [(136, 64), (64, 136), (192, 128), (192, 192), (256, 256)])
 def test_wide_heads_take_one_kernel_that_has_each_column_of_dk_and_dv_once(d: int, dv: int) -> None:
-    made = plan(d, dv)
+    with sharing(1):
+        made = plan(d, dv)
     assert made.step == "backward_wide"
     columns = made.tiling.columns
     assert isinstance(columns, WideBackwardTensorMemory)
@@ -72,6 +74,30 @@ def test_regions_of_tensor_memory_never_overlap() -> None:
         dataclasses.replace(plan(128, 128).tiling, dv=192)
     with pytest.raises(ValueError, match=r"dQ \(columns 32-127\) lies over P"):
         PairBackwardTensorMemory(*(Columns(n, 128) for n in (0, 128, 256, 384)), Columns(32, 96))
+
+
+@pytest.mark.parametrize("d, dv", [(136, 64), (160, 128), (192, 128), (64, 136), (128, 192)])
+def test_two_blocks_share_a_tile_of_wide_heads_where_their_sums_leave_six_strips(d: int, dv: int) -> None:
+    """Who leaves P or dS does so over a strip that its group has read, and that no product needs meanwhile."""
+    tiling = plan(d, dv).tiling
+    assert isinstance(tiling, WidePairBackwardTiling) and tiling.kernel == "backward_wide_pair"
+    columns, group = tiling.columns, tiling.strip
+    for of, left in ((columns.scores, columns.probabilities), (columns.gradients, columns.left_gradients)):
+        read = [of.first + group * n for n in range(tiling.groups * 2)]  # by one group and the other in turns
+        for g in range(tiling.groups):
+            assert left.first + columns.apart * g in read[g :: tiling.groups]
+    assert columns.left_gradients.first >= columns.scores.stop
+    assert tiling.places["ds"] * 2 == 256 * 64 * 2 and "q" not in tiling.places
+
+
+def test_strips_that_are_there_at_one_time_never_overlap() -> None:
+    right = plan(192, 128).tiling.columns
+    with pytest.raises(ValueError, match=r"P \(columns 320-383\) lies over dQ"):
+        dataclasses.replace(right, dq=Columns(352, 96))
+    with pytest.raises(ValueError, match=r"S \(columns 320-447\) lies over dS"):
+        dataclasses.replace(right, gradients=Columns(352, 128))
+    with pytest.raises(ValueError, match="leaves tensor memory"):
+        WidePairBackwardTensorMemory.of(128, 192, 192)
 
 
 def test_dq_has_columns_of_its_own_where_some_are_left() -> None:
@@ -96,15 +122,21 @@ def test_a_plan_prints_where_everything_lies() -> None:
     assert "P and dS 2 x 128 threads" in said and "stages: 2 of Q, 1 of dO" in said
     said = str(plan(256, 256))
     assert "S 0-63, dP 64-127, dVt 128-255, dKt 256-383, dQ 384-511, dQ in 128 and 128 columns; 512 of 512" in said
-    assert "dVt 128-191, dKt 192-319, dQ 320-511, dQ at once; 512 of 512" in str(plan(192, 128))
+    said = str(plan(192, 128))
+    assert "dV 0-127, dK 128-319, S 320-447, dP 384-511, dQ 384-479, one after the other" in said
+    assert "P 320-383, dS 448-511; 512 of 512" in said and "2 blocks per tile of keys" in said
+    with sharing(1):
+        assert "dVt 128-191, dKt 192-319, dQ 320-511, dQ at once; 512 of 512" in str(plan(192, 128))
 
 
 # --- one block or two for a tile of keys --------------------------------------------------------------------------
 
 
-def blocks_of(mask: Any, length: int, layout: Layout = DENSE, program: Program | None = None, d: int = 128) -> str:
+def blocks_of(
+    mask: Any, length: int, layout: Layout = DENSE, program: Program | None = None, d: int = 128, dv: int | None = None
+) -> str:
     """What is said of a call of two heads and as many keys as queries."""
-    problem = Problem(2, 2, 2, length, length, d, d, torch.bfloat16, torch.device("cpu"), layout=layout)
+    problem = Problem(2, 2, 2, length, length, d, dv or d, torch.bfloat16, torch.device("cpu"), layout=layout)
     return str(plan_backward(problem, program or ca.Attention(mask_mod=mask).program, BLACKWELL).main)
 
 
@@ -118,6 +150,16 @@ def test_two_blocks_share_a_tile_where_larger_tiles_visit_little_more(mask: Any,
         f"2 for a tile of keys, which visit {times:.2f} times the area of smaller ones, of 1.24 that would pay" in said
     )
     assert "2 blocks per tile of keys" in said
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "times"),
+    [(None, 4096, 1.00), (causal(), 4096, 1.03), (causal() & sliding_window(128), 8192, 1.50),
+     (causal() & sliding_window(1), 8192, 1.99)],
+)  # fmt: skip
+def test_tiles_of_wide_heads_may_visit_more_than_those_of_64_keys(mask: Any, length: int, times: float) -> None:
+    said = blocks_of(mask, length, d=192, dv=128)
+    assert f"2 for a tile of keys, which visit {times:.2f} times the area of smaller ones, of 2.48 that would" in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from benchmarks.model import held, peer, roofline
 from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, busy, kind_of, product, shared_bytes
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
-from composattn.backends.blackwell.backward_tiling import ALONE, PAIRED
+from composattn.backends.blackwell.backward_tiling import CLOCKS
 from composattn.backends.fused import disk_cache
 from composattn.backends.fused.inspect import Instruction, disassembled
 
@@ -42,7 +42,15 @@ def test_the_papers_backward_table_comes_out_of_the_shape(paired: bool, wanted: 
     rows = roofline.backward_rows(128, 128, 128, B200, paired)
     assert tuple(rows[name] for name in ("matrix", "operands", "dS", "exchange", "dQ", "exp")) == wanted
     assert roofline.backward(128, 128, 128, B200, paired) == {"matrix": 2560, "shared": shared, "exp": 1024}
-    assert shared == (PAIRED if paired else ALONE), "by which the backward has one block or two for a tile of keys"
+
+
+@pytest.mark.parametrize(("d", "dv"), CLOCKS)
+def test_one_block_or_two_by_the_clocks_of_the_busiest_unit(d: int, dv: int) -> None:
+    wide = max(d, dv) > 128
+    keys = 64 if wide else 128
+    alone = roofline.backward(128, keys, d, B200, dv=dv, transposed=wide)
+    paired = roofline.backward(128, 128, d, B200, True, dv)
+    assert CLOCKS[d, dv] == (128 // keys * max(alone.values()), max(paired.values()))
 
 
 def test_transposed_sums_read_p_too_and_whole_products_of_their_columns() -> None:

@@ -18,6 +18,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
     from .backward_wide import BlackwellBackwardWide
+    from .backward_wide_pair import BlackwellBackwardWidePair
     from .forward import BlackwellForward
     from .rounding import BlackwellGather, BlackwellPostprocess
 
@@ -28,6 +29,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward": BlackwellBackward,
         "backward_pair": BlackwellBackwardPair,
         "backward_wide": BlackwellBackwardWide,
+        "backward_wide_pair": BlackwellBackwardWidePair,
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,
     }

@@ -72,12 +72,17 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
                 self.multiply(call, block)
             elif warp == roles.load:
                 self.produce(call, block)
-            elif warp == roles.turns:  # noqa: SIM102  the plan's is known when compiling
+            elif warp == roles.turns:
                 if const_expr(self.plan.deterministic):
                     DqSemaphore(self).take(call, block)
+            elif warp == roles.load_across:
+                self.produce_across(call, block)
         self.meet()
         if warp == roles.matrix:
             free(block.tensor_memory(), columns, blocks)
+
+    def produce_across(self, call, block) -> None:
+        """What the warp that copies leaves to another one: nothing."""
 
     def meet(self) -> None:
         """All threads that share barriers and tensor memory."""

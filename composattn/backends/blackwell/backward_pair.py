@@ -61,6 +61,15 @@ class PairBlock(Block):
     def rows_edge(self) -> BoundEdge:
         return self.statistics
 
+    @property
+    def moved(self) -> dict[str, BoundEdge]:
+        """With which edges tiles of Q and dO come."""
+        return {"q": self.q_edge, "do": self.do_edge, "do_across": self.do_across, "q_across": self.q_across}
+
+    def wait_for_room(self, name: str, slot: Slot) -> None:
+        """Until one of them may come."""
+        self.moved[name].wait_empty(slot)
+
 
 class PairProducts(Steps):
     """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
@@ -117,7 +126,7 @@ class PairProducts(Steps):
     def add_dk(self, at: Slot) -> None:
         """dK += dSᵀ Q."""
         self.block.scores_done.wait(at)
-        self.onto(at, self.map.dk, self.map.gradients, "q_across", self.block.q_across)
+        self.onto(at, self.map.dk, self.map.left_gradients, "q_across", self.block.q_across)
 
     def onto(self, at: Slot, target, left, right: str, edge: BoundEdge) -> None:
         """A product of what the threads have left."""
@@ -149,6 +158,7 @@ class BlackwellBackwardPair(BlackwellBackward):
     products = PairProducts
     rows = PairRows
     dq_rows = PairDqRows
+    moved: tuple[str, ...] = ("q", "do", "do_across", "q_across")  # by the warp that has K and V copied too
     meet = staticmethod(meet)
 
     def block(self, layouts, counter):
@@ -180,13 +190,23 @@ class BlackwellBackwardPair(BlackwellBackward):
         load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO)
         return cpasync.make_tiled_tma_atom(load, tensor, tile_layout(rows, columns), (rows, columns))
 
-    def moving(self, block, edge, name, tma, tensor, sequence, head, first=0, each=1) -> Moving:
-        """Tiles of `name`; its columns are those of this block where it has some of them."""
+    def moving(self, block, call, name, sequence, head) -> Moving:
+        """Tiles of `name`: this block's rows, or its columns."""
         rows, columns, _ = self.tiling.tiles[name]
+        tma, tensor = [self.of(operands, name) for operands in (call.tmas, call.tensors)]
         if name.endswith("_across"):
+            first, each = 0, 1
             tensor = cute.domain_offset((0, rank() * columns, *(0,) * (cute.rank(tensor) - 2)), tensor)
+        else:
+            first, each = rank(), 2
         target, source = partition(tma, block.shared[name], sequence.tiles(tensor, head, (rows, columns)))
-        return Moving(edge, tma, target, source, first, each)
+        return Moving(block, name, tma, target, source, first, each)
+
+    @staticmethod
+    def of(operands, name: str):
+        """The copy of tiles of `name`, or the tensor."""
+        across = dict(zip(("q_across", "do_across", "k_across"), operands.across, strict=True))
+        return (across | {"q": operands.q, "do": operands.dout, "k": operands.k, "v": operands.v})[name]
 
     @cute.jit
     def produce(self, call, block):
@@ -198,10 +218,8 @@ class BlackwellBackwardPair(BlackwellBackward):
         tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
         kv_slot, row_slot, slot = slots
         bar = block.kv_edge.acquire(kv_slot)
-        of = work.keys, work.kv_head
-        self.moving(block, None, "k", tmas.k, tensors.k, *of, rank(), 2).copy(work.n, bar)
-        self.moving(block, None, "v", tmas.v, tensors.v, *of, rank(), 2).copy(work.n, bar)
-        self.moving(block, None, "k_across", tmas.across[2], tensors.across[2], *of).copy(work.n, bar)
+        for name in ("k", "v", "k_across"):
+            self.moving(block, call, name, work.keys, work.kv_head).copy(work.n, bar)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):
@@ -213,13 +231,7 @@ class BlackwellBackwardPair(BlackwellBackward):
                     (block.sDelta, tensors.rows[None, head, work.padded.b, 1]),
                 )
             ]
-            of = work.queries, head
-            moving = (
-                self.moving(block, block.q_edge, "q", tmas.q, tensors.q, *of, rank(), 2),
-                self.moving(block, block.do_edge, "do", tmas.dout, tensors.dout, *of, rank(), 2),
-                self.moving(block, block.do_across, "do_across", tmas.across[1], tensors.across[1], *of),
-                self.moving(block, block.q_across, "q_across", tmas.across[0], tensors.across[0], *of),
-            )
+            moving = tuple(self.moving(block, call, name, work.queries, head) for name in self.moved)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)

@@ -10,7 +10,7 @@ from ...primitives.values import Bundle
 from ..fused.kernels.key_products import KeyProducts
 from .key_tile import Block
 from .tcgen05 import Operand, after_wait, instruction, multiply
-from .tensor_memory import Columns
+from .tensor_memory import GROUPS, Columns
 from .tiling import STEP
 
 
@@ -48,14 +48,16 @@ class Steps(KeyProducts):
             self.multiply(target, steps, self.words(target, right.by_rows, left.by_rows), onto or run > 0)
 
     @cute.jit
-    def issue_onto(self, target, left, right: Operand, right_stage):
-        """Starts a product of scores in tensor memory, which is added to what is there."""
+    def issue_onto(self, target, left, right: Operand, right_stage, groups: cutlass.Constexpr = (0, GROUPS)):
+        """Starts a product of scores in tensor memory, of these groups, which is added to what is there."""
         a, b, apart = self.memory + left.first, right.at(right_stage), self.map.apart
-        few = self.tiling.queries // STEP
-        for group in cutlass.range(self.tiling.groups, unroll=1):
+        few = self.tiling.strip // STEP
+        # queries of a group, and of those in between the other group's
+        numbers = [n // few * few * GROUPS + n % few for n in range(self.tiling.queries // STEP)]
+        for group in cutlass.range(groups[0], groups[1], unroll=1):
             # P and dS are over scores of the same thread
             first_a, first_b = a + group * apart, b + group * right.step(few)
-            steps = [(first_a + n * (STEP // 2), right.descriptor(first_b, n)) for n in range(few)]
+            steps = [(first_a + i * (STEP // 2), right.descriptor(first_b, n)) for i, n in enumerate(numbers)]
             self.multiply(target, steps, self.words(target, right.by_rows), True)
 
     def words(self, target, by_rows: bool, left_by_rows: bool = False) -> int:

@@ -17,15 +17,18 @@ from .roles import REGISTERS, WARPGROUP
 from .tensor_memory import (
     GROUPS,
     LANES,
+    STRIP,
     BackwardTensorMemory,
     PairBackwardTensorMemory,
     WideBackwardTensorMemory,
+    WidePairBackwardTensorMemory,
 )
 from .tiling import ROWS
 
 BARRIERS = 512  # bytes: mbarriers and single words
-# clocks of shared memory, the busiest unit, for 128 queries and as many keys of D 128 (FlashAttention-4, table 3)
-ALONE, PAIRED = 3328, 2688
+# Clocks of the busiest unit for 128 queries and as many keys, by one block and by two, by D and Dv: FlashAttention-4,
+# table 3, and benchmarks/model/roofline.py. Of 128 and 192 by two that is the matrix unit, of all others shared memory.
+CLOCKS = {(128, 128): (3328, 2688), (192, 128): (8576, 3456), (128, 192): (7296, 3072)}
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 # (stages of Q, of dO, columns of dQ that leave together), the first that fit
 SMALLER = (2, 2, 32), (2, 1, 32), (2, 1, 16), (1, 2, 32), (1, 1, 32), (1, 1, 16), (1, 1, 8)
@@ -45,6 +48,7 @@ class BackwardRoles:
     matrix = dq + WARPGROUP
     load = matrix + 1
     turns = matrix + 2
+    load_across = matrix + 3  # second operands, where what has to be waited for comes in another order
     threads = (GROUPS + 2) * WARPGROUP * 32
 
     def __post_init__(self) -> None:
@@ -68,6 +72,11 @@ READING = BackwardRoles(compute_registers=184, dq_registers=80, other_registers=
 SUMMING = BackwardRoles(compute_registers=208, dq_registers=48, other_registers=48)
 # by two blocks and in a fixed order: ALiBi spilled 4
 TAKING_TURNS = BackwardRoles(compute_registers=192, dq_registers=72, other_registers=56)
+# by two blocks and strips of queries: all 96 columns of dQ are in registers at once, as dP waits for them; with 160 for
+# P and dS a causal mask spilled 12, with 168 ALiBi 26
+STRIPS = BackwardRoles(compute_registers=176, dq_registers=112, other_registers=48)
+# tensors read at (q, kv): there a relative bias for sm_103a spilled 26, sums by distance 26
+STRIPS_READING = BackwardRoles(compute_registers=184, dq_registers=96, other_registers=48)
 # products of more addresses: with 64 they spilled 38, with 96 still 37 beside sums by distance; dQ with 80 spilled 37
 WIDE = BackwardRoles(compute_registers=144, dq_registers=96, other_registers=128)
 # P and dS at once, where the derivative sees the score: a soft cap in a fixed order spilled 46, a third of them in dQ
@@ -110,10 +119,22 @@ class BlackwellBackwardTiling(RowBackwardTiling):
             "ds": (self.tile_n, self.tile_m, None),
         }
 
+    def place_of(self, name: str) -> str:
+        """In whose place it lies: its own."""
+        return name
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Numbers of each place in shared memory, as many as the largest has that lies there."""
+        found: dict[str, int] = {}
+        for name, (rows, columns, stages) in self.tiles.items():
+            place = self.place_of(name)
+            found[place] = max(found.get(place, 0), rows * columns * (stages or 1))
+        return found
+
     def shared_memory(self, element_bytes: int) -> int:
         small = BARRIERS + 4 * 2 * self.tile_m * self.row_stages
-        numbers = sum(rows * columns * (stages or 1) for rows, columns, stages in self.tiles.values())
-        return -(-small // 1024) * 1024 + element_bytes * numbers + self.sums_memory
+        return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + self.sums_memory
 
     @property
     def sums_memory(self) -> int:
@@ -177,6 +198,29 @@ class PairBackwardTiling(BlackwellBackwardTiling):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WidePairBackwardTiling(PairBackwardTiling):
+    """Of rows whose dK and dV leave few columns: a thread has two strips of queries, one of each block's.
+
+    What doesn't fit beside each other comes after each other: Q of the next tile over dS, when dQ has read that, and dO
+    over the columns of Q.
+    """
+
+    kernel: str = "backward_wide_pair"
+    over: ClassVar[Mapping[str, str]] = {"q": "ds", "do": "q_across"}
+
+    @property
+    def strip(self) -> int:
+        return STRIP
+
+    @property
+    def columns(self) -> WidePairBackwardTensorMemory:
+        return WidePairBackwardTensorMemory.of(self.tile_m, self.d, self.dv)
+
+    def place_of(self, name: str) -> str:
+        return self.over.get(name, name)
+
+
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel; no device has timed them: they fill shared and tensor memory."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -201,28 +245,40 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     if sums_by(program, Pattern.DISTANCE):
         along = tiling.tile_n if wide else tiling.tile_m
         tiling = dataclasses.replace(tiling, distances=distances_of(along // GROUPS))
-    if (d, dv) == (LANES, LANES):
-        sharing = sharing_of(problem, program, ROWS, ALONE / PAIRED)
+    if (d, dv) in CLOCKS:
+        alone, paired = CLOCKS[d, dv]
+        sharing = sharing_of(problem, program, ROWS, alone / paired, tiling.tile_n)
         tiling = dataclasses.replace(tiling, blocks=str(sharing))
         if sharing.blocks == 2:
-            return _by_pairs(tiling, target, deterministic)
+            return _by_pairs(tiling, program, target, deterministic)
     smaller = (dataclasses.replace(tiling, q_stages=q, do_stages=do, dq_part=part) for q, do, part in SMALLER)
     return next(t for t in smaller if t.shared_memory(2) <= target.shared_memory)
 
 
-def _by_pairs(one: BlackwellBackwardTiling, target: Target, deterministic: bool) -> PairBackwardTiling:
+def _by_pairs(
+    one: BlackwellBackwardTiling, program: Program, target: Target, deterministic: bool
+) -> PairBackwardTiling:
     """With what a block alone would have."""
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
     own: dict[str, object] = {
-        "kernel": PairBackwardTiling.kernel,
-        "tile_n": 2 * one.tile_n,
+        "tile_n": 2 * ROWS,
         "q_stages": 1,
         "do_stages": 1,
         "section_tiles": one.section_tiles // 2,
     }
-    if deterministic and one.in_halves:
+    wide = max(one.d, one.dv) > LANES
+    if wide:
+        own |= {"roles": STRIPS, "in_halves": True, "dq_at_once": one.d // 2}
+        if reads_pairs(program.score):
+            own |= {"roles": STRIPS_READING, "dq_at_once": one.d // 4}
+        if one.distances:
+            own["distances"] = distances_of(STRIP)
+    elif deterministic and one.in_halves:
         own["roles"] = TAKING_TURNS
-    tilings = (PairBackwardTiling(**{**kept, **own, "dq_part": part}) for part in (32, 16, 8))
+    kind = WidePairBackwardTiling if wide else PairBackwardTiling
+    own["kernel"] = kind.kernel
+    parts = (part for part in (32, 24, 16, 8) if one.d // 2 % part == 0)
+    tilings = (kind(**{**kept, **own, "dq_part": part}) for part in parts)
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 

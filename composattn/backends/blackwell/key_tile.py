@@ -123,8 +123,10 @@ class Block(Fixed):
     def _tiles(self, smem: SmemAllocator) -> None:
         """`shared`, and as what products take: `operands` summed over their columns, or their rows (`across`)."""
         self.shared, self.operands, self.across = {}, {}, {}
+        places = {place: smem.allocate_array(self.dtype, numbers, byte_alignment=1024)
+                  for place, numbers in self.tiling.places.items()}  # fmt: skip
         for name, (rows, columns, stages) in self.tiling.tiles.items():
-            start = smem.allocate_array(self.dtype, rows * columns * (stages or 1), byte_alignment=1024)
+            start = places[self.tiling.place_of(name)]
             self.shared[name] = tensor_of(start, tile_layout(rows, columns, stages), self.dtype)
             self.operands[name] = Operand(start.toint(), rows, columns)
             self.across[name] = Operand(start.toint(), rows, columns, by_rows=True)

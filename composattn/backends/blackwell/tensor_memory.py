@@ -36,14 +36,20 @@ class ColumnMap(abc.ABC):
     def regions(self) -> Mapping[str, Columns]:
         """By name, those that must be apart."""
 
+    @property
+    def at_once(self) -> tuple[Mapping[str, Columns], ...]:
+        """Those that are there at one time, for each time at which others are."""
+        return (self.regions,)
+
     def __post_init__(self) -> None:
-        regions = sorted(self.regions.items(), key=lambda region: region[1].first)
-        for (name, columns), (other, beside) in itertools.pairwise(regions):
-            if columns.stop > beside.first:
-                raise ValueError(f"{name} (columns {columns}) lies over {other} (columns {beside})")
-        name, last = regions[-1]
-        if last.stop > COLUMNS or regions[0][1].first < 0:
-            raise ValueError(f"{name} (columns {last}) leaves tensor memory, which has {COLUMNS} columns")
+        for there in self.at_once:
+            regions = sorted(there.items(), key=lambda region: region[1].first)
+            for (name, columns), (other, beside) in itertools.pairwise(regions):
+                if columns.stop > beside.first:
+                    raise ValueError(f"{name} (columns {columns}) lies over {other} (columns {beside})")
+            name, last = regions[-1]
+            if last.stop > COLUMNS or regions[0][1].first < 0:
+                raise ValueError(f"{name} (columns {last}) leaves tensor memory, which has {COLUMNS} columns")
 
     @property
     def allocated(self) -> int:
@@ -174,6 +180,11 @@ class PairBackwardTensorMemory(ColumnMap):
         return 3 * self.scores.count // 4
 
     @property
+    def left_gradients(self) -> Columns:
+        """Where dS is."""
+        return self.gradients
+
+    @property
     def dq_parts(self) -> tuple[Columns, ...]:
         return (self.dq,)
 
@@ -183,6 +194,66 @@ class PairBackwardTensorMemory(ColumnMap):
 
     def __str__(self) -> str:
         return self.describe(f"P over both ends of S, dQ {self.dq} between, dS over dP")
+
+
+STRIP = 32  # columns of scores, and queries of a thread, that lie side by side
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
+    """Of each block of a pair where dV and dK leave six strips of `STRIP` columns for all else, one after the other:
+
+        strip   0    1    2    3    4    5
+        1       S    S    S    S    dS   dS    the next scores, while dS of this tile is multiplied
+        2       P    P    dQ   dQ   dQ         P over strips of S that its threads have read
+        3       P    P    dP   dP   dP   dP    dQ has been read
+        1       S    S    S    S    dS   dS    dS over strips of dP that its threads have read
+
+    The groups of threads have strips in turns. So who leaves P or dS there writes over what it has read itself.
+    """
+
+    @staticmethod
+    def of(queries: int, d: int, dv: int) -> WidePairBackwardTensorMemory:
+        used = dv + d
+        return WidePairBackwardTensorMemory(
+            Columns(used, queries),
+            Columns(used + queries // 2, queries),
+            Columns(0, dv),
+            Columns(dv, d),
+            Columns(used + queries // 2, d // 2),
+        )
+
+    def __post_init__(self) -> None:
+        ColumnMap.__post_init__(self)
+
+    @property
+    def apart(self) -> int:
+        return STRIP
+
+    @property
+    def probabilities(self) -> Columns:
+        return Columns(self.scores.first, self.scores.count // 2)
+
+    @property
+    def left_gradients(self) -> Columns:
+        half = self.gradients.count // 2
+        return Columns(self.gradients.first + half, half)
+
+    @cached_property
+    def regions(self) -> Mapping[str, Columns]:
+        return {"dV": self.dv, "dK": self.dk, "S": self.scores, "dP": self.gradients, "dQ": self.dq}
+
+    @property
+    def at_once(self) -> tuple[Mapping[str, Columns], ...]:
+        sums = {"dV": self.dv, "dK": self.dk}
+        return (
+            {**sums, "S": self.scores, "dS": self.left_gradients},
+            {**sums, "P": self.probabilities, "dQ": self.dq},
+            {**sums, "P": self.probabilities, "dP": self.gradients},
+        )
+
+    def __str__(self) -> str:
+        return self.describe(f"one after the other, P {self.probabilities}, dS {self.left_gradients}")
 
 
 @dataclasses.dataclass(frozen=True)

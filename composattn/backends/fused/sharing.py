@@ -25,17 +25,17 @@ class Sharing:
         return f"{self.blocks} for a tile of keys, {self.reason}"
 
 
-def sharing_of(problem: Problem, program: Program, rows: int, most: float) -> Sharing:
-    """Two where tiles of twice the keys visit at most so many times the area of tiles of `rows` keys (and queries).
+def sharing_of(problem: Problem, program: Program, rows: int, most: float, alone: int) -> Sharing:
+    """Two where tiles of `rows` keys each (and queries) visit at most so many times the area of one block's `alone`.
 
     One where registers don't do for two, or where the area is known on the device alone. Of packed sequences it is
     that of sequences of their mean length.
     """
     if _fills_registers(program):
         return Sharing(1, "as sums of gradients take the registers")
-    if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, rows)) is not None:
+    if reason_for_lists(QueryLists, program.mask, extent_of(problem), (rows, alone)) is not None:
         return Sharing(1, "as lists say what each visits")
-    areas = [_visited(problem, program, keys, rows) for keys in (rows, 2 * rows)]
+    areas = [_visited(problem, program, keys, rows) for keys in (alone, 2 * rows)]
     if None in areas:
         return Sharing(1, "as tensors decide what each visits")
     one, two = areas

@@ -169,6 +169,11 @@ class RowBackwardTiling(BackwardTiling):
         return self.tile_m // self.groups
 
     @property
+    def strip(self) -> int:
+        """How many of these queries lie side by side; groups of threads have such strips in turns."""
+        return self.queries
+
+    @property
     def keys(self) -> int:
         """Of a tile, that a thread has, if it has a query."""
         return self.tile_n // self.groups

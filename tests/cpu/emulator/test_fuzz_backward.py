@@ -1,6 +1,6 @@
 """Random gradients of the generated kernels, emulated in four modes: within the tolerance, and the same bits in each.
 
-`python -m tests.cpu.emulator.test_fuzz_backward blackwell-emulated 0 160` runs so many, and prints each.
+`python -m tests.cpu.emulator.test_fuzz_backward blackwell-emulated 0 160 [wide-pair]` runs so many, and prints each.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import sys
 from typing import ClassVar
 
@@ -82,7 +83,23 @@ class WideGradientCall(GradientCall):
     head_dims = ABOVE_256
 
 
+class WidePairGradientCall(GradientCall):
+    """D or Dv above 128, not both, by two blocks: the first such draw from the seed on."""
+
+    head_dims = (40, 64, 104, 128, 128, 136, 160, 192, 192)
+
+    @classmethod
+    def of(cls, seed: int) -> GradientCall:
+        for n in itertools.count():
+            call = super().of(seed + n)
+            narrow, wide = sorted((call.case.q.shape[-1], call.case.v.shape[-1]))
+            if narrow <= 128 < wide:
+                return dataclasses.replace(call, blocks=2)
+        raise AssertionError("draws never end")
+
+
 held = functools.partial(held_in_every_mode, kind=GradientCall)
+held_wide_pair = functools.partial(held_in_every_mode, kind=WidePairGradientCall)
 held_wide = functools.partial(held_in_every_mode, kind=WideGradientCall)
 
 
@@ -99,6 +116,13 @@ def test_random_gradients_of_wide_heads(number: int) -> None:
     held_wide(seeds(40)[number], "hopper-emulated")
 
 
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.slow][n == 0]) for n in range(40)]
+)
+def test_random_gradients_of_wide_heads_by_two_blocks(number: int) -> None:
+    held_wide_pair(seeds(40)[number], "blackwell-emulated")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(160))
@@ -107,4 +131,5 @@ def test_many_random_gradients(number: int, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    report(held, *sys.argv[1:])
+    asked = sys.argv[1:]
+    report(held_wide_pair if "wide-pair" in asked else held, *(word for word in asked if word != "wide-pair"))

@@ -1,7 +1,8 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
 `python -m tests.cpu.emulator.test_mutations [forward|backward|blackwell|blackwell-backward|blackwell-pair|
-blackwell-wide] [head dim] [kind] [I/N]` prints every verdict (of each N-th mutant from the I-th on): docs/emulator.md.
+blackwell-wide|blackwell-wide-pair] [head dim] [kind] [I/N]` prints every verdict (of each N-th mutant from the I-th
+on): docs/emulator.md.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ ON_BLACKWELL = ((384, 384, 1), (256, 128, 1), (384, 128, 1), (257, 129, 2), (640
 # several, ends in the middle of both, one key; a tile of 256 keys with one query tile in all.
 OF_KEYS = ((400, 300, 2), (256, 256, 1), (130, 321, 1), (129, 128, 2), (200, 1, 1), (100, 200, 1))
 SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "blackwell": ON_BLACKWELL, "blackwell-backward": OF_KEYS,
-          "blackwell-pair": OF_KEYS, "blackwell-wide": OF_KEYS}  # fmt: skip
-WIDTHS = {"blackwell-pair": 128, "blackwell-wide": 192}  # of a row, by default 64
+          "blackwell-pair": OF_KEYS, "blackwell-wide": OF_KEYS, "blackwell-wide-pair": OF_KEYS}  # fmt: skip
+WIDTHS = {"blackwell-pair": 128, "blackwell-wide": 192, "blackwell-wide-pair": 192}  # of a row, by default 64
 
 
-def _inputs(dim: int, queries: int, keys: int, heads: int) -> tuple[torch.Tensor, ...]:
+def _inputs(dim: int, queries: int, keys: int, heads: int, v_dim: int | None = None) -> tuple[torch.Tensor, ...]:
     make = torch.Generator().manual_seed(4)
-    q, dout = (torch.randn(1, heads, queries, dim, generator=make).to(torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(1, 1, keys, dim, generator=make).to(torch.bfloat16) for _ in range(2))
+    q, dout = (torch.randn(1, heads, queries, d, generator=make).to(torch.bfloat16) for d in (dim, v_dim or dim))
+    k, v = (torch.randn(1, 1, keys, d, generator=make).to(torch.bfloat16) for d in (dim, v_dim or dim))
     return q, k, v, dout
 
 
@@ -94,12 +95,14 @@ def forward_trial(
     return _trial(calls.kernels[plan.step], calls.arguments[plan.step], results)
 
 
-def backward_trial(dim: int, *shape: int, target: Target = FEW, blocks: int = 1) -> tuple[str, Trial]:
+def backward_trial(
+    dim: int, *shape: int, target: Target = FEW, blocks: int = 1, v_dim: int | None = None
+) -> tuple[str, Trial]:
     from composattn.backends.fused.arguments import MainArguments
     from composattn.backends.fused.launch_backward import BackwardLauncher
     from composattn.backends.fused.plan_backward import COUNTER, plan_backward
 
-    q, k, v, dout = _inputs(dim, *shape)
+    q, k, v, dout = _inputs(dim, *shape, v_dim=v_dim)
     program = ca.Attention(mask_mod=causal()).program
     out, lse = ca.Attention(mask_mod=causal(), backend="streaming")(q, k, v, return_lse=True)
     calls = Calls()
@@ -146,6 +149,7 @@ TRIALS = {
     "blackwell-backward": functools.partial(backward_trial, target=BLACKWELL),
     "blackwell-pair": functools.partial(backward_trial, target=BLACKWELL, blocks=2),
     "blackwell-wide": functools.partial(backward_trial, target=BLACKWELL),
+    "blackwell-wide-pair": functools.partial(backward_trial, target=BLACKWELL, blocks=2, v_dim=128),
 }
 
 

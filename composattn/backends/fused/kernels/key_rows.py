@@ -1,6 +1,6 @@
 """A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a key."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cutlass.cute as cute
@@ -39,7 +39,7 @@ class KeyRows(KeyGroup):
         self.number = cute.arch.make_warp_uniform(thread // THREADS)
         self.thread = thread % THREADS
         self.shape = shape
-        self.row = self.number * tiling.queries
+        self.row = self.number * tiling.strip
         self.diagonals = None
         if tiling.distances:
             warps = tiling.groups * THREADS // 32
@@ -71,10 +71,7 @@ class KeyRows(KeyGroup):
         block, mods, memory = self.block, self.mods, self.memory
         parts = [self.part(m, number, q_slot) for number in range(self.tiling.queries // self.shape.rows)]
         block.rows_edge.wait(q_slot)
-        block.scores.wait(slot)
-        if const_expr(mods.backward.one_pass):
-            block.gradients.wait(slot)
-        memory.heard()
+        self.wait_for_scores(parts, slot)
         for part in parts:
             part.fetch()
             if const_expr(mods.backward.one_pass):
@@ -98,9 +95,20 @@ class KeyRows(KeyGroup):
         for part in parts:
             mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
 
+    def wait_for_scores(self, parts: list["Part"], slot: Slot) -> None:
+        """And for dP, where both are computed at once."""
+        self.block.scores.wait(slot)
+        if const_expr(self.mods.backward.one_pass):
+            self.block.gradients.wait(slot)
+        self.memory.heard()
+
     def part(self, m: Int32, number: int, q_slot: Slot) -> "Part":
         """The `number`-th that is computed of this thread's scores of a query tile."""
         return Part(self, m, number, q_slot)
+
+    def row_of(self, number: Any) -> Any:
+        """Of a part, counted from the thread's first one."""
+        return number * self.shape.rows
 
     def share_gradients(self, parts: list["Part"], q_slot: Slot, slot: Slot) -> None:
         """dS, which all parts have left, to the products."""
@@ -171,7 +179,7 @@ class Part(Fixed):
 
     def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):
         self.block, self.thread, self.memory = me.block, me.thread, me.memory
-        first, columns = number * me.shape.rows, me.tiling.columns
+        first, columns = me.row_of(number), me.tiling.columns
         self.row = me.row + first
         scores, gradients = [of.first + me.row for of in (columns.scores, columns.gradients)]
         self.scores, self.values = scores + first, self.numbers(me.shape.rows)
@@ -214,8 +222,10 @@ class Part(Fixed):
 class Fetched(Fixed):
     """Registers for scores from `column` on, of which `AT_ONCE` are fetched when the first of them is asked for.
 
-    All at once, beside P, spilled 24 of 160 registers.
+    All at once, beside P, spilled 24 of 160 registers. `then`: what is done once all are there.
     """
+
+    then: Callable[[], None] | None = None
 
     def __init__(self, numbers: cute.Tensor, memory: MatrixMemory, column: Any):
         self.numbers, self.memory, self.column = numbers, memory, column
@@ -227,6 +237,8 @@ class Fetched(Fixed):
             self.there.add(first)
             for r, value in enumerate(self.memory.read(self.column + first, AT_ONCE)):
                 self.numbers[first + r, 0] = value
+            if self.then is not None and len(self.there) * AT_ONCE == cute.size(self.numbers):
+                self.then()
         return self.numbers[place]
 
     def __setitem__(self, place: tuple[int, int], value: Float32) -> None:

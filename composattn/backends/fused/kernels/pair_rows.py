@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from ....primitives.block_pair import rank
 from ....primitives.pipelines import BoundEdge, Slot
-from ....primitives.values import Fixed
+from ....primitives.values import Fixed, narrowed
 from .dq_rows import DqRows
 from .key_rows import KeyRows, Part
 from .rounding import put_row
@@ -61,6 +61,72 @@ class PairRows(KeyRows):
         super().leave(mine, sums, first, width)
 
 
+class StripPart(PairPart):
+    """Its scores are fetched before any are computed, and its dS goes nowhere before all of dP are fetched."""
+
+    fetched = False
+
+    def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):
+        super().__init__(me, m, number, q_slot)
+        columns = me.tiling.columns
+        self.left_gradients = self.left_scores + (columns.left_gradients.first - columns.scores.first)
+
+    def fetch(self) -> None:
+        if not self.fetched:
+            super().fetch()
+        self.fetched = True
+
+    def leave_gradients(self) -> None:
+        self.left = narrowed(self.gradients.numbers, self.block.dtype)
+
+
+class StripRows(PairRows):
+    """As `PairRows`, of which each group has a strip of the queries of either block, where columns are few.
+
+    It says by `scores_read` that others may come to where its scores were, and by `gradients_read` to where its first
+    strip of dP was. dS goes to shared memory that the next Q has left, so once the next scores are there.
+    """
+
+    def part(self, m: Int32, number: int, q_slot: Slot) -> StripPart:
+        return StripPart(self, m, number, q_slot)
+
+    def row_of(self, number: int) -> int:
+        return number * self.tiling.groups * self.tiling.strip
+
+    def wait_for_scores(self, parts: list[Any], slot: Slot) -> None:
+        block = self.block
+        block.scores.wait(slot)
+        self.memory.heard()
+        for part in parts:
+            part.fetch()
+        self.tell(block.scores_read, slot)
+        parts[0].gradients.then = lambda: self.tell(block.gradients_read, slot)
+        if const_expr(self.mods.backward.one_pass):
+            block.gradients.wait(slot)
+            self.memory.heard()
+
+    def tell(self, edge: BoundEdge, slot: Slot) -> None:
+        """That it has read what was there."""
+        self.memory.have_read()
+        cute.arch.sync_warp()
+        edge.fill(slot, self.lane)
+
+    def share_gradients(self, parts: list[Any], q_slot: Slot, slot: Slot) -> None:
+        block = self.block
+        for part in parts:
+            self.memory.write(part.left_gradients, cute.recast_tensor(part.left, Int32))
+        self.memory.written()
+        cute.arch.sync_warp()
+        block.scores_done.fill(slot, self.lane)
+        block.scores.wait(slot.next())
+        for number, part in enumerate(parts):
+            there = cute.make_tensor(cute.arch.map_dsmem_ptr(block.sdS.iterator, Int32(number)), block.sdS.layout)
+            _put(rank() == number, part.left, block.sdS, there, self.first_row + self.thread, self.row)
+        cute.arch.fence_proxy("async.shared", space="cluster")
+        cute.arch.sync_warp()
+        block.exchanged.fill(slot, self.lane)
+
+
 @cute.jit
 def _put(mine: Boolean, numbers: cute.Tensor, here: cute.Tensor, there: cute.Tensor, row: Int32, column: Any):
     if mine:
@@ -79,9 +145,10 @@ class PairDqRows(DqRows):
 
 @dataclasses.dataclass
 class Moving(Fixed):
-    """Tiles that are copied into one place, the `first`-th and then every `each`-th."""
+    """Tiles `name` of `block` that are copied into one place, the `first`-th and then every `each`-th."""
 
-    edge: BoundEdge
+    block: Any
+    name: str
     tma: cute.CopyAtom
     target: cute.Tensor
     source: cute.Tensor
@@ -89,8 +156,10 @@ class Moving(Fixed):
     each: int = 1
 
     def start(self, number: Int32, slot: Slot) -> None:
-        bar = self.edge.acquire(slot)
-        self.copy(number, bar)
+        edge = self.block.moved[self.name]
+        self.block.wait_for_room(self.name, slot)
+        edge.fill(slot)
+        self.copy(number, edge.full + slot.index)
 
     def copy(self, number: Int32, bar: cute.Pointer) -> None:
         cute.copy(self.tma, self.source[None, self.each * number + self.first], self.target, tma_bar_ptr=bar)
