@@ -114,7 +114,7 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), LEAVE, (2, 0, 2)),
     "all-cut-in-order": (("window", torch.float16, 2, 1, 200, 200, 128, 96, False, True), LEAVE, (2, 0, 3)),
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
-    "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (3, 2, 2)),
+    "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (2, 1, 2)),
     "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
     "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 192, True, False), {}, (3, 2, 2)),
     "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 192, False, False), CLEARING, None),

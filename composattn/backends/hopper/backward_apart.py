@@ -9,6 +9,7 @@ from ...primitives.register_chunks import add_part
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
+from .backward_tiling import HopperBackwardTiling
 from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
 from .dq import DqPart
 from .key_tile import Block, queries_first
@@ -170,6 +171,8 @@ class DqGroup(Group, KeyGroup):
 
     Two parts at a time leave the sides 8 registers less, and spill beside them.
     """
+
+    tiling: HopperBackwardTiling
 
     def __init__(self, tiling, block, thread, number):
         super().__init__(block, number, thread)

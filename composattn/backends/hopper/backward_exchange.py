@@ -36,7 +36,7 @@ class HopperBackwardExchange(HopperBackwardApart):
         return Layouts.of(self.own)
 
     def block(self, layouts, counter):
-        return ExchangeBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
+        return ExchangeBlock(self.plan.tiling, layouts, self.dtype, self.plan.deterministic, counter)
 
     def first_number(self):
         return cute.arch.block_idx()[0] // 2
