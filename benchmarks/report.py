@@ -236,9 +236,10 @@ def headline(results: list[Result]) -> str:
         peers = [ratio for row in rows if (ratio := ratio_to_best(row)) and "tflops" in row[OURS]]
         yardstick = [f for row in rows if (f := fraction_of_gemm(row))]
         behind = sum(ratio < 1 for ratio in peers)
+        to_gemm = f" To a cuBLAS matrix product: {spread_of(yardstick)}." if yardstick else ""
         lines += [
             f"- {way}, to the fastest other implementation of each row: {spread_of(peers)};",
-            f"  ours is slower in {behind} of {len(peers)} rows. To a cuBLAS matrix product: {spread_of(yardstick)}.",
+            f"  ours is slower in {behind} of {len(peers)} rows.{to_gemm}",
         ]
     every = [row for r in runs.values() for row in r.table.values() if FLEX in row and OURS in row]
     pairs = [{OURS: row[OURS], FLEX: row[FLEX]} for row in every if "tflops" in row[OURS]]

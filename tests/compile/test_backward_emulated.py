@@ -116,8 +116,8 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "last-cut-d128": (("plain", torch.bfloat16, 2, 2, 250, 170, 128, 128, False, False), LEAVE, (4, 3, 3)),
     "last-cut-d256": (("causal", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False), LEAVE, (2, 1, 2)),
     "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
-    "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 192, True, False), {}, (3, 2, 2)),
-    "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 192, False, False), CLEARING, None),
+    "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 128, True, False), {}, (3, 2, 2)),
+    "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 128, False, False), CLEARING, None),
     "transposed-all-cut": (("causal", torch.bfloat16, 4, 1, 150, 200, 192, 192, True, False), TRANSPOSED, (3, 0, 2)),
     "transposed-last-cut": (("plain", torch.bfloat16, 2, 2, 250, 170, 192, 128, False, False), TRANSPOSED, (4, 3, 3)),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
@@ -245,9 +245,9 @@ def test_pairs_of_blocks_with_half_of_the_columns_match_fp64(
 
 EXCHANGE_CASES: dict[str, tuple[Any, ...]] = {
     "plain-ragged-d256": ("plain", torch.bfloat16, 2, 1, 100, 150, 256, 256, True, False),
-    "causal-gqa2-d192": ("causal", torch.bfloat16, 4, 2, 150, 300, 192, 192, True, False),
+    "causal-gqa2-d192-dv128": ("causal", torch.bfloat16, 4, 2, 150, 300, 192, 128, True, False),
     "window-d192-dv128": ("window", torch.float16, 2, 2, 200, 200, 192, 128, False, False),
-    "hidden-d192": ("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 192, True, False),
+    "hidden-d192-dv128": ("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 128, True, False),
     "keys-of-one-block-d256": ("plain", torch.bfloat16, 1, 1, 100, 50, 256, 256, False, False),
     "softcap-gqa2-d256": ("softcap", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False),
     "alibi-d192-dv128": ("alibi", torch.float16, 2, 2, 150, 200, 192, 128, True, False),

@@ -95,7 +95,7 @@ def test_dense_launches_are_decoded(name: str) -> None:
 def test_launches_of_wide_heads_and_cut_tiles_are_decoded() -> None:
     attention = Attention()
     attention(*inputs(1024, 256)).sum().backward()
-    attention.check_decoded("forward", "preprocess", "backward_wide", "postprocess", "backward_gather")
+    attention.check_decoded("forward", "preprocess", "backward_exchange", "postprocess", "backward_gather")
 
 
 def test_packed_launches_are_decoded() -> None:

@@ -27,8 +27,8 @@ from composattn.mods import alibi, causal, document
 
 RECORDS: dict[str, Any] = {
     "forward": ForwardArguments, "combine": CombineArguments, "preprocess": PreprocessArguments,
-    "backward": MainArguments, "backward_wide": MainArguments, "postprocess": PostprocessArguments,
-    "backward_gather": GatherArguments,
+    "backward": MainArguments, "backward_exchange": MainArguments,
+    "postprocess": PostprocessArguments, "backward_gather": GatherArguments,
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_dense_launches_are_as_described(name: str) -> None:
 def test_wide_heads_and_cut_tiles_are_as_described() -> None:
     attention = Attention()
     attention(*inputs(1024, 256)).sum().backward()  # type: ignore[union-attr]
-    attention.check_arguments("forward", "preprocess", "backward_wide", "postprocess", "backward_gather")
+    attention.check_arguments("forward", "preprocess", "backward_exchange", "postprocess", "backward_gather")
 
 
 def test_packed_launches_are_as_described() -> None:

@@ -19,8 +19,9 @@ def test_two_gpus_compute_what_one_does(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.context_parallel", "--only", "check", "--out", str(rows)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in rows.read_text().splitlines()]
