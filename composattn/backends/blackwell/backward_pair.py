@@ -217,7 +217,6 @@ class BlackwellBackwardPair(BlackwellBackward):
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):
-        tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
         kv_slot, row_slot, slot = slots
         bar = block.kv_edge.acquire(kv_slot)
         for name in ("k", "v", "k_across"):
@@ -226,25 +225,33 @@ class BlackwellBackwardPair(BlackwellBackward):
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
-            rows = [
-                partition(tmas.rows, shared, cute.local_tile(statistic, (tiling.tile_m,), (None,)), modes=1)
-                for shared, statistic in (
-                    (block.sLse, tensors.rows[None, head, work.padded.b, 0]),
-                    (block.sDelta, tensors.rows[None, head, work.padded.b, 1]),
-                )
-            ]
+            rows = self.row_tiles(block, call, work, head)
             moving = tuple(self.moving(block, call, name, work.queries, head) for name in self.moved)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
                     # free: the step before has waited for dK of the one before it, which waits for who reads these
-                    block.statistics.fill(row_slot)
-                    bar = block.statistics.full + row_slot.index
-                    for target, source in rows:
-                        place = target[None, row_slot.index]
-                        cute.copy(tmas.rows, source[None, work.padded.first + m], place, tma_bar_ptr=bar)
-                    row_slot = row_slot.next()
+                    row_slot = self.copy_rows(block, call, rows, work.padded.first + m, row_slot)
                     for each in moving:
                         each.start(m, slot)
                     slot = slot.next()
         return kv_slot.next(), row_slot, slot
+
+    def row_tiles(self, block, call, work, head) -> list[tuple]:
+        """(shared memory, tiles) of LSE and of D."""
+        rows, length = call.tensors.rows, self.tiling.tile_m
+        return [
+            partition(call.tmas.rows, shared, cute.local_tile(statistic, (length,), (None,)), modes=1)
+            for shared, statistic in (
+                (block.sLse, rows[None, head, work.padded.b, 0]),
+                (block.sDelta, rows[None, head, work.padded.b, 1]),
+            )
+        ]
+
+    def copy_rows(self, block, call, rows, number, slot) -> Slot:
+        """LSE and D of a query tile into a free stage; the next one."""
+        block.statistics.fill(slot)
+        for target, source in rows:
+            bar = block.statistics.full + slot.index
+            cute.copy(call.tmas.rows, source[None, number], target[None, slot.index], tma_bar_ptr=bar)
+        return slot.next()

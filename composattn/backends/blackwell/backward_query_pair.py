@@ -239,32 +239,20 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):
-        tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
         kv_slot, row_slot, slot = slots
         self.produce_keys(block, call, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
         for member in cutlass.range(call.group, unroll=1):
             head = work.kv_head * call.group + member
-            rows = [
-                partition(tmas.rows, shared, cute.local_tile(statistic, (tiling.tile_m,), (None,)), modes=1)
-                for shared, statistic in (
-                    (block.sLse, tensors.rows[None, head, work.padded.b, 0]),
-                    (block.sDelta, tensors.rows[None, head, work.padded.b, 1]),
-                )
-            ]
+            rows = self.row_tiles(block, call, work, head)
             moving = self.moving_pieces(block, call, work, head)
             for run in self.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
                     m = run.tile(i)
                     slot = self.produce_pieces(block, moving[0], m, slot, False)
                     # free: room for the last of Q comes from a product that dS of the tile before was there for
-                    block.statistics.fill(row_slot)
-                    bar = block.statistics.full + row_slot.index
-                    for target, source in rows:
-                        place = target[None, row_slot.index]
-                        cute.copy(tmas.rows, source[None, work.padded.first + m], place, tma_bar_ptr=bar)
-                    row_slot = row_slot.next()
+                    row_slot = self.copy_rows(block, call, rows, work.padded.first + m, row_slot)
                     slot = self.produce_pieces(block, moving[1], m, slot, False)
                     slot = self.produce_pieces(block, moving[2], m, slot, True)
                     slot = self.produce_pieces(block, moving[3], m, slot, True)

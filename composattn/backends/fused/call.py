@@ -19,7 +19,7 @@ from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import RowStatistics
+from .launch_backward import BackwardLauncher, RowStatistics, Tables
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .settled import Settled, settles
@@ -98,6 +98,17 @@ class FusedCall:
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
+
+    def ready_gradient(
+        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
+    ) -> tuple[FusedGradient, BackwardLauncher, Tables | None] | None:
+        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again."""
+        gradient = self.known_gradient
+        launcher = None if gradient is None else gradient.ready(has_dlse, of_captured)
+        if gradient is None or launcher is None:
+            return None
+        tables = None if launcher.standing is None else launcher.standing.of(lending)
+        return None if tables is None and not launcher.reads_what_is_given else (gradient, launcher, tables)
 
     def begun(
         self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], lending: Lending | None
@@ -181,13 +192,13 @@ class FusedAttend:
 
     def backward(self, known: BackwardInputs) -> Grads:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
-        call, gradient = self.call, self.call.known_gradient
+        call = self.call
         plain = dout.dtype is out.dtype and q.numel() and k.numel()
-        launcher = gradient.ready(dlse is not None, wanted[3:]) if plain and gradient is not None else None
-        tables = None if launcher is None or launcher.standing is None else launcher.standing.of(self.lending)
-        if gradient is None or launcher is None or (tables is None and not launcher.reads_what_is_given):
+        ready = call.ready_gradient(dlse is not None, wanted[3:], self.lending) if plain else None
+        if ready is None:
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
+        gradient, launcher, tables = ready
         rows = RowStatistics() if captured and True in wanted[3:] else None
         given = (captured, self.scalars, self.sequences, None, rows, tables)
         grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)

@@ -116,14 +116,14 @@ class _Settled(torch.autograd.Function):
         settled, numbers, lending = ctx.known
         call, saved, wanted = settled.call, ctx.saved_tensors, ctx.needs_input_grad
         q, k, v, out, lse, *captured = saved
-        if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
+        ready = None
+        if settled.known(dout) and not dout.data_ptr() % 16 and not torch.is_grad_enabled():
+            ready = call.ready_gradient(False, wanted[5:], lending)
+        else:
             settled.learn(dout)
+        if ready is None:
             return None, None, *gradients_of(call.begun(captured, numbers, lending), wanted[2:], saved, dout, None)
-        gradient = call.known_gradient
-        launcher = None if gradient is None else gradient.ready(False, wanted[5:])
-        tables = None if launcher is None or launcher.standing is None else launcher.standing.of(lending)
-        if gradient is None or launcher is None or (tables is None and not launcher.reads_what_is_given):
-            return None, None, *gradients_of(call.begun(captured, numbers, lending), wanted[2:], saved, dout, None)
+        gradient, launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
         rows = RowStatistics() if captured and True in wanted[5:] else None

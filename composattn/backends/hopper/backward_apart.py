@@ -1,7 +1,7 @@
 """The roles of a Hopper backward where dK and dV of 64 keys fill a warpgroup each, and a third one has dQ."""
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.pipelines import Edge, Slot
@@ -12,7 +12,7 @@ from ..fused.kernels.key_tile import KeyGroup
 from .backward_tiling import HopperBackwardTiling
 from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
 from .dq import DqPart
-from .key_tile import Block, queries_first
+from .key_tile import Block
 from .wgmma import WARPGROUP, issue, warps_of
 
 
@@ -97,32 +97,12 @@ class ApartProbabilitySide(ApartSide, ProbabilitySide):
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, weights_slot = self.block, Slot(1, turn_slot.index, turn_slot.phase)
-        tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        scores = queries_first(tSrS)
-        at = self.mods.evaluator(self.tile(scores, m))
-        self.mods.read_ahead(at)
-        block.q_edge.wait(q_slot)
-        issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
-        lse = self.statistics(block.sLse, q_slot.index)
-        warpgroup.wait_group(0)
-        weights = tSrS
-        if const_expr(self.mods.backward.slope is not None):
-            # dS for dP - D = 1
-            weights = cute.make_rmem_tensor(self.scores_shape, Float32)
-            self.mods.weights(at, lse, queries_first(weights), tested)
-        else:
-            self.mods.probabilities(at, lse, tested)
-        self.end_reads()
-        block.q_edge.release(q_slot, self.lane)
+        at, tSrS, weights = self.probabilities(m, tested, turn_slot, q_slot)
         block.weights_edge.wait_empty(weights_slot)
-        for j, place in enumerate(self.weights()):
-            cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
+        self.leave_weights(weights)
         cute.arch.sync_warp()
         block.weights_edge.fill(weights_slot, self.lane)
-        self.mods.drop(at, scores)
-        tTrP = self.left(tSrS)
-        block.do_edge.wait(do_slot)
-        issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
+        self.start_sum(at, tSrS, do_slot)
         warpgroup.wait_group(0)
         block.do_edge.release(do_slot, self.lane)
 
@@ -132,24 +112,9 @@ class ApartGradientSide(ApartSide, GradientSide):
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, weights_slot = self.block, Slot(1, turn_slot.index, turn_slot.phase)
-        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
-        block.do_edge.wait(do_slot)
-        issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
-        delta = self.statistics(block.sDelta, do_slot.index)
-        warpgroup.wait_group(0)
-        gradients = queries_first(tSrdP)
-        self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
-        for r in range(self.shape.rows):
-            for c in range(self.shape.columns):
-                gradients[r, c] = gradients[r, c] - delta[r]
-        self.end_reads()
-        block.do_edge.release(do_slot, self.lane)
+        tSrdP = self.less_delta(m, turn_slot, do_slot)
         block.weights_edge.wait(weights_slot)
-        for j, place in enumerate(self.weights()):
-            four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(place, four)
-            for e in range(4):
-                tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
+        self.weigh(tSrdP)
         self.sum_captured(tSrdP, m)
         cute.arch.sync_warp()
         block.weights_edge.release(weights_slot, self.lane)

@@ -1,6 +1,7 @@
 """The backward kernel for Hopper where dK and dV of 64 keys fill a warpgroup each: D or Dv above 128."""
 
 import abc
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
@@ -137,9 +138,22 @@ class ProbabilitySide(Side):
 
     def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         block = self.block
+        at, tSrS, weights = self.probabilities(m, tested, turn_slot, q_slot)
+        self.leave_weights(weights)
+        block.of_weights.arrive()
+        self.start_sum(at, tSrS, do_slot)
+        self.sync_consumers()
+        tQrdQ = self.dq.issue(ds_slot.index)
+        warpgroup.wait_group(1)
+        block.do_edge.release(do_slot, self.lane)
+        warpgroup.wait_group(0)
+        self.add_dq(call, m, tQrdQ, turn_slot)
+
+    def probabilities(self, m, tested: Boolean, turn_slot, q_slot) -> tuple[Any, cute.Tensor, cute.Tensor]:
+        """(where they stand, P, dS for dP - D = 1) of a query tile; Q and LSE have been read."""
+        block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        scores = queries_first(tSrS)
-        at = self.mods.evaluator(self.tile(scores, m))
+        at = self.mods.evaluator(self.tile(queries_first(tSrS), m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
         issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
@@ -148,26 +162,25 @@ class ProbabilitySide(Side):
         self.complete(tSrS, turn_slot)
         weights = tSrS
         if const_expr(self.mods.backward.slope is not None):
-            # dS for dP - D = 1
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
             self.mods.weights(at, lse, queries_first(weights), tested)
         else:
             self.mods.probabilities(at, lse, tested)
         self.end_reads()
         block.q_edge.release(q_slot, self.lane)
+        return at, tSrS, weights
+
+    def leave_weights(self, weights: cute.Tensor) -> None:
+        """To shared memory, for the other side."""
         for j, place in enumerate(self.weights()):
             cute.autovec_copy(cute.make_tensor(weights.iterator + 4 * j, cute.make_layout(4)), place)
-        block.of_weights.arrive()
-        self.mods.drop(at, scores)
+
+    def start_sum(self, at: Any, tSrS: cute.Tensor, do_slot) -> None:
+        """dV += Pᵀ dO."""
+        self.mods.drop(at, queries_first(tSrS))
         tTrP = self.left(tSrS)
-        block.do_edge.wait(do_slot)
+        self.block.do_edge.wait(do_slot)
         issue(self.mma_sum, self.total, tTrP, self.tTrb[None, None, None, do_slot.index], True)
-        self.sync_consumers()
-        tQrdQ = self.dq.issue(ds_slot.index)
-        warpgroup.wait_group(1)
-        block.do_edge.release(do_slot, self.lane)
-        warpgroup.wait_group(0)
-        self.add_dq(call, m, tQrdQ, turn_slot)
 
 
 class GradientSide(Side):
@@ -181,25 +194,9 @@ class GradientSide(Side):
 
     def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         block, stage = self.block, ds_slot.index
-        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
-        block.do_edge.wait(do_slot)
-        issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
-        delta = self.statistics(block.sDelta, do_slot.index)
-        warpgroup.wait_group(0)
-        self.complete(tSrdP, turn_slot)
-        gradients = queries_first(tSrdP)
-        self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
-        for r in range(self.shape.rows):
-            for c in range(self.shape.columns):
-                gradients[r, c] = gradients[r, c] - delta[r]
-        self.end_reads()
-        block.do_edge.release(do_slot, self.lane)
+        tSrdP = self.less_delta(m, turn_slot, do_slot)
         block.of_weights.meet()
-        for j, place in enumerate(self.weights()):
-            four = cute.make_rmem_tensor(4, Float32)
-            cute.autovec_copy(place, four)
-            for e in range(4):
-                tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
+        self.weigh(tSrdP)
         # the weights have been read, and the next ones are written after the barrier below
         self.sum_captured(tSrdP, m)
         tTrdS = self.left(tSrdP)
@@ -214,6 +211,32 @@ class GradientSide(Side):
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
+
+    def less_delta(self, m, turn_slot, do_slot) -> cute.Tensor:
+        """dP - D of a query tile, both of which have been read."""
+        block = self.block
+        tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        block.do_edge.wait(do_slot)
+        issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
+        delta = self.statistics(block.sDelta, do_slot.index)
+        warpgroup.wait_group(0)
+        self.complete(tSrdP, turn_slot)
+        gradients = queries_first(tSrdP)
+        self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
+        for r in range(self.shape.rows):
+            for c in range(self.shape.columns):
+                gradients[r, c] = gradients[r, c] - delta[r]
+        self.end_reads()
+        block.do_edge.release(do_slot, self.lane)
+        return tSrdP
+
+    def weigh(self, tSrdP: cute.Tensor) -> None:
+        """dP - D to dS, by what the other side has left."""
+        for j, place in enumerate(self.weights()):
+            four = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(place, four)
+            for e in range(4):
+                tSrdP[4 * j + e] = tSrdP[4 * j + e] * four[e]
 
     def sum_captured(self, tSrdP: cute.Tensor, m) -> None:
         """What dS gives to captured tensors."""
