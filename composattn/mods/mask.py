@@ -151,11 +151,11 @@ class Mask(Mod):
 
     def _no_scores(self, other: Any) -> Any:
         raise errors.WrongComposition(
-            "masks join with & | ~; `>>` and `+` join score mods. A mask used as a bias is "
-            "`lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
+            "masks join with & | ~, exclusively as (a | b) & ~(a & b); `>>` and `+` join score mods. A mask used as a "
+            "bias is `lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
         )
 
-    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = _no_scores
+    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = __xor__ = __rxor__ = _no_scores
 
     def __bool__(self) -> bool:
         if asked_by_dynamo():
