@@ -10,6 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
+from ..graph import copies
 from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
@@ -58,6 +59,8 @@ class Held(Planned):
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
         refuse_flattened(self.spoken.tensors)
+        if copies.made:
+            copies.refuse_outdated(self.spoken.tensors)
         for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))

@@ -17,6 +17,7 @@ import torch
 
 from .. import errors
 from ..analysis.symbolic import definition
+from ..graph import copies
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
@@ -85,7 +86,9 @@ class Mod:
 
     @property
     def expr(self) -> Expr:
-        """The graph."""
+        """The graph. Raises: `CapturedTensorChanged`, see `graph.copies`."""
+        if copies.made:
+            copies.refuse_outdated(self.leaves)
         if self._expr is None:
             self._expr = graph_of(self.form, self.leaves)
         return self._expr
