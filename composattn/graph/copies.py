@@ -42,9 +42,11 @@ def refuse_outdated(leaves: Iterable[Any]) -> None:
     """Raises `CapturedTensorChanged` for a table among `leaves` whose sources were written to since it was made."""
     with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
         for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                continue  # a run-time number
             try:
                 known = made.get(leaf.data_ptr())
-            except (AttributeError, RuntimeError):  # a number, or a tensor without memory
+            except RuntimeError:  # fake, or below a transform: no memory to know it by
                 continue
             if known is not None and _stamp(known.sources) != known.stamp:
                 raise CapturedTensorChanged(

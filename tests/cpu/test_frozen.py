@@ -19,7 +19,7 @@ import composattn as ca
 from composattn import errors
 from composattn.graph import copies
 from composattn.graph.expr import captures
-from composattn.mods import causal, document, global_tokens, shared_prefix
+from composattn.mods import causal, document, global_tokens, shared_prefix, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 
@@ -257,6 +257,7 @@ def test_a_captured_tensor_of_another_size_is_refused_by_name(mask: str, size: i
         made(q, q, q)
 
 
+WIDTH = ca.scalar(9)
 COPIED: dict[str, Callable[[torch.Tensor], Mask]] = {
     "documents": lambda t: document(offsets=t),
     "documents of keys": lambda t: document(offsets=t.clone(), kv_offsets=t),
@@ -266,6 +267,7 @@ COPIED: dict[str, Callable[[torch.Tensor], Mask]] = {
     ),
     "shared prefixes": lambda t: shared_prefix(t),
     "tokens": lambda t: global_tokens(t),
+    "beside a run-time number": lambda t: sliding_window(WIDTH) & document(offsets=t),
 }
 ENTRIES: dict[str, Callable[[Mask], Callable[..., Any]]] = {
     "attention": lambda mask: lambda *x: ca.attention(*x, mask_mod=mask),
