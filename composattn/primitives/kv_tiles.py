@@ -2,7 +2,7 @@
 
 Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
 of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
-with it; what follows are loops whose tiles are all tested or all free of tests. Runs go from the highest tile to the
+with it; what follows are loops whose tiles are all tested or all free of tests, or rounds of one loop of each. Runs go from the highest tile to the
 lowest, so that the one tile that may reach beyond the sequence comes first; in a list it stands among the tested ones.
 Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 """
@@ -31,6 +31,27 @@ class Segment(Fixed):
 
     def tile(self, i: Any) -> Any:
         return self.first - i
+
+
+NOTHING = Segment(0, 0, False)
+
+
+@dataclasses.dataclass
+class Segments(Fixed):
+    """Some that a loop at run time goes over."""
+
+    every: list[Segment]
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    def __getitem__(self, n: Any) -> Segment:
+        """The `n`-th one, for an `n` that only the kernel knows; all are alike tested, or nothing."""
+        found = self.every[0]
+        for i, other in enumerate(self.every[1:], 1):
+            first, count = (choose(n == i, *of) for of in ((other.first, found.first), (other.count, found.count)))
+            found = Segment(first, count, found.tested)
+        return found
 
 
 @dataclasses.dataclass
@@ -85,6 +106,20 @@ class TileSequence(Fixed):
     count: Any
     runs: list[Run] | list[ListedRun]
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def segments(self) -> list[Segment] | list[ListedRun]:
+        """Of all runs."""
+        return [segment for run in self.runs for segment in run.segments()]  # type: ignore[return-value]
+
+    def rounds(self) -> tuple[Segments, Segments]:
+        """(tested, free): as many of each, to go over by turns, beginning with the first tile; not of lists."""
+        tested, free = [Segment(self.first, 1, True)], [NOTHING]
+        for segment in self.segments():
+            if segment.tested or free[-1] is not NOTHING:
+                tested.append(NOTHING)
+                free.append(NOTHING)
+            (tested if segment.tested else free)[-1] = segment
+        return Segments(tested), Segments(free)
 
     def has(self, tile: Any) -> Any:
         """Whether it is visited; not where tiles are listed."""

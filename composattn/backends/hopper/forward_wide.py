@@ -218,11 +218,9 @@ class Consume(Role):
         me.block.q_edge.wait(q_slot)
         if tiles.count > 0:
             slot = rows.first_step(tiles.first, slot)
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in rows.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            slot = rows.step(segment.tile(i), test, slot)
+            for segment in tiles.segments():
+                for i in cutlass.range(segment.count, unroll=1):
+                    slot = rows.step(segment.tile(i), rows.test(segment), slot)
         else:
             rows.tOrO.fill(0.0)
         rows.finish(call)

@@ -4,13 +4,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
+
+
+LOOPS = 3  # over tiles, as many as there are segments; where two tests are in them, or more of them, rounds of two
 
 
 class Load(Role):
@@ -70,6 +73,11 @@ class Consume(Role):
         super().__init__(kernel, call, me.block)
         self.me = me
 
+    def in_rounds(self, rows, tiles):
+        """Whether few loops take turns: each is a copy of all that is done for a tile, and takes time to compile."""
+        tests = 1 if isinstance(rows.mods.limits_hold, bool) else 2
+        return sum(tests if segment.tested else 1 for segment in tiles.segments()) > LOOPS
+
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
@@ -78,7 +86,10 @@ class Consume(Role):
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
+            if const_expr(self.in_rounds(rows, tiles)):
+                k_slot, v_slot = self.walk_in_rounds(rows, tiles, k_slot, v_slot)
+            else:
+                k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
@@ -94,10 +105,28 @@ class Consume(Role):
         if const_expr(self.plan.layout.kv == "paged"):
             me.clear_values(tiles.first, rows.work.keys.length, v_slot)
         k_slot = k_slot.next()
-        for run in tiles.runs:
-            for segment in run.segments():
-                for test, count in rows.tests(segment):
-                    k_slot, v_slot = rows.go_over(segment, test, count, k_slot, v_slot)
+        for segment in tiles.segments():
+            k_slot, v_slot = rows.go_over(segment, k_slot, v_slot)
+        return k_slot, v_slot
+
+    @cute.jit
+    def walk_in_rounds(self, rows, tiles, k_slot, v_slot):
+        """The same with one loop over the tested tiles of a round, the first one of all among them, and one behind it.
+
+        A turn is taken in the first tile too.
+        """
+        tested, free = tiles.rounds()
+        for n in cutlass.range(len(tested), unroll=1):
+            segment, follows = tested[n], n > 0
+            for i in cutlass.range(segment.count, unroll=1):
+                rows.step(segment.tile(i), rows.mods.apply_either, k_slot, v_slot, follows)
+                k_slot = k_slot.next()
+                if follows:
+                    v_slot = v_slot.next()
+            if const_expr(self.plan.layout.kv == "paged"):
+                if ~follows:
+                    self.me.clear_values(tiles.first, rows.work.keys.length, v_slot)
+            k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
         return k_slot, v_slot
 
 
@@ -113,10 +142,16 @@ class ConsumeApart(Consume):
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            # all groups take a turn in each tile but their first one
-            k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
+            if const_expr(self.in_rounds(rows, own)):
+                k_slot, v_slot = self.pass_by(before, before, k_slot, v_slot)
+            else:
+                # all groups take a turn in each tile but their first one
+                k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
             if own.count > 0:
-                k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
+                if const_expr(self.in_rounds(rows, own)):
+                    k_slot, v_slot = self.walk_in_rounds(rows, own, k_slot, v_slot)
+                else:
+                    k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
                 rows.last_product(v_slot)
                 k_slot, v_slot = self.pass_by(behind, behind, k_slot, v_slot.next())
             me.block.q_edge.release(q_slot, me.lane)
@@ -167,39 +202,48 @@ class GroupRows(OutputRows[Any]):
         narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
     @cute.jit
-    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
-        """Tiles of a segment that take the same test; gives the slots behind them."""
-        for i in cutlass.range(count, unroll=1):
-            self.step(segment.tile(i), test, k_slot, v_slot)
+    def go_over(self, segment, k_slot, v_slot):
+        """Tiles of a segment; gives the slots behind them."""
+        for i in cutlass.range(segment.count, unroll=1):
+            self.step(segment.tile(i), self.test(segment), k_slot, v_slot)
             k_slot = k_slot.next()
             v_slot = v_slot.next()
         return k_slot, v_slot
 
-    def issue(self, n, k_slot, v_slot):
-        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
-        early = self.tiling.rescale_early
+    def issue(self, n, k_slot, v_slot, follows=True):
+        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores.
+
+        `follows`: whether there is such a tile.
+        """
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
         tSrS = self.products.issue_scores(k_slot)
-        if early:
+        if follows is True:
+            self.issue_output(v_slot)
+        else:
+            _issue_output_if(follows, self, v_slot)
+        return ahead, tSrS
+
+    def issue_output(self, v_slot):
+        """Behind the scores, for which this waits too."""
+        if self.tiling.rescale_early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
-        return ahead, tSrS
 
-    def step(self, n, test, k_slot, v_slot):
-        """Scores of kv tile `n` while the output of the tile before it accumulates."""
-        ahead, tSrS = self.issue(n, k_slot, v_slot)
+    def step(self, n, test, k_slot, v_slot, follows=True):
+        """Scores of kv tile `n` while the output of the tile before it accumulates, if it `follows` one."""
+        ahead, tSrS = self.issue(n, k_slot, v_slot, follows)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, test, first=False)
         if self.tiling.wait_late:
             self.release_behind_exponential(tSrS, k_slot)
         self.products.wait(0)
-        self.block.v_edge.release(v_slot, self.me.lane)
+        self.block.v_edge.release(v_slot, choose(follows, self.me.lane, Int32(32)))
         narrow(self.tOrP, tSrS)
         if not self.tiling.rescale_early:
             self.rescale_output()
@@ -228,3 +272,12 @@ class GroupRows(OutputRows[Any]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         row_lse = self.store(call)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)
+
+
+@cute.jit
+def _issue_output_if(condition: Boolean, rows: cutlass.Constexpr[GroupRows], v_slot):
+    if condition:
+        rows.issue_output(v_slot)
+    else:
+        rows.me.turns.give(rows.me.number)
+        rows.products.wait(0)

@@ -27,16 +27,16 @@ class GuessingRows(GroupRows):
     """
 
     @cute.jit
-    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
-        i = Int32(0)
+    def go_over(self, segment, k_slot, v_slot):
+        test, i = self.test(segment), Int32(0)
         if const_expr(test is None):
             again = Int32(0)
-            while (i < count) & (again < PATIENCE):
+            while (i < segment.count) & (again < PATIENCE):
                 again = again + self.guessed_step(segment.tile(i), k_slot, v_slot)
                 i += 1
                 k_slot = k_slot.next()
                 v_slot = v_slot.next()
-        while i < count:
+        while i < segment.count:
             self.step(segment.tile(i), test, k_slot, v_slot)
             i += 1
             k_slot = k_slot.next()

@@ -57,15 +57,9 @@ class QueryRows(Places[AnyForwardTiling]):
         first_kv = n * self.tiling.tile_n + self.column
         return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
 
-    def tests(self, segment) -> list:
-        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
-        if not segment.tested:
-            return [(None, segment.count)]
-        holds = self.mods.limits_hold
-        if isinstance(holds, bool):
-            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
-        by_limits = choose(holds, segment.count, 0)
-        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+    def test(self, segment) -> Any:
+        """What hides elements of a segment's tiles: the rows' limits where they hold, else the mask; None: nothing."""
+        return self.mods.apply_either if segment.tested else None
 
     def tests_of(self, tiles: TileSequence) -> list["Test"]:
         """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
