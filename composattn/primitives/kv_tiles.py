@@ -2,8 +2,9 @@
 
 Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
 of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
-with it; what follows are loops whose tiles are all tested or all free of tests, or rounds of one loop of each. Runs go from the highest tile to the
-lowest, so that the one tile that may reach beyond the sequence comes first; in a list it stands among the tested ones.
+with it; what follows are loops whose tiles are all tested or all free of tests, one for each segment or, in `rounds`,
+one for all of a kind. Runs go from the highest tile to the lowest, so that the one tile that may reach beyond the
+sequence comes first; in a list it stands among the tested ones.
 Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 """
 
@@ -118,7 +119,7 @@ class TileSequence(Fixed):
             if segment.tested or free[-1] is not NOTHING:
                 tested.append(NOTHING)
                 free.append(NOTHING)
-            (tested if segment.tested else free)[-1] = segment
+            (tested if segment.tested else free)[-1] = segment  # type: ignore[assignment]
         return Segments(tested), Segments(free)
 
     def has(self, tile: Any) -> Any:

@@ -12,8 +12,9 @@ from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
 
-
-LOOPS = 3  # over tiles, as many as there are segments; where two tests are in them, or more of them, rounds of two
+# Loops over kv tiles that are copies of one another, in what they test too; of more, two take turns. A copy is 0.2 s of
+# compiling and of the time it takes for a new process to begin.
+COPIES = 3
 
 
 class Load(Role):
@@ -73,11 +74,6 @@ class Consume(Role):
         super().__init__(kernel, call, me.block)
         self.me = me
 
-    def in_rounds(self, rows, tiles):
-        """Whether few loops take turns: each is a copy of all that is done for a tile, and takes time to compile."""
-        tests = 1 if isinstance(rows.mods.limits_hold, bool) else 2
-        return sum(tests if segment.tested else 1 for segment in tiles.segments()) > LOOPS
-
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
@@ -86,10 +82,7 @@ class Consume(Role):
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            if const_expr(self.in_rounds(rows, tiles)):
-                k_slot, v_slot = self.walk_in_rounds(rows, tiles, k_slot, v_slot)
-            else:
-                k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
+            k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
             me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
@@ -97,9 +90,18 @@ class Consume(Role):
         rows.finish(call)
         return q_slot, k_slot, v_slot
 
-    @cute.jit
     def walk(self, rows, tiles, k_slot, v_slot):
         """All of the tiles but the last one's product with V."""
+        walk = self.walk_rounds if self.in_rounds(rows, tiles) else self.walk_segments
+        return walk(rows, tiles, k_slot, v_slot)
+
+    def in_rounds(self, rows, tiles):
+        """Whether tested and free tiles take turns in two loops; else each segment has a loop of its own."""
+        tests = 1 if isinstance(rows.mods.limits_hold, bool) else 2
+        return sum(tests if segment.tested else 1 for segment in tiles.segments()) > COPIES
+
+    @cute.jit
+    def walk_segments(self, rows, tiles, k_slot, v_slot):
         me = self.me
         rows.first_scores(tiles.first, k_slot)
         if const_expr(self.plan.layout.kv == "paged"):
@@ -110,11 +112,8 @@ class Consume(Role):
         return k_slot, v_slot
 
     @cute.jit
-    def walk_in_rounds(self, rows, tiles, k_slot, v_slot):
-        """The same with one loop over the tested tiles of a round, the first one of all among them, and one behind it.
-
-        A turn is taken in the first tile too.
-        """
+    def walk_rounds(self, rows, tiles, k_slot, v_slot):
+        """The first tile of all is a round of its own, in which a turn is taken too."""
         tested, free = tiles.rounds()
         for n in cutlass.range(len(tested), unroll=1):
             segment, follows = tested[n], n > 0
@@ -123,7 +122,7 @@ class Consume(Role):
                 k_slot = k_slot.next()
                 if follows:
                     v_slot = v_slot.next()
-            if const_expr(self.plan.layout.kv == "paged"):
+            if const_expr(self.plan.layout.kv == "paged"):  # noqa: SIM102  known when compiling
                 if ~follows:
                     self.me.clear_values(tiles.first, rows.work.keys.length, v_slot)
             k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
@@ -142,16 +141,11 @@ class ConsumeApart(Consume):
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            if const_expr(self.in_rounds(rows, own)):
-                k_slot, v_slot = self.pass_by(before, before, k_slot, v_slot)
-            else:
-                # all groups take a turn in each tile but their first one
-                k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
+            # all groups take as many turns: one in each tile, but in their first one where it stands apart
+            turns = tiles.count if self.in_rounds(rows, own) else tiles.count - 1
+            k_slot, v_slot = self.pass_by(before, smaller(before, turns), k_slot, v_slot)
             if own.count > 0:
-                if const_expr(self.in_rounds(rows, own)):
-                    k_slot, v_slot = self.walk_in_rounds(rows, own, k_slot, v_slot)
-                else:
-                    k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
+                k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
                 rows.last_product(v_slot)
                 k_slot, v_slot = self.pass_by(behind, behind, k_slot, v_slot.next())
             me.block.q_edge.release(q_slot, me.lane)
