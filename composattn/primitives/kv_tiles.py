@@ -39,19 +39,20 @@ NOTHING = Segment(0, 0, False)
 
 @dataclasses.dataclass
 class Segments(Fixed):
-    """Some that a loop at run time goes over."""
+    """Some that a loop at run time goes over, all `tested` or none."""
 
     every: list[Segment]
+    tested: bool
 
     def __len__(self) -> int:
         return len(self.every)
 
     def __getitem__(self, n: Any) -> Segment:
-        """The `n`-th one, for an `n` that only the kernel knows; all are alike tested, or nothing."""
-        found = self.every[0]
+        """The `n`-th one, for an `n` that only the kernel knows."""
+        found = dataclasses.replace(self.every[0], tested=self.tested)
         for i, other in enumerate(self.every[1:], 1):
             first, count = (choose(n == i, *of) for of in ((other.first, found.first), (other.count, found.count)))
-            found = Segment(first, count, found.tested)
+            found = Segment(first, count, self.tested)
         return found
 
 
@@ -113,14 +114,15 @@ class TileSequence(Fixed):
         return [segment for run in self.runs for segment in run.segments()]  # type: ignore[return-value]
 
     def rounds(self) -> tuple[Segments, Segments]:
-        """(tested, free): as many of each, to go over by turns, beginning with the first tile; not of lists."""
-        tested, free = [Segment(self.first, 1, True)], [NOTHING]
+        """(tested, free): those of `segments`, as many of each, to go over by turns; not of lists."""
+        tested: list[Segment] = []
+        free: list[Segment] = []
         for segment in self.segments():
-            if segment.tested or free[-1] is not NOTHING:
+            if segment.tested or not free or free[-1] is not NOTHING:
                 tested.append(NOTHING)
                 free.append(NOTHING)
             (tested if segment.tested else free)[-1] = segment  # type: ignore[assignment]
-        return Segments(tested), Segments(free)
+        return Segments(tested, True), Segments(free, False)
 
     def has(self, tile: Any) -> Any:
         """Whether it is visited; not where tiles are listed."""

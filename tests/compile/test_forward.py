@@ -168,7 +168,7 @@ def loops(artifact: Artifact) -> int:
 
 
 def in_rounds(plan: ForwardPlan) -> bool:
-    """Whether one loop is over all tested tiles, the first one of all among them, and another over all others."""
+    """Whether one loop is over all tested tiles, and another over all others."""
     limits = plan.program.limits
     tests = 1 if limits is None or limits.holds.is_const else 2  # by the rows' limits, and by the mask where none hold
     copies = sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)

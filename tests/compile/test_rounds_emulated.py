@@ -54,7 +54,7 @@ def test_as_in_fp64(name: str) -> None:
 
 
 def test_what_a_page_holds_behind_the_last_key_changes_nothing() -> None:
-    """V behind the last key is cleared where it is seen first: in the first tile of all, which a loop has."""
+    """Nothing of V behind the last key is multiplied."""
     case = make_paged_case(
         2, [300, 17, 0], page_size=16, q_len=90, heads=2, dim=64, dtype=torch.bfloat16, mask_mod=window_and_first
     )

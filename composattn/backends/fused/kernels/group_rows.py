@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
@@ -12,9 +12,9 @@ from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
 
-# Loops over kv tiles that are copies of one another, in what they test too; of more, two take turns. A copy is 0.2 s of
-# compiling and of the time it takes for a new process to begin.
-COPIES = 3
+# Loops over kv tiles, each a copy of all that is done for a tile: 0.3 s of compiling. Where there would be more, or one
+# tests in two ways, two loops take turns.
+LOOPS = 3
 
 
 class Load(Role):
@@ -90,42 +90,22 @@ class Consume(Role):
         rows.finish(call)
         return q_slot, k_slot, v_slot
 
+    @cute.jit
     def walk(self, rows, tiles, k_slot, v_slot):
         """All of the tiles but the last one's product with V."""
-        walk = self.walk_rounds if self.in_rounds(rows, tiles) else self.walk_segments
-        return walk(rows, tiles, k_slot, v_slot)
-
-    def in_rounds(self, rows, tiles):
-        """Whether tested and free tiles take turns in two loops; else each segment has a loop of its own."""
-        tests = 1 if isinstance(rows.mods.limits_hold, bool) else 2
-        return sum(tests if segment.tested else 1 for segment in tiles.segments()) > COPIES
-
-    @cute.jit
-    def walk_segments(self, rows, tiles, k_slot, v_slot):
         me = self.me
         rows.first_scores(tiles.first, k_slot)
         if const_expr(self.plan.layout.kv == "paged"):
             me.clear_values(tiles.first, rows.work.keys.length, v_slot)
         k_slot = k_slot.next()
-        for segment in tiles.segments():
-            k_slot, v_slot = rows.go_over(segment, k_slot, v_slot)
-        return k_slot, v_slot
-
-    @cute.jit
-    def walk_rounds(self, rows, tiles, k_slot, v_slot):
-        """The first tile of all is a round of its own, in which a turn is taken too."""
-        tested, free = tiles.rounds()
-        for n in cutlass.range(len(tested), unroll=1):
-            segment, follows = tested[n], n > 0
-            for i in cutlass.range(segment.count, unroll=1):
-                rows.step(segment.tile(i), rows.mods.apply_either, k_slot, v_slot, follows)
-                k_slot = k_slot.next()
-                if follows:
-                    v_slot = v_slot.next()
-            if const_expr(self.plan.layout.kv == "paged"):  # noqa: SIM102  known when compiling
-                if ~follows:
-                    self.me.clear_values(tiles.first, rows.work.keys.length, v_slot)
-            k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
+        if const_expr(rows.loops(tiles) <= LOOPS):
+            for segment in tiles.segments():
+                k_slot, v_slot = rows.go_over(segment, k_slot, v_slot)
+        else:
+            tested, free = tiles.rounds()
+            for n in cutlass.range(len(tested), unroll=1):
+                k_slot, v_slot = rows.go_over(tested[n], k_slot, v_slot)
+                k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
         return k_slot, v_slot
 
 
@@ -141,9 +121,8 @@ class ConsumeApart(Consume):
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
-            # all groups take as many turns: one in each tile, but in their first one where it stands apart
-            turns = tiles.count if self.in_rounds(rows, own) else tiles.count - 1
-            k_slot, v_slot = self.pass_by(before, smaller(before, turns), k_slot, v_slot)
+            # all groups take a turn in each tile but their first one
+            k_slot, v_slot = self.pass_by(before, smaller(before, tiles.count - 1), k_slot, v_slot)
             if own.count > 0:
                 k_slot, v_slot = self.walk(rows, own, k_slot, v_slot)
                 rows.last_product(v_slot)
@@ -177,67 +156,59 @@ class GroupRows(OutputRows[Any]):
         super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
         self.tOrO.fill(0.0)
 
-    def probabilities(self, tSrS, n, ahead, test, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
+    def probabilities(self, tSrS, n, ahead, tested, seen, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; where `tested`, of what is `seen`."""
         tile = self.tile(self.products.rows_of(tSrS), n)
         self.mods.apply_score(tile, ahead)
-        if test is not None:
-            test(tile)
+        if tested:
+            self.hide(tile, seen)
         self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
         self.mods.drop(tile)
 
     def first_scores(self, n, k_slot):
-        ahead = self.mods.read_ahead(self.tile(None, n))
+        ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.block.k_edge.wait(k_slot)
         tSrS = self.products.issue_scores(k_slot)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        self.probabilities(tSrS, n, ahead, True, seen, first=True)
         narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
     @cute.jit
     def go_over(self, segment, k_slot, v_slot):
         """Tiles of a segment; gives the slots behind them."""
         for i in cutlass.range(segment.count, unroll=1):
-            self.step(segment.tile(i), self.test(segment), k_slot, v_slot)
+            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
             k_slot = k_slot.next()
             v_slot = v_slot.next()
         return k_slot, v_slot
 
-    def issue(self, n, k_slot, v_slot, follows=True):
-        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores.
-
-        `follows`: whether there is such a tile.
-        """
+    def issue(self, n, k_slot, v_slot):
+        """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
+        early = self.tiling.rescale_early
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
         tSrS = self.products.issue_scores(k_slot)
-        if follows is True:
-            self.issue_output(v_slot)
-        else:
-            _issue_output_if(follows, self, v_slot)
-        return ahead, tSrS
-
-    def issue_output(self, v_slot):
-        """Behind the scores, for which this waits too."""
-        if self.tiling.rescale_early:
+        if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
         self.products.wait(1)
+        return ahead, tSrS
 
-    def step(self, n, test, k_slot, v_slot, follows=True):
-        """Scores of kv tile `n` while the output of the tile before it accumulates, if it `follows` one."""
-        ahead, tSrS = self.issue(n, k_slot, v_slot, follows)
+    def step(self, n, tested, k_slot, v_slot):
+        """Scores of kv tile `n` while the output of the tile before it accumulates."""
+        seen = self.look(n) if tested else None
+        ahead, tSrS = self.issue(n, k_slot, v_slot)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, test, first=False)
+        self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         if self.tiling.wait_late:
             self.release_behind_exponential(tSrS, k_slot)
         self.products.wait(0)
-        self.block.v_edge.release(v_slot, choose(follows, self.me.lane, Int32(32)))
+        self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, tSrS)
         if not self.tiling.rescale_early:
             self.rescale_output()
@@ -266,12 +237,3 @@ class GroupRows(OutputRows[Any]):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         row_lse = self.store(call)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)
-
-
-@cute.jit
-def _issue_output_if(condition: Boolean, rows: cutlass.Constexpr[GroupRows], v_slot):
-    if condition:
-        rows.issue_output(v_slot)
-    else:
-        rows.me.turns.give(rows.me.number)
-        rows.products.wait(0)

@@ -28,8 +28,8 @@ class GuessingRows(GroupRows):
 
     @cute.jit
     def go_over(self, segment, k_slot, v_slot):
-        test, i = self.test(segment), Int32(0)
-        if const_expr(test is None):
+        i = Int32(0)
+        if const_expr(not segment.tested):
             again = Int32(0)
             while (i < segment.count) & (again < PATIENCE):
                 again = again + self.guessed_step(segment.tile(i), k_slot, v_slot)
@@ -37,7 +37,7 @@ class GuessingRows(GroupRows):
                 k_slot = k_slot.next()
                 v_slot = v_slot.next()
         while i < segment.count:
-            self.step(segment.tile(i), test, k_slot, v_slot)
+            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
             i += 1
             k_slot = k_slot.next()
             v_slot = v_slot.next()
@@ -69,7 +69,7 @@ class GuessingRows(GroupRows):
             ahead = self.mods.read_ahead(self.tile(None, n))
             tSrS = self.products.issue_scores(k_slot)
             self.products.wait(0)
-            self.probabilities(tSrS, n, ahead, None, first=False)
+            self.probabilities(tSrS, n, ahead, False, None, first=False)
             narrow(self.tOrP, tSrS)
             self.rescale_output()
 
