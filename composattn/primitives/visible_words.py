@@ -7,7 +7,6 @@ computed first. Words are made one after the other, in a loop of their own.
 from __future__ import annotations
 
 import dataclasses
-
 from typing import Any
 
 import cutlass
@@ -61,9 +60,9 @@ def hide(tile: ScoreTile, words: tuple[Int32, ...]) -> None:
 
 
 def rows_words(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
-    """Of one row after the other a word for each `WORD` of the columns: by the rows' limits if they hold, else the mask.
+    """For each row, and each `WORD` of its columns: by the rows' limits where they hold, else by the mask.
 
-    A branch decides, and stands where no product runs and no score is there.
+    A branch decides, while no product runs: behind one, limits would be known later than scores.
     """
     words = tile.rows * len(range(0, tile.columns, WORD))
     return _rows_words(mods, tile, mods.limits_hold, tuple(Int32(0) for _ in range(words)))
