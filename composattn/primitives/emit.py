@@ -665,7 +665,7 @@ class BoundMods(Fixed):
                 tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
 
     def run(self, tile: ScoreTile, r: int) -> tuple[Any, Any]:
-        """The thread's columns that row `r` sees by its limits: the first one, None where it is 0, and the one behind."""
+        """The thread's columns that row `r` sees by its limits: the first, None where it is 0, and the one behind."""
         before, (begin, end) = tile.shape.columns_before, self.row_limits[r]
         stop = before(larger(end - tile.first_kv, 0))
         return None if begin is None else before(larger(begin - tile.first_kv, 0)), stop

@@ -81,6 +81,7 @@ def _rows_words_by_mask(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
     at = Evaluator(mods.mods, mods.leaves, tile, mods.work)
     end = tile.shape.columns_before(larger(mods.leaves.kv_len - tile.first_kv, 0))
     words: list[Any] = []
+    assert mods.mods.mask is not None, "limits of rows are a mask's"
     for r in range(tile.rows):
         for first, inside in words_of_run(tile.columns, None, end):
             shown: Any = Int32(0)
