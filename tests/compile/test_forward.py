@@ -164,7 +164,7 @@ def loops(artifact: Artifact) -> int:
     if plan.lists is not None:
         return 2
     once = sum(1 + s.left + s.right if s.full else 1 for s in plan.intervals)
-    return once + guessed(artifact) if not in_rounds(plan) else 2
+    return 2 + min(guessed(artifact), 1) if in_rounds(plan) else once + guessed(artifact)
 
 
 def in_rounds(plan: ForwardPlan) -> bool:
