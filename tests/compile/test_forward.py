@@ -161,12 +161,18 @@ def loops(artifact: Artifact) -> int:
     """Loops over kv tiles that the plan asks for."""
     plan = artifact.plan
     assert isinstance(plan, ForwardPlan)
+    if plan.lists is not None:
+        return 2
+    once = sum(1 + s.left + s.right if s.full else 1 for s in plan.intervals)
+    return 2 + min(guessed(artifact), 1) if in_rounds(plan) else once + guessed(artifact)
+
+
+def in_rounds(plan: ForwardPlan) -> bool:
+    """Whether one loop is over all tested tiles, and another over all others."""
     limits = plan.program.limits
     tests = 1 if limits is None or limits.holds.is_const else 2  # by the rows' limits, and by the mask where none hold
-    if plan.lists is not None:
-        return 1 + tests
-    once = sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)
-    return once + guessed(artifact)
+    copies = sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)
+    return isinstance(plan.tiling, HopperTiling) and copies > 3
 
 
 def guessed(artifact: Artifact) -> int:
