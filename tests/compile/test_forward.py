@@ -278,8 +278,15 @@ def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> No
     assert cut(192, 8192).kernel == "forward"
 
 
-def test_with_a_score_mod_or_in_packed_sequences_a_maximum_is_looked_for() -> None:
-    assert {plan("alibi", "causal", d).tiling.kernel for d in (96, 128)} == {"forward"}
+def test_a_maximum_is_looked_for_behind_a_curve_a_table_of_pairs_and_in_packed_sequences() -> None:
+    """Each of them took the time of a guess or more; a line through the score is as cheap as the scale."""
+    straight = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", d=d) for d in (64, 128)]
+    assert {p.tiling.kernel for p in straight} == {GUESSING}
+    assert plan("alibi", "causal", length=2048).tiling.kernel == GUESSING
+    assert plan("bias").tiling.kernel == GUESSING
+    assert {plan("softcap", d=d).tiling.kernel for d in (64, 96, 128)} == {"forward"}
+    assert [plan("bias", d=64, length=length).tiling.warpgroups for length in (2048, 4096)] == [1, 2]
+    assert {plan("bias", d=d).tiling.kernel for d in (64, 96)} == {"forward"}
     assert plan(d=64, layout=PACKED).tiling.kernel == "forward"
 
 

@@ -11,7 +11,16 @@ from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, invariant_keys, slots
-from ..fused.traits import has_bounded_documents, has_opaque_test, keys, padded, queries, reads_any, reads_pairs
+from ..fused.traits import (
+    has_bounded_documents,
+    has_opaque_test,
+    keys,
+    padded,
+    queries,
+    reads_any,
+    reads_pairs,
+    sees_score,
+)
 from ..fused.work import captured_decide
 from .wide_tiling import WideTiling, wide_tiling
 
@@ -24,6 +33,8 @@ FEW_KEYS = {64: 2304, 96: 1152}
 FEW_KEYS_GUESSED = {64: 1536, 96: 768}
 # Keys of a query, on average, from which D 128 guesses: 8k and 16k gain 1 %, causal 2k and windows of 1,024 nothing
 MANY_KEYS_GUESSED = 2304
+# The same with a score mod: ALiBi gains 10 % of causal 2k, 11 % of 8k; a bias by key gains nothing of 8k
+MANY_KEYS_GUESSED_MOD = 1024
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
 # of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
@@ -141,9 +152,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    guesses = _may_guess(problem, program, heads) and (
-        warpgroups == 3 if widest <= 96 else d == dv == 128 and _is_long(problem, program)
-    )
+    guesses = _guesses(problem, program, heads)
     return _tiling(
         problem,
         heads,
@@ -163,15 +172,20 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     )
 
 
-def _is_long(problem: Problem, program: Program) -> bool:
-    return keys_of_a_query(problem, program) > MANY_KEYS_GUESSED
+def _guesses(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether a large block's rows guess their maxima: most tiles need no test, and a softmax is what they wait for.
 
-
-def _may_guess(problem: Problem, program: Program, heads: int) -> bool:
-    """Whether most tiles need no test, and their scores are those of the product."""
-    plain = program.score is None and program.keep is None and problem.layout.is_dense
-    in_any_order = not problem.schedule.batch_invariant
-    return plain and in_any_order and (program.mask is None or _may_pass(problem, program, heads))
+    Where the score mod is no straight line in the score, as a soft cap, its own operations are (D 64 lost 3 % by it).
+    """
+    if program.keep is not None or not problem.layout.is_dense or problem.schedule.batch_invariant:
+        return False
+    if sees_score(program) or not (program.mask is None or _may_pass(problem, program, heads)):
+        return False
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if max(d, dv) <= 96:
+        return not reads_pairs(program.score)
+    many = MANY_KEYS_GUESSED if program.score is None else MANY_KEYS_GUESSED_MOD
+    return d == dv == 128 and keys_of_a_query(problem, program) > many
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
@@ -247,9 +261,11 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
         return False
     if captured_decide(program.intervals):
         return True
-    guesses = _may_guess(problem, program, packed_heads(problem, program, ROWS))
-    few = next((few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d), 0)
-    return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
+    if widest > 96:
+        return False
+    guesses = _guesses(problem, program, packed_heads(problem, program, ROWS))
+    few = next(few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d)
+    return keys(problem) <= few or keys_of_a_query(problem, program) <= few
 
 
 def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:
