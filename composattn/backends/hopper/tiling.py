@@ -175,15 +175,18 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
     """Whether a large block's rows guess their maxima: most tiles need no test, and a softmax is what they wait for.
 
-    Where the score mod is no straight line in the score, as a soft cap, its own operations are (D 64 lost 3 % by it).
+    Behind a score mod that is no line in the score, as a soft cap, they wait for its operations (D 64 lost 3 % by it),
+    behind one that reads at (q, kv) for loads (48 spilled in the loop of D 128).
     """
     if program.keep is not None or not problem.layout.is_dense or problem.schedule.batch_invariant:
         return False
-    if sees_score(program) or not (program.mask is None or _may_pass(problem, program, heads)):
+    if sees_score(program) or reads_pairs(program.score):
+        return False
+    if program.mask is not None and not _may_pass(problem, program, heads):
         return False
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if max(d, dv) <= 96:
-        return not reads_pairs(program.score)
+        return True
     many = MANY_KEYS_GUESSED if program.score is None else MANY_KEYS_GUESSED_MOD
     return d == dv == 128 and keys_of_a_query(problem, program) > many
 
