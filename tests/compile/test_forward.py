@@ -53,6 +53,8 @@ SCORES = {
     "alibi": lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q),
     "softcap": lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0),
     "bias": lambda score, b, h, q, kv: score + BIAS[h, q, kv],
+    "key": lambda score, b, h, q, kv: score + BIAS[h, 0, kv],
+    "chosen": lambda score, b, h, q, kv: torch.where(q >= kv, score, -1e9),
 }
 
 
@@ -278,13 +280,17 @@ def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> No
     assert cut(192, 8192).kernel == "forward"
 
 
-def test_a_maximum_is_looked_for_behind_a_curve_a_table_of_pairs_and_in_packed_sequences() -> None:
-    straight = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", d=d) for d in (64, 128)]
-    assert {p.tiling.kernel for p in straight} == {GUESSING}
-    assert plan("alibi", "causal", length=2048).tiling.kernel == GUESSING
-    assert {plan("softcap", d=d).tiling.kernel for d in (64, 96, 128)} == {"forward"}
-    assert [plan("bias", d=64, length=length).tiling.warpgroups for length in (2048, 4096)] == [1, 2]
-    assert {plan("bias", d=d).tiling.kernel for d in (64, 96, 128)} == {"forward"}
+def test_behind_a_score_mod_that_is_a_line_a_maximum_is_guessed_too() -> None:
+    guessed = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", d=d) for d in (64, 128)]
+    guessed.append(plan("alibi", "causal", length=2048))
+    assert {p.tiling.kernel for p in guessed} == {GUESSING}
+    short = [plan("alibi", d=d, length=4096) for d in (64, 128)]  # with no mask its scores may rise
+    assert {p.tiling.kernel for p in short} == {"forward"}
+
+
+@pytest.mark.parametrize("score", ["softcap", "bias", "chosen", "key"])
+def test_behind_other_score_mods_and_in_packed_sequences_it_is_looked_for(score: str) -> None:
+    assert {plan(score, d=d).tiling.kernel for d in (64, 96, 128)} == {"forward"}
     assert plan(d=64, layout=PACKED).tiling.kernel == "forward"
 
 
@@ -350,7 +356,7 @@ def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> No
 
 def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
     assert [cut(64, 8192, mask).persistent for mask in (None, causal())] == [True, False]
-    assert not cut(64, 2048).persistent
+    assert [cut(64, length).persistent for length in (2048, 16384, 32768)] == [False, True, False]
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
