@@ -257,10 +257,7 @@ def attention(
     if keep is not None:
         keep.draw()
     planned, lending = planned_for((score, mask, sink, keep), options)
-    if lending is None:
-        return planned(inputs, asked)  # type: ignore[no-any-return]
-    with lending:
-        return planned(inputs, asked)  # type: ignore[no-any-return]
+    return planned(inputs, asked, lending)  # type: ignore[no-any-return]
 
 
 def _refuse_dropout(keep: Dropout | None) -> None:

@@ -25,12 +25,13 @@ from ...graph.evaluate import Env
 from ...graph.expr import Capture, Dep
 from ...graph.expr import captures as captures_of
 from ...graph.gradient import partials
+from ...graph.lent import Lending
 from ...graph.philox import factor_of
 from ..gathered import total_for
 from ..sinks import add_sink_gradients, by_head, gradient_by_head
 from ..streaming import Mods, Streaming
 from .compile import compile_plan
-from .launch_backward import BackwardLauncher, RowStatistics
+from .launch_backward import BackwardLauncher, RowStatistics, Tables
 from .plan_backward import plan_backward
 from .target import Target
 
@@ -98,14 +99,23 @@ class FusedGradient:
         asked = self.problem.deterministic
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
-    def ready(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
-        """The kernels of such a backward, if they were made and sum nothing; sinks may want a gradient."""
+    def ready(
+        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
+    ) -> tuple[BackwardLauncher, Tables | None] | None:
+        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again.
+
+        Kernels that sum nothing; sinks may want a gradient.
+        """
         if True in of_captured and of_captured != self._sinks_alone:
             return None
         in_order = self.problem.deterministic  # as `deterministic`, without the call
         if in_order is None:
             in_order = torch._C._get_deterministic_algorithms()
-        return self._launchers.get((has_dlse, in_order, NOTHING))
+        launcher = self._launchers.get((has_dlse, in_order, NOTHING))
+        if launcher is None:
+            return None
+        tables = None if launcher.standing is None else launcher.standing.of(lending)
+        return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
 
     def of_sinks(self, captured: Sequence[torch.Tensor], rows: RowStatistics) -> Grads:
         """Gradients of captured tensors where the sinks alone want one, of what a launch of those `ready` knows."""

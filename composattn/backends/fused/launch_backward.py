@@ -15,7 +15,7 @@ from .arguments import PiecesArguments
 from .bulk import copyable
 from .captured import Reads
 from .compile import compile_plan
-from .launch import memory_like
+from .launch import form_alone, memory_like
 from .plan_backward import COUNTER, BackwardPlans
 
 
@@ -43,9 +43,19 @@ class _Sizes(NamedTuple):
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
+    forms: tuple[torch.Tensor, torch.Tensor] | None = None  # of workspace and sums, where calls of this size come again
+
+    def forms_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of workspace and sums, with no memory."""
+        return form_alone((self.workspace,), (1,), device), form_alone(self.sums, self.strides, device)
+
+    def memory(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Workspace and sums."""
+        fp32 = torch.float32
+        workspace = torch.empty(self.workspace, dtype=fp32, device=device)
+        return workspace, torch.empty_strided(self.sums, self.strides, dtype=fp32, device=device)
 
 
-_NO_SIZES = _Sizes((), 0, (), (), 0, (), (), None)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
@@ -77,7 +87,7 @@ class BackwardLauncher:
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
-        self._sizes = _NO_SIZES
+        self._sizes: _Sizes | None = None
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -180,12 +190,14 @@ class BackwardLauncher:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences
         sizes = self._sizes
-        if sizes.of != q.shape or not self.is_dense:
+        if sizes is None or sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences)
-        device, fp32 = q.device, torch.float32
-        workspace = torch.empty(sizes.workspace, dtype=fp32, device=device)
-        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=fp32, device=device)
-        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
+        if sizes.forms is None:
+            workspace, dq_accum = sizes.memory(q.device)
+        else:
+            of_workspace, of_sums = sizes.forms
+            workspace, dq_accum = torch.empty_like(of_workspace), torch.empty_like(of_sums)
+        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         if rows_known is not None:
             self._lend_statistics(rows_known, workspace, sizes)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
@@ -276,7 +288,7 @@ class BackwardLauncher:
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
         of_head, width = tiles * tile_m, tile_m * self.tiling.d
         rows = batch * heads * of_head
-        found = self._sizes = _Sizes(
+        found = _Sizes(
             of=q.shape,
             rows=rows,
             statistics=(batch, heads, of_head),
@@ -286,4 +298,6 @@ class BackwardLauncher:
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,
         )
+        if self.is_dense:
+            self._sizes = found = found._replace(forms=found.forms_on(q.device))
         return found
