@@ -138,7 +138,11 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     Whether they do is found out once per BlockMask, at about the cost of having made it.
     """
     compiling = torch.compiler.is_compiling()
-    known = None if compiling else _known_mask(block_mask)
+    known: Any = None if compiling else _known.get(object.__hash__(block_mask))
+    if known is not None and not (
+        known.of() is block_mask and block_mask.mask_mod is known.mask_mod and block_mask.kv_num_blocks is known.counts
+    ):
+        known = None
     if known is None:
         _check(block_mask)
     asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
@@ -169,14 +173,6 @@ def _remembered(block_mask: Any, mask: Mask) -> _Known:
         block_mask.mask_mod, block_mask.kv_num_blocks, mask, [], weakref.ref(block_mask, ended)
     )
     return found
-
-
-def _known_mask(block_mask: Any) -> _Known | None:
-    known = _known.get(object.__hash__(block_mask))
-    if known is None or known.of() is not block_mask:
-        return None
-    same = block_mask.mask_mod is known.mask_mod and block_mask.kv_num_blocks is known.counts  # type: ignore[union-attr]
-    return known if same else None
 
 
 def _check(block_mask: Any) -> None:

@@ -10,6 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
+from ..graph.lent import Lending
 from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
@@ -50,10 +51,10 @@ class Held(Planned):
         """The mask, None where all is seen."""
         return self._state[0][1]  # type: ignore[no-any-return]
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
+    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
         if self._seen:
             self._watch()
-        return super().__call__(inputs, asked)
+        return super().__call__(inputs, asked, lending)
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""

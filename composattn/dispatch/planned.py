@@ -18,8 +18,9 @@ from torch.autograd import forward_ad
 from .. import backends, errors
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
-from ..call.block_sparse import Table
+from ..backends.fused.launch import Outputs
 from ..call import checks
+from ..call.block_sparse import Table
 from ..call.checks import check_call, check_flag
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
@@ -123,7 +124,7 @@ class Planned:
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]
 
-    def _called(self, call: backends.Call | None, inputs: Inputs, asked: Asked) -> backends.Outputs:
+    def _called(self, call: backends.Call | None, inputs: Inputs, asked: Asked) -> Outputs:
         """The whole way, by the call of the inputs' form; None below transforms."""
         self._refuse_paged_gradient(inputs)
         if call is None:

@@ -58,10 +58,11 @@ class Mod:
         return made
 
     @classmethod
-    def joined(cls, kind: str, name: str, a: Mod, b: Mod) -> Self:
-        """Two mods joined by one of `graph.form.JOINS`."""
+    def joined(cls, kind: str, sign: str, a: Mod, b: Mod) -> Self:
+        """Two mods joined by one of `graph.form.JOINS`, which is written as `sign`."""
         made = cls.__new__(cls)
-        made.form, made.leaves, made.name, made._expr = joined(kind, a.form, b.form), a.leaves + b.leaves, name, None
+        made.form, made.leaves, made._expr = joined(kind, a.form, b.form), a.leaves + b.leaves, None
+        made.name = f"({a.name} {sign} {b.name})"
         return made
 
     def named(self, name: str) -> Self:

@@ -174,9 +174,9 @@ def test_tables_stand_on_the_stream_that_read_them_and_never_in_a_recorded_graph
 ) -> None:
     now = {"stream": 7, "records": False}
     monkeypatch.setattr(captured, "has_streams", lambda device: True)
-    monkeypatch.setattr(captured, "stream_handle", lambda device: now["stream"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now["stream"], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: now["records"], raising=False)
-    ids, standing = torch.arange(5), Standing(torch.device("cuda"))
+    ids, standing = torch.arange(5), Standing(torch.device("cuda", 0))
 
     def found() -> Any:
         return standing.find(lend([ids]))

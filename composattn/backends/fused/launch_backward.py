@@ -56,7 +56,6 @@ class _Sizes(NamedTuple):
         return workspace, torch.empty_strided(self.sums, self.strides, dtype=fp32, device=device)
 
 
-
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
 NO_TABLES: Tables = None, None

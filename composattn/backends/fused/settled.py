@@ -70,11 +70,12 @@ class Settled:
     ) -> torch.Tensor | None:
         """The output; None where more has to be looked at. `lending` has not to be entered."""
         call = self.call
-        captured: Sequence[torch.Tensor] | None = ()
+        captured: Sequence[torch.Tensor] = ()
         if self.has_captures:
-            captured = call.captured() if lending is None else call.captured.of(lending)
-            if captured is None:
+            found = call.captured() if lending is None else call.captured.of(lending)
+            if found is None:
                 return None
+            captured = found
         numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
             # what a hook gives back may lie in another way
@@ -109,13 +110,14 @@ def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) ->
     return launcher
 
 
+_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None]
+
+
 class _Settled(torch.autograd.Function):
     """Attributes of `ctx` are set where torch has a function for it that does nothing else."""
 
     @staticmethod
-    def forward(
-        ctx: Any, known: tuple[Settled, ForwardLauncher, Numbers, Lending | None], q: Any, k: Any, v: Any, *captured: Any
-    ) -> Any:
+    def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
         settled, launcher, numbers, lending = known
         out, lse = settled.made[0](q), torch.empty_like(settled.lse)
         launcher.fill(q, k, v, out, lse, None, settled.call.scale, captured, numbers, NO_SEQUENCES, lending)
