@@ -235,8 +235,8 @@ def attention(
     """
     if unknown:
         refuse_keywords(unknown)
-    score = score_mod if score_mod is None or score_mod.__class__ is Score else Score.of(score_mod)
-    mask = mask_mod if mask_mod is None or mask_mod.__class__ is Mask else Mask.of(mask_mod)
+    score = score_mod if score_mod is None or type(score_mod) is Score else Score.of(score_mod)
+    mask = mask_mod if mask_mod is None or type(mask_mod) is Mask else Mask.of(mask_mod)
     sink = None if sinks is None else Sink.of(sinks)
     options = (scale, backend, deterministic, schedule)
     asked = OUT_ALONE

@@ -193,7 +193,8 @@ def _is_place(value: Any, is_score: bool) -> bool:
 
 # --- functions ---------------------------------------------------------------------------------------------------
 
-_traced: OrderedDict[Any, tuple[str, tuple[int, ...] | None]] = OrderedDict()  # None: all in their order
+# by fingerprint: form, places of leaves (None: all in their order), name
+_traced: OrderedDict[Any, tuple[str, tuple[int, ...] | None, str]] = OrderedDict()
 _TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no tensors
 _lock = threading.Lock()
 
@@ -207,21 +208,22 @@ def formed(
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
     if torch.compiler.is_compiling():
         return *record(fn, names), name or "mod"  # which matters to nobody there
-    name = name or str(getattr(fn, "__name__", None) or type(fn).__name__)
     mark = fingerprint(fn, len(names))
+    if mark is not None:
+        said, reads = mark
+        key = (trace, said)
+        known = _traced.get(key)
+        if known is not None:
+            form, places, own = known
+            return form, reads if places is None else tuple([reads[n] for n in places]), name or own
+    own = str(getattr(fn, "__name__", None) or type(fn).__name__)
     if mark is None:
-        return *form_of(trace(fn)), name
-    said, reads = mark
-    key = (trace, said)
-    known = _traced.get(key)
-    if known is not None:
-        form, places = known
-        return form, reads if places is None else tuple([reads[n] for n in places]), name
+        return *form_of(trace(fn)), name or own
     form, leaves = form_of(trace(fn))
     at = places_of(leaves, reads)
     if at is not None:
         with _lock:
-            _traced[key] = form, None if at == tuple(range(len(reads))) else at
+            _traced[key] = form, None if at == tuple(range(len(reads))) else at, own
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
-    return form, leaves, name
+    return form, leaves, name or own
