@@ -15,8 +15,9 @@ from .arguments import PiecesArguments
 from .bulk import copyable
 from .captured import Reads
 from .compile import compile_plan
-from .launch import form_alone, memory_like
+from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
+from .scratch import Memory, Scratch, leave
 
 
 class RowStatistics:
@@ -43,13 +44,9 @@ class _Sizes(NamedTuple):
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
-    forms: tuple[torch.Tensor, torch.Tensor] | None = None  # of workspace and sums, where calls of this size come again
+    scratch: Scratch | None = None  # of dense calls
 
-    def forms_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of workspace and sums, with no memory."""
-        return form_alone((self.workspace,), (1,), device), form_alone(self.sums, self.strides, device)
-
-    def memory(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def memory(self, device: torch.device) -> Memory:
         """Workspace and sums."""
         fp32 = torch.float32
         workspace = torch.empty(self.workspace, dtype=fp32, device=device)
@@ -191,11 +188,8 @@ class BackwardLauncher:
         sizes = self._sizes
         if sizes is None or sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences)
-        if sizes.forms is None:
-            workspace, dq_accum = sizes.memory(q.device)
-        else:
-            of_workspace, of_sums = sizes.forms
-            workspace, dq_accum = torch.empty_like(of_workspace), torch.empty_like(of_sums)
+        memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
+        workspace, dq_accum = memory
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         if rows_known is not None:
             self._lend_statistics(rows_known, workspace, sizes)
@@ -212,9 +206,11 @@ class BackwardLauncher:
         )
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
             self._launch(*given)
-            return
-        with torch.cuda.device(q.device):
-            self._launch(*given)
+        else:
+            with torch.cuda.device(q.device):
+                self._launch(*given)
+        if place is not None:
+            leave(memory, place)
 
     def _read(
         self,
@@ -298,5 +294,6 @@ class BackwardLauncher:
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,
         )
         if self.is_dense:
-            self._sizes = found = found._replace(forms=found.forms_on(q.device))
+            scratch = Scratch(found.workspace, found.sums, found.strides, q.device)
+            self._sizes = found = found._replace(scratch=scratch)
         return found
