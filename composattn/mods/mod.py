@@ -20,7 +20,7 @@ from ..analysis.symbolic import definition
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
-from ..graph.form import form_of, graph_of, joined
+from ..graph.form import JOINED, form_of, graph_of, joined
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.recorded import Recorded, record
@@ -61,8 +61,9 @@ class Mod:
     def joined(cls, kind: str, sign: str, a: Mod, b: Mod) -> Self:
         """Two mods joined by one of `graph.form.JOINS`, which is written as `sign`."""
         made = cls.__new__(cls)
-        made.form, made.leaves, made._expr = joined(kind, a.form, b.form), a.leaves + b.leaves, None
-        made.name = f"({a.name} {sign} {b.name})"
+        known = None if torch.compiler.is_dynamo_compiling() else JOINED.get((kind, a.form, b.form))
+        made.form = joined(kind, a.form, b.form) if known is None else known
+        made.leaves, made.name, made._expr = a.leaves + b.leaves, f"({a.name} {sign} {b.name})", None
         return made
 
     def named(self, name: str) -> Self:
@@ -206,7 +207,7 @@ def formed(
     names: Sequence[str],
 ) -> tuple[str, tuple[Any, ...], str]:
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return *record(fn, names), name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
     if mark is not None:

@@ -108,14 +108,12 @@ class Standing:
         self._device = device_number(device) if has_streams(device) else None
         self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
 
-    def of(self, lending: Lending | None) -> Any:
-        """The tables of what was lent for a call, which may be over; None if they don't stand for it."""
-        return None if lending is None or not lending.stands() else self.find(lending)
-
-    def find(self, lending: Lending | None) -> Any:
-        """The tables, if they stand for what was lent; None if not. Whether that stands `Lending.stands` says."""
+    def find(self, lending: Lending | None, is_over: bool = False) -> Any:
+        """The tables, if they stand for what is lent; None if not. `is_over`: the call is, and others came since."""
         kept = self._kept
         if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
+            return None
+        if is_over and not lending.stands():
             return None
         on = self._device
         if on is not None and (

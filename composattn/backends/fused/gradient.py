@@ -114,7 +114,7 @@ class FusedGradient:
         launcher = self._launchers.get((has_dlse, in_order, NOTHING))
         if launcher is None:
             return None
-        tables = None if launcher.standing is None else launcher.standing.of(lending)
+        tables = None if launcher.standing is None else launcher.standing.find(lending, True)
         return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
 
     def of_sinks(self, captured: Sequence[torch.Tensor], rows: RowStatistics) -> Grads:

@@ -181,7 +181,7 @@ class BackwardLauncher:
         if self.reads_captured_alone:
             reads: tuple[torch.Tensor, ...] = tuple(captured)
         elif tables is not None:
-            reads, (rows, keys) = self.reads.given(captured), tables
+            reads, (rows, keys) = self.reads.given(captured) if self.reads.has_numbers else tuple(captured), tables
         else:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences

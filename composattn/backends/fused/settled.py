@@ -79,7 +79,9 @@ class Settled:
         numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
             # what a hook gives back may lie in another way
-            if _top_saved_tensors_default_hooks(False) or (captured and not _are_plain(captured, lending)):
+            if _top_saved_tensors_default_hooks(False) or (captured and torch._C._is_any_autocast_enabled()):
+                return None
+            if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
                 return None
             call.checks_gradient  # noqa: B018  raises where there is none
             launcher = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
@@ -93,13 +95,6 @@ class Settled:
         """From now on gradients of this form go the short way, if they can."""
         if settles(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
             self.known = of_the_form(dout)
-
-
-def _are_plain(captured: Sequence[torch.Tensor], lending: Lending | None) -> bool:
-    """Whether nothing has to be done before they are read: no transform left them, and no autocast is on."""
-    if torch._C._is_any_autocast_enabled():
-        return False
-    return lending is not None or True not in map(is_functorch_wrapped_tensor, captured)  # which is not lent
 
 
 def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
