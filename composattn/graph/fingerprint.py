@@ -37,7 +37,6 @@ _TOLD_BY_FORM = frozenset(
     {"device", "dim", "dtype", "element_size", "is_complex", "is_cuda", "is_floating_point", "ndim", "ndimension",
      "nelement", "numel", "requires_grad", "shape", "size", "stride"}
 )  # fmt: skip
-_OF_MODULES: Any = torch.nn.Module.__getattr__
 DEEPEST = 8  # functions that call functions
 
 Fingerprint = tuple[Hashable, tuple[Any, ...]]
@@ -187,33 +186,10 @@ class _Writer:
                 else:
                     scope = scope or self._taken(f"{at}.__globals__")
                     where, value = self._global(fn.__globals__, place, scope)
-                where, value, behind = self._of_module(where, value, attributes)
-                value, taken = _behind(value, behind)
+                value, taken = _behind(value, attributes)
             except (AttributeError, KeyError, ValueError):
                 raise Unfit from None  # tracing says what is wrong
             self._end(".".join([where, *taken]), value, depth)
-
-    def _of_module(self, where: str, value: Any, attributes: Sequence[str]) -> tuple[str, Any, Sequence[str]]:
-        """(where, value, attributes behind it), one further where that is a parameter or buffer of a module.
-
-        Read where torch keeps it: `Module.__getattr__` is a function of Python that comes behind an attribute error.
-        """
-        kind, name = type(value), attributes[0] if attributes else ""
-        if not name or not isinstance(value, torch.nn.Module) or kind.__getattr__ is not _OF_MODULES:
-            return where, value, attributes
-        own = value.__dict__
-        held = next((held for held in ("_parameters", "_buffers") if name in own[held]), None)
-        if held is None or name in own or hasattr(kind, name):
-            return where, value, attributes
-        at = self._taken(where)
-        self._demand_kind(at, kind)
-        said = self._constant(kind)
-        mine = self._taken(f"{at}.__dict__")
-        self._demand(f"not hasattr({said}, {name!r})", f"{said}.__getattr__ is {self._constant(_OF_MODULES)}")
-        self._demand(f"{name!r} not in {mine}")
-        if held == "_buffers":
-            self._demand(f"{name!r} not in {mine}['_parameters']")
-        return f"{mine}[{held!r}][{name!r}]", own[held][name], attributes[1:]
 
     def _global(self, values: dict[str, Any], name: str, scope: str) -> tuple[str, Any]:
         """(where it is, value) of a global, or of a builtin that no global hides."""

@@ -142,36 +142,3 @@ def test_no_reader_keeps_a_tensor_alive() -> None:
     gone = weakref.ref(table)
     del table
     assert gone() is None
-
-
-def test_whatever_a_module_holds_under_a_name_is_read_where_python_would_find_it() -> None:
-    class Layer(torch.nn.Module):
-        table: Any
-
-        def mod(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return self.table[q] > kv
-
-    layer, tables = Layer(), [torch.arange(8) + n for n in range(4)]
-    layer.register_buffer("table", tables[0])
-
-    def read() -> Any:
-        mark = fingerprint(layer.mod)
-        return mark and mark[1][0]
-
-    assert read() is tables[0] and read() is tables[0]
-    layer.table = tables[1]
-    assert read() is tables[1]
-    layer._parameters["table"] = torch.nn.Parameter(tables[2].float())
-    assert read() is layer._parameters["table"]
-    layer.__dict__["table"] = tables[3]
-    assert read() is tables[3]
-    del layer.__dict__["table"], layer._parameters["table"]
-    assert read() is tables[1]
-    Layer.table = tables[0]
-    assert read() is tables[0]
-    del Layer.table
-    layer.__class__ = type("Other", (Layer,), {"table": property(lambda self: tables[3])})
-    assert read() is None or read() is tables[3]
-    layer.__class__ = Layer
-    Layer.__getattr__ = lambda self, name: tables[2]  # type: ignore[method-assign]
-    assert read() is tables[2]
