@@ -55,8 +55,10 @@ def test_memory_of_a_graph_that_is_warmed_up_is_not_kept(monkeypatch: pytest.Mon
     assert of_size().take()[1] is None
 
 
-def test_little_is_kept() -> None:
-    assert of_size(SMALL // 4).take()[1] is None
+def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(scratch, "memory_is_ours", lambda: pytest.fail("asked at each call of a large one"))
+        assert of_size(SMALL // 4).take()[1] is None
     for _ in range(3 * LIMIT):
         memory, place = of_size().take()
         assert place is not None

@@ -209,7 +209,7 @@ class BackwardLauncher:
         else:
             with torch.cuda.device(q.device):
                 self._launch(*given)
-        if place is not None:
+        if place is not None and rows_known is None:  # what is known of rows lies there
             leave(memory, place)
 
     def _read(

@@ -48,7 +48,7 @@ class Scratch:
             return found, place
         workspace, sums = self._forms
         made = torch.empty_like(workspace), torch.empty_like(sums)
-        return made, place if memory_is_ours() else None
+        return made, None if place is None or not memory_is_ours() else place
 
 
 def leave(memory: Memory, place: tuple[int, int]) -> None:
