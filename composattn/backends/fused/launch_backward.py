@@ -18,17 +18,6 @@ from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
 
-
-class RowStatistics:
-    """What a launch knows of query rows, padded to tiles: log2(e)·LSE and D, each (B or 1, Hq, rows) fp32.
-
-    Rows that are no query, or see nothing, have D 0.
-    """
-
-    log2_lse: torch.Tensor
-    delta: torch.Tensor
-
-
 _STRIDES_LIMIT = 64
 
 
@@ -36,20 +25,18 @@ class _Sizes(NamedTuple):
     """Of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    rows: int  # of each of the two statistics, of all heads
-    statistics: tuple[int, ...]  # shape of each
-    statistics_strides: tuple[int, ...]
-    workspace: int  # with a counter before them, and for each head a number of those who clear dQ behind them
+    workspace: int  # two statistics of rows, a counter before them, for each head a number of those who clear dQ behind
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
 
 
-_NO_SIZES = _Sizes((), 0, (), (), 0, (), (), None)
+_NO_SIZES = _Sizes((), 0, (), (), None)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
 NO_TABLES: Tables = None, None
+SinkGradient = tuple[torch.Tensor, torch.Tensor]  # sinks, and memory for their gradient
 Kernel = Callable[..., Any]
 
 
@@ -114,14 +101,15 @@ class BackwardLauncher:
         scalars: Sequence[float | int] = (),
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
-        rows_known: RowStatistics | None = None,
+        of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
-        `made`: what the kernel reads that is neither captured nor derived from it. `rows_known` is filled in. `tables`
-        are those that stand for what was lent (`Standing`): nothing has to be lent again.
+        `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
+        sinks: their gradient is filled in. `tables` are those that stand for what was lent (`Standing`): nothing has to
+        be lent again.
         Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
         a tile of keys.
         """
@@ -146,7 +134,7 @@ class BackwardLauncher:
             q, k, v, out, dout = self._tidied(q, k, v, out, dout)
         self.fill(
             *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
-            *(scale, captured, scalars, sequences, made, rows_known, tables),
+            *(scale, captured, scalars, sequences, made, of_sinks, tables),
         )
         return dq, dk, dv
 
@@ -167,7 +155,7 @@ class BackwardLauncher:
         scalars: Sequence[float | int],
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
-        rows_known: RowStatistics | None = None,
+        of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
     ) -> None:
         """The same of queries and keys that bulk copies can read as they are, into gradients that are there."""
@@ -186,17 +174,16 @@ class BackwardLauncher:
         workspace = torch.empty(sizes.workspace, dtype=fp32, device=device)
         dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=fp32, device=device)
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
-        if rows_known is not None:
-            self._lend_statistics(rows_known, workspace, sizes)
+        sinks = None if of_sinks is None else self._sinks(of_sinks, sizes, rows)
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
-            (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows),
+            (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
             (
                 *(q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns),
                 *(scale, lie, keys, reads or None, tuple(scalars) or None),
             ),
-            (dq_accum, dq, scale, lie, rows),
+            (dq_accum, dq, scale, lie, rows, sinks),
             (pieces, dk, dv),
         )
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
@@ -221,12 +208,12 @@ class BackwardLauncher:
             self.standing.keep(tables)
         return reads, tables
 
-    def _lend_statistics(self, rows: RowStatistics, workspace: torch.Tensor, sizes: _Sizes) -> None:
-        """Views of what the kernel before writes there."""
-        if not self.is_dense:
-            workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-        rows.log2_lse = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER)
-        rows.delta = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER + sizes.rows)
+    def _sinks(self, given: SinkGradient, sizes: _Sizes, rows: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """`SinkArguments` in their order, with memory for a share of each block of the kernel before."""
+        (sinks, gradient), (batch, heads, tiles, _) = given, sizes.sums
+        blocks = heads * (batch * tiles if rows is None else rows.shape[0])
+        shape = sinks.shape[0], blocks // sinks.shape[0]
+        return sinks, torch.empty(shape, dtype=torch.float32, device=sinks.device), gradient
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors as bulk copies can read them; strides with which they can are known from then on."""
@@ -274,13 +261,9 @@ class BackwardLauncher:
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
-        of_head, width = tiles * tile_m, tile_m * self.tiling.d
-        rows = batch * heads * of_head
+        rows, width = batch * heads * tiles * tile_m, tile_m * self.tiling.d
         found = self._sizes = _Sizes(
             of=q.shape,
-            rows=rows,
-            statistics=(batch, heads, of_head),
-            statistics_strides=(heads * of_head, of_head, 1),
             workspace=COUNTER + 2 * rows + self.tiling.clears * batch * heads,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),

@@ -22,7 +22,6 @@ from ...graph.forms import of_the_form
 from ...graph.lent import current
 from .bulk import tidy
 from .launch import Outputs, rows_of
-from .launch_backward import RowStatistics
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -126,12 +125,12 @@ class _Settled(torch.autograd.Function):
         gradient, launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        rows = RowStatistics() if captured and True in wanted[5:] else None
-        given = (call.scale, captured, numbers, NO_SEQUENCES, None, rows, tables)
+        of_sinks = gradient.memory_of(captured) if captured and True in wanted[5:] else None
+        given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
         launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
         if not captured:
             return None, None, dq, dk, dv
-        of_captured: Grads = (None,) * len(captured) if rows is None else gradient.of_sinks(captured, rows)
+        of_captured: Grads = (None,) * len(captured) if of_sinks is None else gradient.of_sinks(of_sinks)
         return (None, None, dq, dk, dv, *of_captured)
 
 
