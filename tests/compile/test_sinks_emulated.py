@@ -91,13 +91,13 @@ def test_gradients_are_as_close_as_plain_pytorchs(name: str, backend: str) -> No
     check(functools.partial(ca.attention, backend=backend), case)
 
 
-ORDERS: dict[str, Any] = {"in order": EAGER, "late": LATE, "at random": random_mode(5)}
+SMALL = make_case(4, batch=2, heads=2, kv_heads=1, q_len=70, dim=64, dtype=torch.bfloat16, mask_mod=seen)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
 def test_their_gradient_has_the_same_bits_whatever_comes_first(backend: str) -> None:
-    case, sinks, found = BACKWARD["dense"], SINKS.nan_to_num(neginf=-1.0).to(torch.bfloat16).requires_grad_(), []
-    for mode in ORDERS.values():
+    case, sinks, found = SMALL, torch.tensor([0.5, -1.0], dtype=torch.bfloat16, requires_grad=True), []
+    for mode in (EAGER, LATE, random_mode(5)):
         with emulating(mode):
             out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend=backend)
             found.append(torch.autograd.grad(out, sinks, case.dout)[0])
@@ -106,8 +106,7 @@ def test_their_gradient_has_the_same_bits_whatever_comes_first(backend: str) -> 
 
 
 def test_sinks_that_lie_apart_get_theirs() -> None:
-    case, found = BACKWARD["dense"], {}
-    many = torch.randn(4, 3).requires_grad_()
+    case, many, found = SMALL, torch.randn(2, 3).requires_grad_(), {}
     for sinks in (many[:, 1], many[:, 1].contiguous()):
         out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend="hopper-emulated")
         found[sinks.stride()] = torch.autograd.grad(out, many, case.dout)[0]
@@ -115,7 +114,7 @@ def test_sinks_that_lie_apart_get_theirs() -> None:
 
 
 def test_each_call_of_a_vmap_has_its_own() -> None:
-    case, sinks = BACKWARD["dense"], torch.randn(2, 4)
+    case, sinks = SMALL, torch.randn(2, 2)
 
     def loss(sinks: torch.Tensor, backend: str) -> torch.Tensor:
         out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend=backend)
