@@ -108,7 +108,7 @@ class SinkArguments(NamedTuple):
     """Of both kernels around a backward that gives a gradient of sinks; see `kernels.sink_sums`."""
 
     sinks: Any  # (Hq,) as captured, or fp32 (B * Hq,) where each sequence has its own
-    shares: Any  # fp32 (sinks, blocks of the kernel before that have rows of one): parts of its gradient
+    workspace: Any  # as of `MainArguments`, with a share of each block of the kernel before behind all else
     gradient: Any  # like sinks
 
 
@@ -269,7 +269,7 @@ def _sinks(plan: PreprocessPlan | PostprocessPlan) -> SinkArguments | None:
     if plan.sinks is None:
         return None
     sinks = TensorForm(plan.sinks.dtype, ("sinks",), "any")
-    return SinkArguments(sinks, TensorForm(torch.float32, ("sinks", ""), 1, align=4), sinks)
+    return SinkArguments(sinks, WORKSPACE, sinks)
 
 
 def _sequences(layout: Layout) -> Sequences | None:

@@ -25,7 +25,7 @@ class _Sizes(NamedTuple):
     """Of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    workspace: int  # two statistics of rows, a counter before them, for each head a number of those who clear dQ behind
+    workspace: int  # a counter, two statistics of rows, a number per head of those who clear dQ, shares of sinks
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
@@ -169,12 +169,12 @@ class BackwardLauncher:
         lie = None if self.is_dense else sequences
         sizes = self._sizes
         if sizes.of != q.shape or not self.is_dense:
-            sizes = self._sizes_of(q, sequences)
+            sizes = self._sizes_of(q, sequences, rows)
         device, fp32 = q.device, torch.float32
         workspace = torch.empty(sizes.workspace, dtype=fp32, device=device)
         dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=fp32, device=device)
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
-        sinks = None if of_sinks is None else self._sinks(of_sinks, sizes, rows)
+        sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
@@ -207,13 +207,6 @@ class BackwardLauncher:
         if self.standing is not None:
             self.standing.keep(tables)
         return reads, tables
-
-    def _sinks(self, given: SinkGradient, sizes: _Sizes, rows: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """`SinkArguments` in their order, with memory for a share of each block of the kernel before."""
-        (sinks, gradient), (batch, heads, tiles, _) = given, sizes.sums
-        blocks = heads * (batch * tiles if rows is None else rows.shape[0])
-        shape = sinks.shape[0], blocks // sinks.shape[0]
-        return sinks, torch.empty(shape, dtype=torch.float32, device=sinks.device), gradient
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors as bulk copies can read them; strides with which they can are known from then on."""
@@ -252,7 +245,7 @@ class BackwardLauncher:
         workspace = torch.empty(size, dtype=torch.float32, device=q.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=cut.cut, pieces=cut.pieces)
 
-    def _sizes_of(self, q: torch.Tensor, sequences: Sequences) -> _Sizes:
+    def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _Sizes:
         """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
@@ -262,9 +255,11 @@ class BackwardLauncher:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
         rows, width = batch * heads * tiles * tile_m, tile_m * self.tiling.d
+        blocks = batch * tiles if table is None else table.shape[0]
+        shares = 0 if self.plans.preprocess.sinks is None else blocks
         found = self._sizes = _Sizes(
             of=q.shape,
-            workspace=COUNTER + 2 * rows + self.tiling.clears * batch * heads,
+            workspace=COUNTER + 2 * rows + (self.tiling.clears * batch + shares) * heads,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,

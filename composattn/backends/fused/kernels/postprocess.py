@@ -57,7 +57,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         tma, tensor = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (self.rows, tiling.d)
         )
-        sinks = None if given.sinks is None else SinkSums(given.sinks, self.plan.sinks.by_sequence)
+        sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
             block=(self.groups * THREADS, 1, 1),

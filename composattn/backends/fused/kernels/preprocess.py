@@ -44,7 +44,7 @@ class Preprocess(Kernel):
         counter = counter_of(given.workspace)
         tile_m = self.tiling.tile_m
         cleared = cleared_of(given.workspace, COUNTER, dq_accum, tile_m) if self.tiling.clears else None
-        sinks = None if given.sinks is None else SinkSums(given.sinks, self.plan.sinks.by_sequence)
+        sinks = SinkSums.of(self.plan, given)
         written = statistics, dq_accum, counter, cleared
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream

@@ -4,6 +4,10 @@ d sink is the sum of -exp(sink - LSE)·D over rows (`composattn.backends.sinks`)
 in registers, so its blocks leave one number each; the kernel behind adds them in an order that never changes.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -11,18 +15,31 @@ from cutlass.memory import SmemAllocator
 
 from ....primitives.exponential import LOG2_E
 from ....primitives.lanes import LANES, WARP, add, neighbours, over_lanes
+from ....primitives.padded_tiles import shares_of
 from ....primitives.values import Bundle
-from ..arguments import SinkArguments
+from ..plan_backward import COUNTER, PostprocessPlan, PreprocessPlan
 
 
 class SinkSums(Bundle):
-    """The `SinkArguments` of a launch; `by_sequence`: each sequence has sinks of its own, heads one after the other."""
+    """Sinks, fp32 shares (sinks, blocks that have rows of one), and their gradient.
+
+    `by_sequence`: each sequence has sinks of its own, heads one after the other.
+    """
 
     parts = ("sinks", "shares", "gradient")
 
-    def __init__(self, given: SinkArguments, by_sequence: bool) -> None:
-        self.sinks, self.shares, self.gradient = given
-        self.by_sequence = by_sequence
+    def __init__(self, sinks: Any, shares: Any, gradient: Any, by_sequence: bool) -> None:
+        self.sinks, self.shares, self.gradient, self.by_sequence = sinks, shares, gradient, by_sequence
+
+    @staticmethod
+    def of(plan: PreprocessPlan | PostprocessPlan, given: Any) -> SinkSums | None:
+        """On the host, of the kernel's arguments; None where no sink gets a gradient."""
+        if given.sinks is None:
+            return None
+        (sinks, workspace, gradient), tiling = given.sinks, plan.tiling
+        where = workspace, COUNTER, given.dq_accum, tiling.tile_m, tiling.clears
+        shares = shares_of(*where, cute.size(sinks), given.work)
+        return SinkSums(sinks, shares, gradient, plan.sinks.by_sequence)
 
     # --- in the kernel before: a block per tile of queries and head ------------------------------------------
 
