@@ -105,7 +105,7 @@ ENTRIES = {
     "ca.Attention, causal": (14, 50),  # 41 and 157 once, then 18 and 66
     "ca.attention, causal()": (20, 56),  # 54, 170; 25, 73
     "ca.attention, lambda": (22, 58),  # 62, 178; 27, 75
-    "ca.attention, causal(), sinks": (29, 74),  # 34, 88
+    "ca.attention, causal(), sinks": (29, 71),  # 34, 88; 29, 75
     "ca.Attention, alibi(slopes)": (19, 58),  # 45, 166; 23, 73
     "ca.attention, a kept alibi(slopes)": (23, 62),  # 62, 191; 28, 78
     "ca.attention, alibi(slopes)": (27, 66),  # 89, 218; 32, 82

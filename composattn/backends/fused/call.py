@@ -19,7 +19,7 @@ from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import BackwardLauncher, Tables
+from .launch_backward import BackwardLauncher, SinkGradient, Tables
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .settled import Settled, settles
@@ -199,9 +199,9 @@ class FusedAttend:
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
         gradient, launcher, tables = ready
-        of_sinks = gradient.memory_of(captured) if captured and True in wanted[3:] else None
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[3:]:
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
         given = (captured, self.scalars, self.sequences, None, of_sinks, tables)
-        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
-        if not captured:
-            return grads
-        return *grads, *((None,) * len(captured) if of_sinks is None else gradient.of_sinks(of_sinks))
+        return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured

@@ -115,14 +115,11 @@ class FusedGradient:
             in_order = torch._C._get_deterministic_algorithms()
         return self._launchers.get((has_dlse, in_order, NOTHING, True in of_captured))
 
-    def memory_of(self, captured: Sequence[torch.Tensor]) -> SinkGradient:
-        """The sinks among the tensors of a call where they alone want a gradient, and memory for it."""
+    def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
+        """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""
         sinks = captured[self._sinks_alone.index(True)]
-        return sinks, torch.empty_like(sinks)
-
-    def of_sinks(self, made: SinkGradient) -> Grads:
-        """Gradients of the tensors of such a call."""
-        return tuple([made[1] if is_asked else None for is_asked in self._sinks_alone])
+        made = torch.empty_like(sinks)
+        return (sinks, made), tuple([made if is_asked else None for is_asked in self._sinks_alone])
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""

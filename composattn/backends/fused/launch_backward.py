@@ -61,6 +61,7 @@ class BackwardLauncher:
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
         as_given = self.reads.are_as_given and not self.reads.has_numbers
+        self.reads_nothing = not (self.reads.captured or tables)
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
@@ -162,6 +163,8 @@ class BackwardLauncher:
         rows = keys = None
         if self.reads_captured_alone:
             reads: tuple[torch.Tensor, ...] = tuple(captured)
+        elif self.reads_nothing:
+            reads = ()
         elif tables is not None:
             reads, (rows, keys) = self.reads.given(captured), tables
         else:

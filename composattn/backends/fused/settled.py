@@ -22,6 +22,7 @@ from ...graph.forms import of_the_form
 from ...graph.lent import current
 from .bulk import tidy
 from .launch import Outputs, rows_of
+from .launch_backward import SinkGradient
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -125,12 +126,12 @@ class _Settled(torch.autograd.Function):
         gradient, launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        of_sinks = gradient.memory_of(captured) if captured and True in wanted[5:] else None
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[5:]:
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
         given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
         launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
-        if not captured:
-            return None, None, dq, dk, dv
-        of_captured: Grads = (None,) * len(captured) if of_sinks is None else gradient.of_sinks(of_sinks)
         return (None, None, dq, dk, dv, *of_captured)
 
 
