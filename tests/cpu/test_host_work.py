@@ -16,6 +16,7 @@ from benchmarks.host_work import (
     LARGER,
     RECIPE,
     HostOnly,
+    Operations,
     PackedStep,
     Recorded,
     Size,
@@ -303,7 +304,24 @@ def test_a_gradient_of_sinks_gives_the_kernels_of_a_dense_call_no_table(learned:
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         out = ca.attention(*x.qkv, sinks=x.sinks.requires_grad_(learned))
         torch.autograd.grad(out, (*x.qkv, x.sinks) if learned else x.qkv, x.dout)
-    assert PreprocessArguments(*given[8]).work is PostprocessArguments(*given[5]).work is None
+    before, after = PreprocessArguments(*given[9]), PostprocessArguments(*given[6])
+    assert before.work is after.work is None
+    assert (before.sinks is not None) == (after.sinks is not None) == learned
+
+
+def test_a_gradient_of_sinks_takes_no_operation_but_memory() -> None:
+    with without_kernels(lambda plan: lambda *arguments: None):
+        x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
+
+        def step() -> None:
+            torch.autograd.grad(ca.attention(*x.qkv, sinks=x.sinks), (*x.qkv, x.sinks), x.dout)
+
+        step()
+        step()
+        with Operations() as operations:
+            step()
+    assert operations.launches == 0
+    assert operations.counts.total() <= STEP + 1
 
 
 def drawn_blocks(size: Size) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import RowStatistics
+from .launch_backward import SinkGradient
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .settled import Settled, settles
@@ -188,9 +188,9 @@ class FusedAttend:
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
         launcher, tables = ready
-        rows = RowStatistics() if captured and True in wanted[3:] else None
-        given = (captured, self.scalars, self.sequences, None, rows, tables)
-        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
-        if not captured:
-            return grads
-        return (*grads, *([None] * len(captured) if rows is None else gradient.of_sinks(captured, rows)))
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[3:]:
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
+        given = (captured, self.scalars, self.sequences, None, of_sinks, tables)
+        return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured

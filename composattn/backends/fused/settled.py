@@ -22,7 +22,7 @@ from ...graph.forms import of_the_form
 from ...graph.lent import Lending
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
-from .launch_backward import RowStatistics
+from .launch_backward import SinkGradient
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -138,12 +138,13 @@ class _Settled(torch.autograd.Function):
         launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        rows = RowStatistics() if captured and True in wanted[4:] else None
-        given = (call.scale, captured, numbers, NO_SEQUENCES, None, rows, tables)
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[4:]:
+            assert gradient is not None
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
+        given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
         launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
-        if not captured:
-            return None, dq, dk, dv
-        of_captured: Grads = (None,) * len(captured) if rows is None else gradient.of_sinks(captured, rows)
         return (None, dq, dk, dv, *of_captured)
 
 
