@@ -11,6 +11,7 @@ from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
 from ..graph import copies
+from ..graph.lent import Lending
 from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
@@ -51,10 +52,10 @@ class Held(Planned):
         """The mask, None where all is seen."""
         return self._state[0][1]  # type: ignore[no-any-return]
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
+    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
         if self._seen:
             self._watch()
-        return super().__call__(inputs, asked)
+        return super().__call__(inputs, asked, lending)
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""

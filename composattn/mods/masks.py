@@ -36,9 +36,11 @@ def causal(align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for another `align`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         teach_dynamo()  # nothing is traced here, and `~causal()` may follow
-    return _CAUSAL[choice(align, "align", "top_left", "bottom_right")]
+    if align.__class__ is not str or align not in _CAUSAL:
+        choice(align, "align", *_CAUSAL)
+    return _CAUSAL[align]
 
 
 def _causal(align: str) -> Mask:

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from ....primitives.delta import row_statistics
+from ....primitives.exponential import exp2
 from ....primitives.lanes import add, neighbours, over_lanes
 from ....primitives.padded_tiles import PaddedTiles, cleared_of, counter_of, query_grid, query_tile, statistics_of
 from ....primitives.seqlen import rows_of
@@ -12,6 +13,7 @@ from ....primitives.values import aligned, choose, permuted
 from ..architecture import Kernel
 from ..arguments import PreprocessArguments
 from ..plan_backward import COUNTER, PreprocessPlan
+from .sink_sums import SinkSums
 
 THREADS = 512
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
@@ -20,7 +22,7 @@ ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flag.
 
-    `lanes` neighbouring threads share a row, 16 bytes each.
+    `lanes` neighbouring threads share a row, 16 bytes each. Where sinks get a gradient, blocks leave shares of it.
     """
 
     arguments = PreprocessArguments
@@ -42,26 +44,33 @@ class Preprocess(Kernel):
         counter = counter_of(given.workspace)
         tile_m = self.tiling.tile_m
         cleared = cleared_of(given.workspace, COUNTER, dq_accum, tile_m) if self.tiling.clears else None
-        self.kernel(out, dout, given.lse, given.dlse, statistics, dq_accum, counter, cleared, queries, work).launch(
+        sinks = SinkSums.of(self.plan, given)
+        written = statistics, dq_accum, counter, cleared
+        self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, queries, work):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, queries, work, sinks):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(cleared is not None):
             _clear_of_head(counter, cleared)
         tile, head, b = query_tile(work)
+        sink = None if sinks is None else sinks.of_rows(head, b)
+        share = Float32(0.0)
         if const_expr(work is None):
-            self.prepare(out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b)
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
         else:
             if b >= 0:
-                self.prepare(out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b)
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
+        if const_expr(sinks is not None):
+            sinks.leave(share, head, b, THREADS)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, statistics, dq_accum, queries, tile, head, b):
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b):
+        """Gives the sum of what `_store_statistics` gives of a thread's rows."""
         thread = cute.arch.thread_idx()[0]
         sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
@@ -83,9 +92,11 @@ class Preprocess(Kernel):
             self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
+        share = Float32(0.0)
         for step in cutlass.range_constexpr(len(rows)):
             product = over_lanes(add, products[step], neighbours(self.lanes))
-            _store_statistics(lse, dlse, found, first, *rows[step], product)
+            share = share + _store_statistics(lse, dlse, sink, found, first, *rows[step], product)
+        return share
 
     def clear(self, whole: cute.Tensor, thread: Int32) -> None:
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -135,7 +146,9 @@ def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor):
 
 
 @cute.jit
-def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
+def _store_statistics(lse, dlse, sink, found, first, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
+    """Gives the row's share of its sink's gradient, less its sign."""
+    share = Float32(0.0)
     if mine:
         row_lse, row_dlse = -Float32.inf, Float32(0.0)
         if inside:
@@ -145,3 +158,6 @@ def _store_statistics(lse, dlse, found, first, q: Int32, inside: Boolean, mine: 
         log2, delta = row_statistics(row_lse, product, row_dlse)
         found[0][first + q] = log2
         found[1][first + q] = delta
+        if const_expr(sink is not None):
+            share = exp2(sink - log2) * delta  # 2^(sink - inf) is 0
+    return share
