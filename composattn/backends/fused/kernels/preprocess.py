@@ -70,14 +70,14 @@ class Preprocess(Kernel):
 
     @cute.jit
     def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b):
-        """Gives the sum of what `_store_statistics` gives of a thread's rows."""
+        """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
         thread = cute.arch.thread_idx()[0]
         sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
         out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
         member = thread % self.lanes
         at_once = THREADS // self.lanes
-        rows, products = [], []
+        rows = []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
             local = step * at_once + thread // self.lanes
             q = tile * self.tiling.tile_m + local
@@ -86,16 +86,20 @@ class Preprocess(Kernel):
             for chunk in cutlass.range_constexpr(self.passes):
                 column = (chunk * self.lanes + member) * ELEMENTS
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
-            rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
-            products.append(product)
+            row_lse = _load_statistic(lse, q, inside, -Float32.inf)
+            row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
+            rows.append((q, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
         if const_expr(not self.tiling.clears):
             self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
         for step in cutlass.range_constexpr(len(rows)):
-            product = over_lanes(add, products[step], neighbours(self.lanes))
-            share = share + _store_statistics(lse, dlse, sink, found, first, *rows[step], product)
+            q, mine, row_lse, product, row_dlse = rows[step]
+            log2, delta = row_statistics(row_lse, over_lanes(add, product, neighbours(self.lanes)), row_dlse)
+            _store_if(mine, found, first + q, (log2, delta))
+            if const_expr(sink is not None):  # 2^(sink - inf) is 0
+                share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
         return share
 
     def clear(self, whole: cute.Tensor, thread: Int32) -> None:
@@ -124,6 +128,11 @@ def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, 
     return choose(inside, product, Float32(0.0))
 
 
+def _load_statistic(tensor: cute.Tensor, q: Int32, inside: Boolean, else_: Float32) -> Float32:
+    # under way with the loads of rows: behind their sum it is a second wait (0.3 to 0.8 us of 39 to 48 at 1k, H200)
+    return choose(inside, tensor[choose(inside, q, 0)], else_)
+
+
 def _is_first_block() -> Boolean:
     x, y, z = cute.arch.block_idx()
     return (x == 0) & (y == 0) & (z == 0)
@@ -146,18 +155,7 @@ def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor):
 
 
 @cute.jit
-def _store_statistics(lse, dlse, sink, found, first, q: Int32, inside: Boolean, mine: Boolean, product: Float32):
-    """Gives the row's share of its sink's gradient, less its sign."""
-    share = Float32(0.0)
-    if mine:
-        row_lse, row_dlse = -Float32.inf, Float32(0.0)
-        if inside:
-            row_lse = lse[q]
-            if const_expr(dlse is not None):
-                row_dlse = dlse[q]
-        log2, delta = row_statistics(row_lse, product, row_dlse)
-        found[0][first + q] = log2
-        found[1][first + q] = delta
-        if const_expr(sink is not None):
-            share = exp2(sink - log2) * delta  # 2^(sink - inf) is 0
-    return share
+def _store_if(condition: Boolean, targets, at: Int32, values):
+    if condition:
+        for target, value in zip(targets, values, strict=True):
+            target[at] = value
