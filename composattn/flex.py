@@ -149,13 +149,9 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     or whose mask_mod means something else since, both count.
     """
     compiling = torch.compiler.is_compiling()
-    known = None if compiling else _known_mask(block_mask)
+    known = None if compiling else _known_still(block_mask)
     if known is None:
         _check(block_mask)
-    else:
-        inner = _inner(known)
-        if inner is not known.inner or _stamp(known.decided, known.numbers) != known.stamp:
-            known = _remembered(block_mask, inner, BlockSparse.from_block_mask(block_mask, inner))
     asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
     if known is not None and asked in known.fits:
         return known.mask
@@ -197,16 +193,6 @@ def _own_code(mod: Any) -> Any:
     return code if alone else None
 
 
-def _inner(known: _Known) -> Mask:
-    """What the mask_mod means now: the mask of before, if it means the same."""
-    mod, before = known.mask_mod, known.inner
-    if known.code is not None and mod.__code__ is known.code:
-        return before
-    now = Mask.of(mod)
-    same = now.form == before.form and len(now.leaves) == len(before.leaves)
-    return before if same and all(map(operator.is_, now.leaves, before.leaves)) else now
-
-
 _lists_of = operator.attrgetter(*LISTS)
 _writes = operator.attrgetter("_version")
 
@@ -217,14 +203,21 @@ def _stamp(decided: tuple[torch.Tensor, ...], numbers: tuple[Scalar, ...]) -> tu
     return sum(map(_writes, decided)), places, [s.value for s in numbers] if numbers else None
 
 
-def _known_mask(block_mask: Any) -> _Known | None:
+def _known_still(block_mask: Any) -> _Known | None:
+    """What is known of it, found anew where it was written to or its mask_mod means something else; None where new."""
     known = _known.get(object.__hash__(block_mask))
     if known is None or known.of() is not block_mask:
         return None
-    if block_mask.mask_mod is not known.mask_mod:  # type: ignore[union-attr]
+    mod, before = known.mask_mod, known.inner
+    if block_mask.mask_mod is not mod or not all(map(operator.is_, _lists_of(block_mask), known.lists)):  # type: ignore[union-attr]
         return None
-    same = all(map(operator.is_, _lists_of(block_mask), known.lists))
-    return known if same else None
+    now = before if known.code is not None and mod.__code__ is known.code else Mask.of(mod)
+    same = now.form == before.form and len(now.leaves) == len(before.leaves)
+    if same and all(map(operator.is_, now.leaves, before.leaves)):
+        if _stamp(known.decided, known.numbers) == known.stamp:
+            return known
+        now = before
+    return _remembered(block_mask, now, BlockSparse.from_block_mask(block_mask, now))
 
 
 def _check(block_mask: Any) -> None:
