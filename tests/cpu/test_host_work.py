@@ -115,7 +115,7 @@ ENTRIES = {
     "flex_attention, block_mask": (
         32,
         70,
-    ),  # 89, 247; 37, 89; 32, 73; 24, 63 before its mask_mod was looked at each time
+    ),  # 89, 247; 37, 89; 32, 73; then what its mask_mod reads is looked at
     "ca.nn.Attention, score_mod as a method": (30, 67),  # 85, 214; 45, 95; 38, 77
 }
 ROOM = 4  # for other versions of Python and torch
