@@ -126,7 +126,8 @@ class HopperBackwardTiling(BackwardTiling):
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
         scores = self.ds_stages * self.tile_m * self.tile_n * (2 if self.transposed else 1)
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
-        front = -(-(512 + 4 * self.statistic_stride * (self.q_stages + self.do_stages)) // 1024) * 1024
+        statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
+        front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
         dq = 4 * self.tile_m * self.d // self.dq_pieces if self.dq_in_bulk else 0
         if self.persistent and not self.dq_in_bulk:

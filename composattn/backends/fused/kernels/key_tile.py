@@ -142,6 +142,12 @@ class RowStatistic(Fixed):
         again.found = {}
         return again
 
+    def read_ahead(self) -> "RowStatistic":
+        """The same, all of it read now: while a product runs, where there are registers."""
+        for r in range(0, self.shape.rows, self.together):
+            self[r]
+        return self
+
     def __getitem__(self, r: int) -> Float32:
         first = r - r % self.together
         if first not in self.found:
