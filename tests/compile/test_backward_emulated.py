@@ -106,7 +106,7 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
     check(case, folder, generator)
 
 
-# with one stage of dO and with two: pairs that exchange dS, one block, pairs with half of the columns, 64 keys a warpgroup
+# pairs that exchange dS, one block with one stage of dO, pairs with half of the columns, 64 keys a warpgroup
 @pytest.mark.parametrize(
     "facts",
     [

@@ -30,10 +30,11 @@ class HopperBackwardWide(HopperBackward):
 
     Each computes half of the columns of dQ.
 
-    D comes with Q (`delta_with_q`). An arrival does not wait for reads before it, and beside products these take long: with
-    one stage of dO, freed when dP was there, the next D came before some rows of this one were read (errors of 1e-2 in dQ
-    and dK). What orders reads by threads before a copy is a proxy fence on the way from the one to the other: the second
-    side, whose weights the first has made of LSE, makes dS of D and these, fences it, and only then is done with Q.
+    D comes with Q (`delta_with_q`). An arrival does not wait for reads before it, and beside products these take long:
+    with one stage of dO, freed when dP was there, the next D came before some rows of this one were read (errors of
+    1e-2 in dQ and dK). What orders reads by threads before a copy is a proxy fence on the way from the one to the
+    other: the second side, whose weights the first has made of LSE, makes dS of D and these, fences it, and then is
+    done with Q.
     """
 
     delta_with_q = True
@@ -148,8 +149,11 @@ class ProbabilitySide(Side):
         warpgroup.wait_group(0)
         self.add_dq(call, m, tQrdQ, turn_slot)
 
-    def probabilities(self, m, tested: Boolean, turn_slot, q_slot) -> tuple[Any, cute.Tensor, cute.Tensor]:
-        """(where they stand, P, dS for dP - D = 1) of a query tile."""
+    def probabilities(self, m, tested: Boolean, turn_slot, q_slot, issue_behind=lambda: 0):
+        """(where they stand, P, dS for dP - D = 1) of a query tile.
+
+        `issue_behind` the product of scores starts further ones, and says how many: they run on.
+        """
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         at = self.mods.evaluator(self.tile(queries_first(tSrS), m))
@@ -157,7 +161,7 @@ class ProbabilitySide(Side):
         block.q_edge.wait(q_slot)
         lse = self.statistics(block.sLse, q_slot.index).read_ahead()
         issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(issue_behind())
         self.complete(tSrS, turn_slot)
         weights = tSrS
         if const_expr(self.mods.backward.slope is not None):

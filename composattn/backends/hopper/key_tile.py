@@ -60,7 +60,7 @@ class Block(Fixed):
         self.dtype, self.parts = dtype, tiling.warpgroups
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
-        # D comes with Q where that is freed behind the fence of a dS made of both, and dO leaves before (`GradientSide`)
+        # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
         of_q, of_do = (2, 0) if tiling.shared_keys else (1, 1)
         statistic = 4 * tiling.tile_m
         edges = {

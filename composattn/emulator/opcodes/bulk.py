@@ -75,7 +75,7 @@ def _check_fenced(block: Any, words: slice, knowledge: Knowledge) -> None:
         )
 
 
-def _check_read(block: Block, words: slice, knowledge: Knowledge) -> None:
+def _check_read(block: Any, words: slice, knowledge: Knowledge) -> None:
     """Raises unless plain loads that read `words` of a block have been fenced for the async proxy."""
     cluster = block.cluster
     for warp, clocks in block.shared.reads.items():
