@@ -29,11 +29,14 @@ class Mode:
     """When asynchronous operations complete and who runs next. `late`: as late as the waits allow, last issued first.
 
     With a `seed` the schedule is random: single warps in random order, copies complete at random moments.
+    `fenced_reads`: a copy over what plain loads have read wants a fence.proxy.async on the way from these. An arrival
+    does not wait for them, so without one they are in time only where what was read has been used before.
     """
 
     late: bool = False
     seed: int | None = None
     warps_together: int = 4
+    fenced_reads: bool = False
 
     def __str__(self) -> str:
         if self.seed is not None:

@@ -38,7 +38,10 @@ class SharedRace(Finding):
 
 
 class MissingProxyFence(Finding):
-    """The async proxy (TMA, wgmma) reads shared memory that plain stores wrote, with no fence.proxy.async between."""
+    """The async proxy (TMA, wgmma) reads shared memory that plain stores wrote, with no fence.proxy.async between.
+
+    Or, where a mode looks for it, a copy writes over what plain loads have read, with none between.
+    """
 
 
 class MissingInitFence(Finding):

@@ -106,6 +106,23 @@ def test_emulated_gradients_match_fp64(case: str, folder: Path, generator: torch
     check(case, folder, generator)
 
 
+# pairs that exchange dS, one block with one stage of dO, pairs with half of the columns, 64 keys a warpgroup
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ("causal", torch.bfloat16, 1, 1, 250, 150, 256, 256, True, False),
+        ("causal", torch.bfloat16, 1, 1, 250, 150, 256, 256, False, True),
+        ("causal", torch.bfloat16, 1, 1, 250, 150, 320, 320, False, False),
+        ("causal", torch.bfloat16, 1, 1, 250, 150, 128, 128, False, False),
+    ],
+    ids=["d256", "d256-in-order", "d320", "d128"],
+)
+def test_no_copy_overtakes_a_read_of_row_statistics(
+    facts: tuple[Any, ...], folder: Path, generator: torch.Generator
+) -> None:
+    check(facts, folder, generator, mode=Mode(fenced_reads=True))
+
+
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
 CLEARING, PASSING = {"clears": True}, {"passing": True}
 BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}

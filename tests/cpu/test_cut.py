@@ -25,7 +25,9 @@ CASES = {
     "one-round-of-one-length": ([100] * 132, 1, 132, 1),
     "one-round-and-a-little": ([100] * 140, 1, 132, 7),
     "thirteen-rounds-and-four-tiles": ([128] * 86, 20, 1716, 16),
-    "thirteen-rounds-and-a-third": ([32] * 22, 80, 1760, 1),
+    "thirteen-rounds-and-a-third": ([32] * 22, 80, 1716, 3),
+    "thirty-one-rounds-and-four-short-tiles": ([16] * 16, 256, 4092, 2),
+    "fifteen-rounds-and-a-half": ([128] * 64, 32, 2048, 1),
     "one-short-tile": ([3], 1, 1, 1),
 }
 

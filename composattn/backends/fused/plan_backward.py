@@ -17,7 +17,7 @@ from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
-from .cut import FEW, MANY, Cut, best_cut
+from .cut import MANY, Cut, best_cut
 from .order import exchanged, mirror, order_of_keys
 from .plan import TiledPlan, compiled_in, extent_of
 from .target import Target
@@ -179,10 +179,10 @@ def _cut(
 ) -> Cut | None:
     """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
 
-    Of many the few that are left over of whole rounds; blocks that stay gain nothing by it.
+    Of many those that are left over of whole rounds, if all their pieces run at once.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
-    few_are_left = 0 < tiles % at_once <= at_once // FEW and not (tiling.persistent or deterministic)
+    few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
         return None
     visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)

@@ -88,8 +88,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         """One warpgroup over the tiles of its block."""
         tiling = self.tiling
         stages = 1, tiling.q_stages, tiling.do_stages, tiling.ds_stages  # turns or dq, q, do, ds
-        slots = tuple(map(Slot.first, stages))
-        self.visit(call, block, me, (*slots, LastDq.none()) if tiling.dq_later else slots)
+        self.visit(call, block, me, me.starts(tuple(map(Slot.first, stages))))
         me.drain_stores()
 
 
@@ -171,9 +170,9 @@ class Consumer(KeyWarpgroup):
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
         issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
+        lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.tiling.lse_ahead)
         block.do_edge.wait(do_slot)
         issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
-        lse = self.statistics(block.sLse, q_slot.index)
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
@@ -257,6 +256,9 @@ class Consumer(KeyWarpgroup):
             edge.fill(mine, self.lane)
         # here, as a branch of one lane that the compiler makes of two releases moves additions behind the next wait
         self.block.ds_edge.release(ds_slot, self.lane)
+
+    def starts(self, slots):
+        return (*slots, LastDq.none()) if self.tiling.dq_later else slots
 
     def following(self, call, m, slots):
         if const_expr(not self.tiling.dq_later):

@@ -96,15 +96,21 @@ class ApartProbabilitySide(ApartSide, ProbabilitySide):
     """S, P and dV."""
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
-        block, weights_slot = self.block, Slot(1, turn_slot.index, turn_slot.phase)
+        block = self.block
         at, tSrS, weights = self.probabilities(m, tested, turn_slot, q_slot)
-        block.weights_edge.wait_empty(weights_slot)
-        self.leave_weights(weights)
-        cute.arch.sync_warp()
-        block.weights_edge.fill(weights_slot, self.lane)
+        self.hand_over(weights, turn_slot)
         self.start_sum(at, tSrS, do_slot)
+        block.q_edge.release(q_slot, self.lane)
         warpgroup.wait_group(0)
         block.do_edge.release(do_slot, self.lane)
+
+    def hand_over(self, weights, turn_slot):
+        """To the other side, as soon as it has read those before."""
+        edge, slot = self.block.weights_edge, Slot(1, turn_slot.index, turn_slot.phase)
+        edge.wait_empty(slot)
+        self.leave_weights(weights)
+        cute.arch.sync_warp()
+        edge.fill(slot, self.lane)
 
 
 class ApartGradientSide(ApartSide, GradientSide):
@@ -112,7 +118,7 @@ class ApartGradientSide(ApartSide, GradientSide):
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, weights_slot = self.block, Slot(1, turn_slot.index, turn_slot.phase)
-        tSrdP = self.less_delta(m, turn_slot, do_slot)
+        tSrdP = self.less_delta(m, turn_slot, q_slot, do_slot)
         block.weights_edge.wait(weights_slot)
         self.weigh(tSrdP)
         self.sum_captured(tSrdP, m)
@@ -125,7 +131,6 @@ class ApartGradientSide(ApartSide, GradientSide):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         block.ds_edge.fill(ds_slot, self.lane)
-        block.q_edge.wait(q_slot)
         issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)

@@ -2,18 +2,19 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
 from ...primitives.kv_source import partition
-from ...primitives.pipelines import Copies, Edge
+from ...primitives.pipelines import Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
-from ...primitives.values import permuted
+from ...primitives.values import choose, narrow, permuted
 from .backward_apart import ApartBlock, ApartGradientSide, ApartProbabilitySide, ApartSide, DqGroup, HopperBackwardApart
 from .backward_tiling import ExchangeBackwardTiling
 from .dq import DqPart, key_columns
-from .key_tile import Layouts
+from .key_tile import Layouts, queries_first
 from .wgmma import WARPGROUP, issue, warps_of
 
 
@@ -25,6 +26,9 @@ class HopperBackwardExchange(HopperBackwardApart):
 
         ds        empty when both blocks have read it: what is sent next finds room in the other block
         ds there  dS of the other block's keys
+
+    `dv_later` the product for dV of a query tile starts behind that for the scores of the next one, whose exponentials
+    are computed under it.
     """
 
     def __init__(self, plan):
@@ -37,6 +41,11 @@ class HopperBackwardExchange(HopperBackwardApart):
 
     def block(self, layouts, counter):
         return ExchangeBlock(self.plan.tiling, layouts, self.dtype, self.plan.deterministic, counter)
+
+    @property
+    def groups(self):
+        first = LaterProbabilitySide if self.tiling.dv_later else ExchangeProbabilitySide
+        return first, ExchangeGradientSide, ExchangeDqGroup
 
     def first_number(self):
         return cute.arch.block_idx()[0] // 2
@@ -143,6 +152,45 @@ class ExchangeProbabilitySide(ExchangeSide, ApartProbabilitySide):
     """S, P and dV."""
 
 
+class LaterProbabilitySide(ExchangeProbabilitySide):
+    """S and P of a query tile, and dV of the tile before, whose P waits in registers; of the first one it is zero."""
+
+    def starts(self, slots):
+        return *slots, Int32(0)
+
+    def begin(self, work):
+        super().begin(work)
+        self.tTrP = self.mma_sum.get_slice(0).make_fragment_A(self.left_shape)
+        self.tTrP.fill(0.0)
+
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot, later):
+        """`later`: 1 where there is a tile before, else 0. The dO of the first one serves twice."""
+        block, last, is_later = self.block, do_slot.before(), later != 0
+        phase = choose(is_later, last.phase, do_slot.phase)
+        of_dv = Slot(do_slot.stages, choose(is_later, last.index, do_slot.index), phase)
+        at, tSrS, weights = self.probabilities(m, tested, turn_slot, q_slot, lambda: self.add_dv(of_dv))
+        self.hand_over(weights, turn_slot)
+        block.q_edge.release(q_slot, self.lane)
+        warpgroup.wait_group(0)
+        block.do_edge.release(last, choose(is_later, self.lane, 1))
+        self.mods.drop(at, queries_first(tSrS))
+        narrow(self.tTrP, tSrS)
+
+    def add_dv(self, do_slot):
+        """Starts one product."""
+        self.block.do_edge.wait(do_slot)
+        issue(self.mma_sum, self.total, self.tTrP, self.tTrb[None, None, None, do_slot.index], True)
+        return 1
+
+    def following(self, call, m, slots):
+        return *super().following(call, m, slots[:-1]), Int32(1)
+
+    def end(self, slots):
+        *slots, later = slots
+        _last_dv(self, later, slots[2].before())
+        return *slots, Int32(0)
+
+
 class ExchangeGradientSide(ExchangeSide, ApartGradientSide):
     """dP, dS and dK."""
 
@@ -184,4 +232,9 @@ class ExchangeDqGroup(DqGroup):
         self.block.ds_there.release(ds_slot, self.lane)
 
 
-HopperBackwardExchange.groups = ExchangeProbabilitySide, ExchangeGradientSide, ExchangeDqGroup
+@cute.jit
+def _last_dv(me: cutlass.Constexpr, later: Int32, do_slot: Slot):
+    if later != 0:
+        me.add_dv(do_slot)
+        warpgroup.wait_group(0)
+        me.block.do_edge.release(do_slot, me.lane)

@@ -46,6 +46,8 @@ class HopperBackwardTiling(BackwardTiling):
     warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
     starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
     from registers. `dq_pieces` of a warpgroup's part then pass through the same place one after the other.
+    `lse_ahead`: rows of LSE that are read under their scores, as many as there are registers for. `dv_later`, of pairs
+    that exchange dS: the product for dV of a query tile starts behind that for the next one's scores.
     `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
     `Edge`.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
@@ -65,6 +67,8 @@ class HopperBackwardTiling(BackwardTiling):
     passing: bool = False
     tries_first: bool = False
     dq_pieces: int = 1
+    lse_ahead: int = 0
+    dv_later: bool = False
     bends_early: bool = True
     part_columns: int = 0
     distances: int = 0
@@ -126,7 +130,8 @@ class HopperBackwardTiling(BackwardTiling):
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
         scores = self.ds_stages * self.tile_m * self.tile_n * (2 if self.transposed else 1)
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
-        front = -(-(512 + 4 * self.statistic_stride * (self.q_stages + self.do_stages)) // 1024) * 1024
+        statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
+        front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
         dq = 4 * self.tile_m * self.d // self.dq_pieces if self.dq_in_bulk else 0
         if self.persistent and not self.dq_in_bulk:
@@ -218,7 +223,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
             return dataclasses.replace(tiling, clears=clears and program.mask is None)
         tiling = dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True, clears=clears)
         halves = deterministic and d == dv and program.score is None and not has_opaque_test(program)
-        return _by_halves(tiling) if halves else _longer_sections(tiling, problem, program, target)
+        return _by_halves(tiling) if halves else tiling
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
@@ -256,6 +261,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         bends_early=not tall and _bends_early(program, max(d, dv), deterministic),
         dq_later=later,
         dq_in_bulk=sends,
+        # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
+        lse_ahead=4 if (tall or wide) and plain and not deterministic else 0,
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=16 << 20,
         section_tiles=_section_tiles(target),
@@ -328,15 +335,6 @@ def _by_halves(tiling: HopperBackwardTiling) -> HopperBackwardTiling:
     return dataclasses.replace(tiling, ds_stages=1, dq_in_bulk=True, dq_pieces=2)
 
 
-def _longer_sections(
-    tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target
-) -> HopperBackwardTiling:
-    """Of eight heads of 8k where tiles of keys differ, so that the last ones even out (D 192, causal: 2 %)."""
-    if program.mask is None or problem.kv_len < 64 * tiling.tile_n:
-        return tiling
-    return dataclasses.replace(tiling, section_tiles=5 * target.sms)
-
-
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = HopperBackwardTiling(
@@ -350,19 +348,25 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
 
 
 def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
-    """Whether pairs of blocks exchange dS: at D 256 14 % and more faster than `backward_wide`, at 192/128 5 %.
+    """Whether pairs of blocks exchange dS: at D 256 14 % and more faster than `backward_wide`, at 192/128 and 192 6.
 
-    D 192 gains 1 % at 2k full and loses 1 to 4 otherwise. Not where tests cost much: documents end at no multiple of
-    128 keys, and lists would be longer. With captured gradients and dropout it was not tried; what a score mod reads
-    beside packed sequences spilled 8.
+    At D 192 causal calls of 2k lose 1 %: pairs visit tiles of 128 keys, one block 96. Not where tests cost much:
+    documents end at no multiple of 128 keys, and lists would be longer. With captured gradients and dropout it was not
+    tried; what a score mod reads beside packed sequences spilled 8.
     """
-    fits = (d, dv) in ((192, 128), (256, 256)) and not (problem.layout.q == "packed" and reads_any(program.score))
+    fits = (d, dv) in ((192, 128), (256, 256)) or (
+        d == dv == 192 and (program.mask is None or queries_of_a_key(problem, program) > SHORT)
+    )
+    fits = fits and not (problem.layout.q == "packed" and reads_any(program.score))
     sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
     return fits and not sums and not has_costly_test(program.mask) and not has_opaque_test(program)
 
 
 def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> ExchangeBackwardTiling:
-    """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO."""
+    """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO.
+
+    Where there are two, dV comes later: 2 to 4 %; with one, dO would stay for too long (D 256 loses 2).
+    """
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
     columns = one.d // 2 if one.d == 192 else one.d // 4
     own = {
@@ -372,7 +376,9 @@ def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, ta
         "consumer_registers": 208 if columns == 64 else 192,
         "section_tiles": one.section_tiles // 2,
     }
-    tilings = (ExchangeBackwardTiling(**kept | own | {"do_stages": stages}) for stages in (2, 1))
+    tilings = (
+        ExchangeBackwardTiling(**kept | own | {"do_stages": stages, "dv_later": stages == 2}) for stages in (2, 1)
+    )
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 

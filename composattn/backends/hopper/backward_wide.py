@@ -29,7 +29,15 @@ class HopperBackwardWide(HopperBackward):
         second:  dPᵀ issued |        | dS from weights, written |                     | dQ, dK issued | dQ to memory
 
     Each computes half of the columns of dQ.
+
+    D comes with Q (`delta_with_q`). An arrival does not wait for reads before it, and beside products these take long:
+    with one stage of dO, freed when dP was there, the next D came before some rows of this one were read (errors of
+    1e-2 in dQ and dK). What orders reads by threads before a copy is a proxy fence on the way from the one to the
+    other: the second side, whose weights the first has made of LSE, makes dS of D and these, fences it, and then is
+    done with Q.
     """
+
+    delta_with_q = True
 
     @property
     def sides(self) -> "tuple[type[Side], type[Side]]":
@@ -87,15 +95,6 @@ class Side(KeyWarpgroup):
     def complete(self, scores: cute.Tensor, slot) -> None:
         """A score product, whatever part of its columns this block has."""
 
-    def end_reads(self) -> None:
-        """What this warp has asked shared memory for is there, before it says that a copy may write over it.
-
-        An arrival does not wait for reads before it, and beside products these take long: with one stage of dO the next
-        row statistics came first (errors of 1e-2 in dQ and dK).
-        """
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-
     def weights(self) -> list[cute.Tensor]:
         """Shared memory of this thread's weights, four at a time."""
         start = self.block.sW + self.thread * 4
@@ -142,6 +141,7 @@ class ProbabilitySide(Side):
         self.leave_weights(weights)
         block.of_weights.arrive()
         self.start_sum(at, tSrS, do_slot)
+        block.q_edge.release(q_slot, self.lane)
         self.sync_consumers()
         tQrdQ = self.dq.issue(ds_slot.index)
         warpgroup.wait_group(1)
@@ -149,16 +149,19 @@ class ProbabilitySide(Side):
         warpgroup.wait_group(0)
         self.add_dq(call, m, tQrdQ, turn_slot)
 
-    def probabilities(self, m, tested: Boolean, turn_slot, q_slot) -> tuple[Any, cute.Tensor, cute.Tensor]:
-        """(where they stand, P, dS for dP - D = 1) of a query tile; Q and LSE have been read."""
+    def probabilities(self, m, tested: Boolean, turn_slot, q_slot, issue_behind=lambda: 0):
+        """(where they stand, P, dS for dP - D = 1) of a query tile.
+
+        `issue_behind` the product of scores starts further ones, and says how many: they run on.
+        """
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         at = self.mods.evaluator(self.tile(queries_first(tSrS), m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
+        lse = self.statistics(block.sLse, q_slot.index).read_ahead()
         issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
-        lse = self.statistics(block.sLse, q_slot.index)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(issue_behind())
         self.complete(tSrS, turn_slot)
         weights = tSrS
         if const_expr(self.mods.backward.slope is not None):
@@ -166,8 +169,6 @@ class ProbabilitySide(Side):
             self.mods.weights(at, lse, queries_first(weights), tested)
         else:
             self.mods.probabilities(at, lse, tested)
-        self.end_reads()
-        block.q_edge.release(q_slot, self.lane)
         return at, tSrS, weights
 
     def leave_weights(self, weights: cute.Tensor) -> None:
@@ -194,7 +195,7 @@ class GradientSide(Side):
 
     def step(self, call, m, tested: Boolean, turn_slot, q_slot, do_slot, ds_slot):
         block, stage = self.block, ds_slot.index
-        tSrdP = self.less_delta(m, turn_slot, do_slot)
+        tSrdP = self.less_delta(m, turn_slot, q_slot, do_slot)
         block.of_weights.meet()
         self.weigh(tSrdP)
         # the weights have been read, and the next ones are written after the barrier below
@@ -205,29 +206,28 @@ class GradientSide(Side):
         cute.arch.fence_view_async_shared()
         self.sync_consumers()
         tQrdQ = self.dq.issue(stage)
-        block.q_edge.wait(q_slot)
         issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
         warpgroup.wait_group(1)
         self.add_dq(call, m, tQrdQ, turn_slot)
         warpgroup.wait_group(0)
         block.q_edge.release(q_slot, self.lane)
 
-    def less_delta(self, m, turn_slot, do_slot) -> cute.Tensor:
-        """dP - D of a query tile, both of which have been read."""
+    def less_delta(self, m, turn_slot, q_slot, do_slot) -> cute.Tensor:
+        """dP - D of a query tile; dO has been read."""
         block = self.block
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
+        block.q_edge.wait(q_slot)
+        delta = self.statistics(block.sDelta, q_slot.index).read_ahead()
         block.do_edge.wait(do_slot)
         issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
-        delta = self.statistics(block.sDelta, do_slot.index)
         warpgroup.wait_group(0)
+        block.do_edge.release(do_slot, self.lane)
         self.complete(tSrdP, turn_slot)
         gradients = queries_first(tSrdP)
         self.mods.drop(self.mods.evaluator(self.tile(tSrdP, m)), gradients)
         for r in range(self.shape.rows):
             for c in range(self.shape.columns):
                 gradients[r, c] = gradients[r, c] - delta[r]
-        self.end_reads()
-        block.do_edge.release(do_slot, self.lane)
         return tSrdP
 
     def weigh(self, tSrdP: cute.Tensor) -> None:

@@ -60,11 +60,13 @@ class Block(Fixed):
         self.dtype, self.parts = dtype, tiling.warpgroups
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
+        # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
+        of_q, of_do = (2, 0) if tiling.shared_keys else (1, 1)
         statistic = 4 * tiling.tile_m
         edges = {
             "kv": Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), consumers),
-            "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
-            "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
+            "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
+            "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
         }
         if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
             senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
@@ -96,7 +98,8 @@ class Block(Fixed):
             layout = cute.make_layout((tiling.tile_m, stages), stride=(1, tiling.statistic_stride))
             return smem.allocate_tensor(Float32, layout, 128)
 
-        self.sLse, self.sDelta = row_statistics(tiling.q_stages), row_statistics(tiling.do_stages)
+        self.sLse = row_statistics(tiling.q_stages)
+        self.sDelta = row_statistics(tiling.do_stages if of_do else tiling.q_stages)
 
         tiles = self.tiles
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)

@@ -75,6 +75,22 @@ def _check_fenced(block: Any, words: slice, knowledge: Knowledge) -> None:
         )
 
 
+def _check_read(block: Any, words: slice, knowledge: Knowledge) -> None:
+    """Raises unless plain loads that read `words` of a block have been fenced for the async proxy."""
+    cluster = block.cluster
+    for warp, clocks in block.shared.reads.items():
+        if warp >= len(cluster.knowledge):  # a unit of the async proxy
+            continue
+        own = warp // cluster.warps_per_block == block.rank
+        late = clocks[words] > (knowledge.fenced if own else knowledge.far)[warp]
+        if late.any():
+            first = words.start + int(np.flatnonzero(late)[0])
+            raise MissingProxyFence(
+                f"{int(late.sum())} words from shared address {first * 4:#x} were read by plain loads of "
+                f"{cluster.agent_name(warp)}, no fence.proxy.async before the copy over them"
+            )
+
+
 # --- into shared memory ------------------------------------------------------------------------------------
 
 
@@ -91,6 +107,8 @@ def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int]
         words = covering(dst, count)
         block.shared.order_write(words, knowledge.all)
         _check_fenced(block, words, knowledge)
+        if cluster.mode.fenced_reads:
+            _check_read(block, words, knowledge)
         bar.issued += 1
         stamp = bar.issued
         block.shared.write(words, bar.agent, stamp, False)

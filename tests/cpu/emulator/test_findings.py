@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,20 @@ def test_finding(name: str, mode: Mode) -> None:
     with pytest.raises(kind) as found:
         launch(body, mode)
     assert "PTX line" in str(found.value)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_copy_over_what_was_read_wants_a_fence_where_a_mode_looks_for_it(mode: Mode) -> None:
+    fence, strict = "fence.proxy.async.shared::cta;", dataclasses.replace(mode, fenced_reads=True)
+
+    def body(between: str) -> str:
+        copied = LOAD.format(expect=256, bytes=256) + WAIT.format(parity=0)
+        return WRITE + fence + INIT.format(count=1) + READ + between + "bar.sync 0;" + copied
+
+    launch(body(""), mode)
+    launch(body(fence), strict)
+    with pytest.raises(findings.MissingProxyFence, match="read by plain loads of warp"):
+        launch(body(""), strict)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

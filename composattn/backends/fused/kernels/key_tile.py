@@ -65,6 +65,10 @@ class KeyGroup(Fixed, abc.ABC):
         self.head = head
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
 
+    def starts(self, slots: tuple) -> tuple:
+        """What the first step takes, which has these slots."""
+        return slots
+
     def following(self, call, m, slots: tuple) -> tuple:
         """What the step after the one of query tile `m` takes, which took `slots`."""
         return tuple(slot.next() for slot in slots)
@@ -141,6 +145,12 @@ class RowStatistic(Fixed):
         again = copy.copy(self)
         again.found = {}
         return again
+
+    def read_ahead(self, rows: int | None = None) -> "RowStatistic":
+        """The same, with all or the first `rows` read now, so that they are there when a product is."""
+        for r in range(0, self.shape.rows if rows is None else rows, self.together):
+            self[r]
+        return self
 
     def __getitem__(self, r: int) -> Float32:
         first = r - r % self.together
