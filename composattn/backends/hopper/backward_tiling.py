@@ -211,7 +211,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         tiling = _shared_keys(d, dv, problem, target)
         # beside a warp that clears, ptxas moves the sleep of a wait out of the loop; causal ones of D 256 have it there
         clears = problem.layout.is_dense and not deterministic
-        if _exchanges(d, dv, problem, program) and not deterministic:
+        if _exchanges(d, dv, problem, program):
             clears = clears and (d == 192 or program.mask is None)
             return dataclasses.replace(_exchanged(tiling, problem, program, target), clears=clears)
         if not _takes_more_keys(d, dv, program):

@@ -57,7 +57,7 @@ class Block(Fixed):
     def __init__(
         self, tiling: HopperBackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor
     ):
-        self.dtype, self.parts = dtype, tiling.warpgroups
+        self.dtype, self.parts, self.in_order = dtype, tiling.warpgroups, deterministic
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         statistic = 4 * tiling.tile_m
@@ -66,9 +66,8 @@ class Block(Fixed):
             "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + statistic), consumers),
             "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + statistic), consumers),
         }
-        if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
-            senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
-            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), self.adders(tiling))
+        if deterministic:
+            edges["turn"] = self.turns(tiling)
         if tiling.dq_later or tiling.has_one_ds:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
@@ -128,9 +127,11 @@ class Block(Fixed):
     def more_edges(self) -> dict[str, Edge]:
         return {}
 
-    def adders(self, tiling: HopperBackwardTiling) -> Warps:
-        """Those that add dQ to memory."""
-        return warps_of(tiling.warpgroups)
+    def turns(self, tiling: HopperBackwardTiling) -> Edge:
+        """Full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard."""
+        if tiling.dq_in_bulk:
+            return Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
+        return Edge(1, Copies(0), warps_of(tiling.warpgroups))
 
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""

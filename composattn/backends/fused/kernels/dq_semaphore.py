@@ -1,8 +1,8 @@
 """Turns of the backward in a fixed order: a tile of dQ is added to by one tile of keys after another, the last first.
 
 A warp of its own waits in device memory until as many blocks as come before this one have added to a query tile, lets
-the consumers add theirs, and says so; or whoever adds does, each of several (`say`). A block waits only for blocks that
-started before it.
+the consumers add theirs, and says so; or another warp does (`tell`), or whoever adds, each of several (`say`): then the
+one that waits looks ahead. A block waits only for blocks that started before it.
 """
 
 import cutlass
@@ -47,6 +47,25 @@ class DqSemaphore(Fixed):
                         # empty again: all consumers have added their parts
                         block.turn_edge.wait_empty(slot)
                         _publish_if(turn, before + 1, lane == 0)
+        return slot
+
+    @cute.jit
+    def tell(self, call, block):
+        """What the warp does that says for all that they have added (`told_edge`), and frees the turn of a later tile."""
+        self.kernel.walk(call, block, lambda *work: self.tell_tile(block, *work), TileQueue.hear, block.turn_edge.first)
+
+    @cute.jit
+    def tell_tile(self, block, call, work, slot):
+        """Of one tile of keys."""
+        lane = cute.arch.lane_idx()
+        for member in cutlass.range(call.group, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.kernel.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    block.added_edge.wait(slot)
+                    block.turn_edge.release(slot, lane)
+                    say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
+                    slot = slot.next()
         return slot
 
     def before(self, call, work, head, run, i, lane):
