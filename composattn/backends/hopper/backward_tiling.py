@@ -200,7 +200,20 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
-    """Tiles of the backward kernel; `deterministic`: dQ is summed in a fixed order.
+    """Tiles of the backward kernel, and their order; `deterministic`: dQ is summed in a fixed order."""
+    tiling = _tiles(problem, program, target, deterministic)
+    return dataclasses.replace(tiling, ends_backwards=deterministic and _differ(problem, program))
+
+
+def _differ(problem: Problem, program: Program) -> bool:
+    """Whether a mask of bounds leaves tiles of keys one run of queries each, of different lengths."""
+    if program.mask is None or not problem.layout.is_dense or not bounds_queries(program.mask):
+        return False
+    return len(program.of_keys[0]) == 1 and not has_costly_test(program.mask)
+
+
+def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
+    """Of each kernel.
 
     dK and dV of 64 keys take (d + dv) / 2 registers per thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
     """

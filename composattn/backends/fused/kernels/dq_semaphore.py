@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, const_expr
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
 from ....primitives.tile_queue import TileQueue
-from ....primitives.values import Fixed
+from ....primitives.values import Fixed, choose
 
 
 class DqSemaphore(Fixed):
@@ -69,22 +69,25 @@ class DqSemaphore(Fixed):
         return slot
 
     def before(self, call, work, head, run, i, lane):
-        """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""
+        """How many tiles of keys whose turn is before this block's visit the `i`-th query tile of `run`."""
         if isinstance(run, ListedQueryRun):
             return run.before(i)
         return self.blocks_before(call, work, head, run.tile(i), lane)
 
     @cute.jit
     def blocks_before(self, call, work, head, m, lane):
-        """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
+        """How many tiles of keys beyond this block's, or backwards before it, visit query tile `m`.
+
+        A lane each looks at some.
+        """
         count = Int32(0)
-        beyond = work.count - 1 - work.n
-        for step in cutlass.range((beyond + 31) // 32, unroll=1):
-            other = work.n + 1 + step * 32 + lane
+        first, end = choose(work.backwards, 0, work.n + 1), choose(work.backwards, work.n, work.count)
+        for step in cutlass.range((end - first + 31) // 32, unroll=1):
+            other = first + step * 32 + lane
             visits = Boolean(False)
-            for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
+            for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, end - 1)):
                 visits = visits | run.visits(m)
-            count = count + Int32(visits & (other < work.count))
+            count = count + Int32(visits & (other < end))
         return over_lanes(add, count, WARP[::-1])
 
 
