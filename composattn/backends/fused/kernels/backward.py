@@ -200,11 +200,18 @@ class Backward(Kernel, Generic[AnyTiling]):
         last = cutlass.min(first + self.tiling.tile_n, kv_len) - 1
         return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
 
+    def members(self, call, work):
+        """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""
+        if work.piece is None or not self.tiling.ends_backwards:
+            return 0, call.group
+        index, count = work.piece.index, work.piece.count
+        return call.group * index // count, call.group * (index + 1) // count
+
     def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
         """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
         if self.tiling.ends_backwards:
-            runs = [dataclasses.replace(run, backwards=work.backwards) for run in runs]
+            return [dataclasses.replace(run, backwards=work.backwards) for run in runs]
         if work.piece is None or n is not None:
             return runs
         return [run.piece(work.piece.index, work.piece.count) for run in runs]
@@ -213,7 +220,8 @@ class Backward(Kernel, Generic[AnyTiling]):
     def steps(self, call, work):
         """How many query tiles a tile of keys visits, of all heads of its group."""
         count = Int32(0)
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             for run in self.query_tiles(call, work, work.kv_head * call.group + member):
                 count = count + run.count
         return count
@@ -258,7 +266,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         me.begin(work)
         ragged = (work.n + 1) * tiling.tile_n > work.keys.length
         me.wait_for_keys(kv_slot)
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
             for run in self.query_tiles(call, work, head):
@@ -290,7 +299,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         self.load_keys(call, block, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             if const_expr(call.clearing is not None):
                 call.clearing.wait(work.padded.b, head)

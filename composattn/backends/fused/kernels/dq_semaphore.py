@@ -32,7 +32,8 @@ class DqSemaphore(Fixed):
     def take_tile(self, block, call, work, slot):
         """Turns of one tile of keys."""
         lane = cute.arch.lane_idx()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
@@ -58,7 +59,8 @@ class DqSemaphore(Fixed):
     def tell_tile(self, block, call, work, slot):
         """Of one tile of keys."""
         lane = cute.arch.lane_idx()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):

@@ -39,7 +39,8 @@ class DqSender(Fixed):
         edge, turns, lane = self.block.dq_edge, self.block.turn_edge, cute.arch.lane_idx()
         first = self.number * self.part
         source = (self.block.sdQ.iterator + first).toint()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
