@@ -132,6 +132,7 @@ class BackwardTiling(Tiling):
     share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
     kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
     the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
+    `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
     """
 
     kernel: str = "backward"
@@ -140,6 +141,7 @@ class BackwardTiling(Tiling):
     in_pieces: bool = False
     clears: bool = False
     ends_backwards: bool = False
+    first_writes: bool = False
 
     @property
     def block_keys(self) -> int:

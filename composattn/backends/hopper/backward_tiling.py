@@ -10,10 +10,11 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
-from ..fused.order import queries_of_a_key
+from ..fused.order import exchanged, mirror, queries_of_a_key
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
 from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
+from ..fused.work import fixed_visits
 
 ROWS = 64  # of one warpgroup's product
 DK, DV = 0, 1  # the results that stay in registers
@@ -202,7 +203,18 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Tiles of the backward kernel, and their order; `deterministic`: dQ is summed in a fixed order."""
     tiling = _tiles(problem, program, target, deterministic)
-    return dataclasses.replace(tiling, ends_backwards=deterministic and _differ(problem, program))
+    if not deterministic:
+        return tiling
+    first = tiling.dq_in_bulk and _all_are_seen(tiling, problem, program)
+    return dataclasses.replace(tiling, ends_backwards=_differ(problem, program), first_writes=first)
+
+
+def _all_are_seen(tiling: HopperBackwardTiling, problem: Problem, program: Program) -> bool:
+    """Whether some tile of keys of each sequence visits all query tiles."""
+    if not problem.layout.is_dense or not bounds_queries(program.mask):
+        return False
+    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), tiling.tile_n, tiling.tile_m)
+    return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
 
 
 def _differ(problem: Problem, program: Program) -> bool:

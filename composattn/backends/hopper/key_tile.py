@@ -86,6 +86,8 @@ class Block(Fixed):
         self.queue = None
         if tiling.persistent:
             self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
+        # of each turn, whether it is the first at its query tile
+        self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.first_writes else None
         barriers = Barriers()
         self.of_consumers = barriers.one((tiling.warpgroups + tiling.dq_apart) * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
@@ -126,6 +128,12 @@ class Block(Fixed):
 
     def more_edges(self) -> dict[str, Edge]:
         return {}
+
+    def is_first(self, turn_slot) -> Int32 | None:
+        """Whether this turn is the first at its query tile, where that matters: not 0."""
+        if self.firsts is None:
+            return None
+        return cute.arch.make_warp_uniform(cute.make_tensor(self.firsts + turn_slot.index, cute.make_layout(1))[0])
 
     def turns(self, tiling: HopperBackwardTiling) -> Edge:
         """Full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard."""

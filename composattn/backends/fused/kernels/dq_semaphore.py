@@ -42,7 +42,11 @@ class DqSemaphore(Fixed):
                     before = self.before(call, work, head, run, i, lane)
                     wait_for(turn, before * max(1, self.speakers))
                     cute.arch.sync_warp()
-                    block.turn_edge.acquire(slot)
+                    block.turn_edge.wait_empty(slot)
+                    if const_expr(self.kernel.tiling.first_writes):
+                        _put_if(block.firsts + slot.index, Int32(before == 0), lane == 0)
+                        cute.arch.sync_warp()
+                    block.turn_edge.fill(slot)
                     slot = slot.next()
                     if const_expr(not self.speakers):
                         # empty again: all consumers have added their parts
@@ -114,6 +118,12 @@ def _read(turn: cute.Pointer) -> Int32:
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
     )
+
+
+@cute.jit
+def _put_if(place: cute.Pointer, number: Int32, condition: Boolean):
+    if condition:
+        cute.make_tensor(place, cute.make_layout(1))[0] = number
 
 
 @cute.jit

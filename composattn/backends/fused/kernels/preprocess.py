@@ -79,7 +79,7 @@ class Preprocess(Kernel):
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             rows.append((q, inside, (member == 0) & (local < self.tiling.tile_m)))
             products.append(product)
-        if const_expr(not self.tiling.clears):
+        if const_expr(not (self.tiling.clears or self.tiling.first_writes)):
             self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
