@@ -179,10 +179,10 @@ def _cut(
     if visits is None:
         return None, tiling
     repeats = problem.kv_heads * (problem.batch if visits.shape[0] == 1 else 1)
-    if tiling.ends_backwards and visits.shape[0] == 1:
-        given = visits[0].tolist(), repeats, problem.group, at_once, tiling.heads_together
-        cut, together = cut_in_order(*given)
-        if together < repeats:
+    if tiling.ends_backwards and bool((visits == visits[0]).all()):
+        heads = problem.kv_heads * problem.batch
+        cut, together = cut_in_order(visits[0].tolist(), heads, problem.group, at_once, tiling.heads_together)
+        if together < heads:
             return cut if cut.cut else None, dataclasses.replace(tiling, heads_together=together)
         tiling = dataclasses.replace(tiling, ends_backwards=False)  # nothing runs before it
     cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
