@@ -53,9 +53,7 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     return min(candidates, key=lambda cut: _makespan(_pieces(ordered, cut), sms) + _gather(cut))
 
 
-def cut_in_order(
-    lengths: Sequence[int], heads: int, group: int, sms: int, asked: int | None = None
-) -> tuple[Cut, int]:
+def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked: int | None = None) -> tuple[Cut, int]:
     """Which tiles are cut, and of how many heads a section is, where dQ has a fixed order and ends backwards.
 
     `lengths`: query tiles that the tiles of a head visit for one of the `group` of query heads, in their order. Pieces

@@ -56,7 +56,7 @@ class DqSemaphore(Fixed):
 
     @cute.jit
     def tell(self, call, block):
-        """What the warp does that says for all that they have added (`told_edge`), and frees the turn of a later tile."""
+        """What the warp does that says for all that they have added, and frees the turn of a later tile."""
         self.kernel.walk(call, block, lambda *work: self.tell_tile(block, *work), TileQueue.hear, block.turn_edge.first)
 
     @cute.jit
