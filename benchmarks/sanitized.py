@@ -44,6 +44,8 @@ def cases() -> Iterator[tuple[str, Case, dict[str, Any]]]:
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     plain = dense(333, 128, mask_mod=causal())
     yield "sinks and dropout", dataclasses.replace(plain, sinks=sinks, dropout=(0.1, 7)), {}
+    # a query has to see 770 keys and more before maxima are guessed
+    yield "guessed maxima", dense(1700, 96, mask_mod=causal()), {}
     yield "wide heads", dense(333, 512, mask_mod=causal()), {}
     yield "wide heads, V narrower", dense(200, 576, v_dim=512, mask_mod=causal()), {}
     yield "ALiBi with its gradient", dense(300, 64, score_mod=alibi(slopes), mask_mod=causal()), {}

@@ -235,8 +235,8 @@ def attention(
     """
     if unknown:
         refuse_keywords(unknown)
-    score = None if score_mod is None else Score.of(score_mod)
-    mask = None if mask_mod is None else Mask.of(mask_mod)
+    score = score_mod if score_mod is None or type(score_mod) is Score else Score.of(score_mod)
+    mask = mask_mod if mask_mod is None or type(mask_mod) is Mask else Mask.of(mask_mod)
     sink = None if sinks is None else Sink.of(sinks)
     options = (scale, backend, deterministic, schedule)
     asked = OUT_ALONE
@@ -257,10 +257,7 @@ def attention(
     if keep is not None:
         keep.draw()
     planned, lending = planned_for((score, mask, sink, keep), options)
-    if lending is None:
-        return planned(inputs, asked)  # type: ignore[no-any-return]
-    with lending:
-        return planned(inputs, asked)  # type: ignore[no-any-return]
+    return planned(inputs, asked, lending)  # type: ignore[no-any-return]
 
 
 def _refuse_dropout(keep: Dropout | None) -> None:

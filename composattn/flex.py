@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import types
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -10,9 +12,10 @@ import torch
 
 from . import errors
 from .api import attention
-from .call.block_sparse import TESTED, VISIBLE, BlockSparse, Table
+from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
+from .graph.scalar import Scalar
 from .mods.mask import Mask
 
 KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
@@ -119,11 +122,18 @@ def _check_kernel(kernel_options: dict[str, Any]) -> None:
 
 
 class _Known(NamedTuple):
-    """The mask that a `BlockMask` means, for as long as it has the mask_mod and the counts that it was made of."""
+    """The mask that a `BlockMask` means, for as long as it has the mask_mod and the lists that it was made of."""
 
     mask_mod: Any
-    counts: torch.Tensor
+    code: Any  # of a mask_mod that reads its arguments alone, so that it means the same for as long as it has this
+    inner: Mask  # what the mask_mod means
+    lists: tuple[torch.Tensor | None, ...]
     mask: Mask
+    # tensors and numbers that decided that it is the mask_mod's alone, but for those of inference mode, whose writes
+    # nobody counts; and their `_stamp`
+    decided: tuple[torch.Tensor, ...]
+    numbers: tuple[Scalar, ...]
+    stamp: Any
     fits: list[Any]  # shapes, device and lengths of calls that it was checked for, the latest
     of: weakref.ref[Any]  # the BlockMask
 
@@ -135,12 +145,17 @@ _FITS = 8
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     """The mask that a torch `BlockMask` means: its mask_mod where its lists add nothing, else both together.
 
-    Whether they do is found out once per BlockMask, at about the cost of having made it.
+    Whether they do is found out once per BlockMask, at about the cost of having made it. Of one that was written to,
+    or whose mask_mod means something else since, both count.
     """
     compiling = torch.compiler.is_compiling()
     known = None if compiling else _known_mask(block_mask)
     if known is None:
         _check(block_mask)
+    else:
+        inner = _inner(known)
+        if inner is not known.inner or _stamp(known.decided, known.numbers) != known.stamp:
+            known = _remembered(block_mask, inner, BlockSparse.from_block_mask(block_mask, inner))
     asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
     if known is not None and asked in known.fits:
         return known.mask
@@ -153,29 +168,62 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     if compiling:
         return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
     if known is None:
-        known = _remembered(block_mask, _build(block_mask))
+        known = _remembered(block_mask, *_build(block_mask))
     known.fits[:] = [asked, *known.fits[: _FITS - 1]]
     return known.mask
 
 
-def _remembered(block_mask: Any, mask: Mask) -> _Known:
+def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
     place = object.__hash__(block_mask)
 
     def ended(of: weakref.ref[Any]) -> None:
         if place in _known and _known[place].of is of:
             del _known[place]
 
-    found = _known[place] = _Known(
-        block_mask.mask_mod, block_mask.kv_num_blocks, mask, [], weakref.ref(block_mask, ended)
-    )
+    lists = _lists_of(block_mask)
+    # blocks that a mask lists are read at each call
+    read = () if isinstance(mask, BlockSparse) else (*lists, *mask.leaves)
+    numbers = tuple(leaf for leaf in read if isinstance(leaf, Scalar))
+    decided = tuple(leaf for leaf in read if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
+    stamp, of, mod = _stamp(decided, numbers), weakref.ref(block_mask, ended), block_mask.mask_mod
+    found = _known[place] = _Known(mod, _own_code(mod), inner, lists, mask, decided, numbers, stamp, [], of)
     return found
+
+
+def _own_code(mod: Any) -> Any:
+    """The code of a function that reads nothing but its arguments, else None."""
+    code = mod.__code__ if isinstance(mod, types.FunctionType) else None
+    alone = code is not None and not (code.co_freevars or code.co_names or mod.__defaults__ or mod.__kwdefaults__)
+    return code if alone else None
+
+
+def _inner(known: _Known) -> Mask:
+    """What the mask_mod means now: the mask of before, if it means the same."""
+    mod, before = known.mask_mod, known.inner
+    if known.code is not None and mod.__code__ is known.code:
+        return before
+    now = Mask.of(mod)
+    same = now.form == before.form and len(now.leaves) == len(before.leaves)
+    return before if same and all(map(operator.is_, now.leaves, before.leaves)) else now
+
+
+_lists_of = operator.attrgetter(*LISTS)
+_writes = operator.attrgetter("_version")
+
+
+def _stamp(decided: tuple[torch.Tensor, ...], numbers: tuple[Scalar, ...]) -> tuple[Any, ...]:
+    """Another one after a write to what decided."""
+    places = [t.data_ptr() for t in decided]
+    return sum(map(_writes, decided)), places, [s.value for s in numbers] if numbers else None
 
 
 def _known_mask(block_mask: Any) -> _Known | None:
     known = _known.get(object.__hash__(block_mask))
     if known is None or known.of() is not block_mask:
         return None
-    same = block_mask.mask_mod is known.mask_mod and block_mask.kv_num_blocks is known.counts  # type: ignore[union-attr]
+    if block_mask.mask_mod is not known.mask_mod:  # type: ignore[union-attr]
+        return None
+    same = all(map(operator.is_, _lists_of(block_mask), known.lists))
     return known if same else None
 
 
@@ -207,10 +255,11 @@ def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> No
             raise errors.BlockMaskMismatch(f"block_mask is for {name} {made}, q has {given}; make it for these or 1")
 
 
-def _build(block_mask: Any) -> Mask:
+def _build(block_mask: Any) -> tuple[Mask, Mask]:
+    """What the mask_mod means, and the whole `BlockMask`."""
     inner = Mask.of(block_mask.mask_mod)
     listed = BlockSparse.from_block_mask(block_mask, inner)
-    return inner if _lists_add_nothing(inner.expr, listed.table, block_mask) else listed
+    return inner, inner if _lists_add_nothing(inner.expr, listed.table, block_mask) else listed
 
 
 def _lists_add_nothing(mask: Expr, table: Table, block_mask: Any) -> bool:

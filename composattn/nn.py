@@ -84,14 +84,14 @@ class Attention(torch.nn.Module):
         paged: Paged | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out, and what else is asked for; shapes, gradients and errors as in `ca.attention`."""
-        compiling = torch.compiler.is_compiling()
+        score_mod, mask_mod, sinks = self._mods()
         return attention(
             q,
             k,
             v,
-            score_mod=self._mod("score_mod", compiling),
-            mask_mod=self._mod("mask_mod", compiling),
-            sinks=self._mod("sinks", compiling),
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0,
             scale=self.scale,
             backend=self.backend,
@@ -106,29 +106,28 @@ class Attention(torch.nn.Module):
     @property
     def current_mask(self) -> Mask | None:
         """The mask of the tensors that the module holds now, None where all is seen."""
-        found = self._mod("mask_mod", False)
+        _, found, _ = self._mods()
         return None if found is None else Mask.of(found)
 
-    def _mod(self, name: str, compiling: bool) -> Any:
-        if compiling:
-            found = getattr(self, name, None)
-            return found.now(self) if isinstance(found, _Held) else found
-        own = self.__dict__
-        found = own.get(name)
-        if found is not None:
-            return found.now(self) if found.__class__ is _Held else found
-        kind = self.__class__
-        if (
-            getattr(kind, name, own) is own
-            and name not in own
-            and name not in own["_parameters"]
-            and name not in own["_buffers"]
-            and name not in own["_modules"]
-            and kind.__getattr__ is _GETATTR
-            and kind.__getattribute__ is _GETATTRIBUTE
-        ):
-            return None  # there surely is no such attribute: torch takes 1 µs to say so
-        return getattr(self, name, None)
+    def _mods(self) -> list[Any]:
+        """Score mod, mask and sinks as the module has them now, None where it has none."""
+        mods: list[Any] = []
+        if torch.compiler.is_dynamo_compiling():
+            mods = [getattr(self, name, None) for name in _NAMES]
+            return [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
+        kind, own = self.__class__, self.__dict__
+        is_plain = kind.__getattr__ is _GETATTR and kind.__getattribute__ is _GETATTRIBUTE
+        for name in _NAMES:
+            found = own.get(name)
+            if found is None:
+                # torch takes 1 µs to say that there is no such attribute, which is sure here
+                is_absent = is_plain and not (
+                    name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"] or name in own
+                )
+                if not is_absent or getattr(kind, name, None) is not None:
+                    found = getattr(self, name, None)
+            mods.append(found.now(self) if found.__class__ is _Held else found)
+        return mods
 
     def extra_repr(self) -> str:
         """The mods and the options that are not left at their default."""
@@ -139,6 +138,7 @@ class Attention(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
 
 
+_NAMES = ("score_mod", "mask_mod", "sinks")
 _GETATTR: Any = torch.nn.Module.__getattr__
 _GETATTRIBUTE: Any = object.__getattribute__
 

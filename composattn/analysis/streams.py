@@ -56,4 +56,9 @@ def has_streams(device: torch.device) -> bool:
 def stream_handle(device: torch.device) -> int:
     """The stream that work on `device`, which has some, is put into now."""
     # torch.cuda.current_stream makes an object each time
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+    return torch._C._cuda_getCurrentRawStream(device_number(device))
+
+
+def device_number(device: torch.device) -> int:
+    """Of a GPU: the current one's where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -18,14 +18,15 @@ from ..call.autograd import Differentiable
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
+from ..graph.lent import Lending
 from . import blackwell, hopper, reference, streaming
 from .fused.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.call import FusedCall
 from .fused.launch import Outputs
 from .fused.target import TARGETS, Target
 
-OfForm = Callable[[Inputs, Asked], Outputs]
-"""A call of inputs of one form."""
+ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lending | None], torch.Tensor | None]
+"""(q, k, v, what is lent for the call) → out, of inputs of one form; None where the call has to go its whole way."""
 
 
 class Call(Protocol):
@@ -42,8 +43,8 @@ class Call(Protocol):
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
 
-    def of_form(self, inputs: Inputs) -> OfForm:
-        """The same for inputs of the form of these alone: what can be known of it is looked at once."""
+    def short_way(self, inputs: Inputs) -> ShortWay | None:
+        """The same for inputs of the form of these alone, and their output alone; None where there is none."""
 
     def begin(
         self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -6,7 +6,6 @@ A sink is a key without a value: of the row's P, exp(sink - LSE) is its own, its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -23,29 +22,24 @@ def by_head(sink: Expr) -> Capture | None:
     return sink.attr if is_read else None
 
 
-def gradient_by_head(sinks: torch.Tensor, log2_lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The gradient of sinks (Hq,), of log2(e)·LSE and D of rows (B or 1, Hq, rows): added in fp64, in a fixed order."""
-    log_share = torch.rsub(log2_lse, sinks.unsqueeze(1), alpha=math.log(2.0))
-    # the derivative of ELU, turned round: -D exp(x) where x <= 0, and no share is above 1; one kernel, not two
-    of_row = _elu_backward(delta, 1.0, -1.0, 1.0, False, log_share)
-    return of_row.sum((0, 2), dtype=torch.float64).to(sinks.dtype)
-
-
-_elu_backward = torch.ops.aten.elu_backward.default
-
-
 def add_sink_gradients(
     sink: Expr, env: Env, lse: torch.Tensor, delta: torch.Tensor, totals: Mapping[int, torch.Tensor]
 ) -> None:
-    """Adds the gradients of what `sink` reads into `totals`, which are known by the id of the captured tensor.
+    """Adds the gradients of what `sink` reads, of rows with this LSE and D, whose axes indices of `env` broadcast to.
 
-    lse and delta (D) have the same axes; indices of `env` broadcast to them. Rows of no sequence: D 0, LSE not NaN.
+    As `add_gradients`. Rows of no sequence: D 0, LSE not NaN.
     """
-    reads = [(leaf, d) for leaf, d in partials(sink).items() if leaf.op == "read" and id(leaf.attr.tensor) in totals]
-    if not reads:
-        return
-    (value,) = evaluate_all([sink], env)
-    of_row = -torch.exp(value - lse) * delta
-    for leaf, d in reads:
-        slope, *indices = evaluate_all([d, *leaf.args], env)
-        accumulate(totals[id(leaf.attr.tensor)], of_row * slope, indices)
+    if any(leaf.op == "read" and id(leaf.attr.tensor) in totals for leaf in partials(sink)):
+        (value,) = evaluate_all([sink], env)
+        add_gradients(sink, env, -torch.exp(value - lse) * delta, totals)
+
+
+def add_gradients(sink: Expr, env: Env, gradient: torch.Tensor, totals: Mapping[int, torch.Tensor]) -> None:
+    """Adds the gradients of what `sink` reads, whose own is `gradient`, into `totals`.
+
+    These are known by the id of the captured tensor.
+    """
+    for leaf, d in partials(sink).items():
+        if leaf.op == "read" and id(leaf.attr.tensor) in totals:
+            slope, *indices = evaluate_all([d, *leaf.args], env)
+            accumulate(totals[id(leaf.attr.tensor)], gradient * slope, indices)

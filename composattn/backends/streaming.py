@@ -92,8 +92,8 @@ class StreamingCall:
     def __call__(self, inputs: Inputs, asked: Asked) -> Results:
         return _attention(self.mods, *inputs[:3], inputs.sequences)
 
-    def of_form(self, inputs: Inputs) -> StreamingCall:
-        return self
+    def short_way(self, inputs: Inputs) -> None:
+        return None
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

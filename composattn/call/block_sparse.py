@@ -164,9 +164,9 @@ class BlockSparse(Mask):
 
         Raises: `NotATensor` for another object; `UnsupportedBlockSize`.
         """
-        if not all(hasattr(block_mask, name) for name in (*_LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+        if not all(hasattr(block_mask, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
             raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
-        given = [t for t in (getattr(block_mask, name) for name in _LISTS) if t is not None]
+        given = [t for t in (getattr(block_mask, name) for name in LISTS) if t is not None]
         block = tuple(block_mask.BLOCK_SIZE)
         source = ("listed", _block(block), _grid(block, *block_mask.seq_lengths))
         return cls._of(source, tuple(given), block_mask.mask_mod if partial is None else partial)
@@ -305,14 +305,14 @@ _RECIPES: dict[str, Callable[..., torch.Tensor]] = {
     "coo": _pairs,
     "listed": _listed,
 }
-_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _LIMITS: dict[str, Callable[..., dict[str, tuple[int, int]]]] = {
     "map": lambda test, tiles: {"tiles": (HIDDEN, VISIBLE)},
     "topk": lambda columns, indices: {"indices": (-1, columns - 1)},
     "csr": lambda columns, indptr, indices: {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)},
     "coo": lambda height, width, rows, columns: {"rows": (-1, height - 1), "columns": (-1, width - 1)},
     "listed": lambda height, width, *lists: {
-        name: (0, t.shape[-1] if name.endswith("blocks") else width - 1) for name, t in zip(_LISTS, lists, strict=False)
+        name: (0, t.shape[-1] if name.endswith("blocks") else width - 1) for name, t in zip(LISTS, lists, strict=False)
     },
 }
 

@@ -20,7 +20,7 @@ from ..analysis.program import Program
 from .block_sparse import Table
 from .inputs import Inputs
 
-_on = False
+are_on = False
 
 
 class debug_checks:
@@ -35,9 +35,9 @@ class debug_checks:
     """
 
     def __init__(self, on: bool = True) -> None:
-        global _on
+        global are_on
         check_flag("debug_checks", on)
-        self._before, _on = _on, on
+        self._before, are_on = are_on, on
 
     def __enter__(self) -> None:
         pass
@@ -45,11 +45,11 @@ class debug_checks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _on
-        _on = self._before
+        global are_on
+        are_on = self._before
 
     def __repr__(self) -> str:
-        return f"debug_checks({_on})"
+        return f"debug_checks({are_on})"
 
 
 def check_flag(name: str, value: object) -> None:
@@ -86,7 +86,7 @@ def refuse_keywords(unknown: Iterable[str]) -> None:
 
 def check_call(program: Program, tables: Iterable[Table], inputs: Inputs) -> None:
     """Where `debug_checks` are on, all of them."""
-    if _on:
+    if are_on:
         check_contents(inputs)
         check_blocks(tables)
         check_reads(program, inputs)
@@ -94,7 +94,7 @@ def check_call(program: Program, tables: Iterable[Table], inputs: Inputs) -> Non
 
 def check_blocks(tables: Iterable[Table]) -> None:
     """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
-    if _on:
+    if are_on:
         for table in tables:
             table.check_contents()
 
@@ -104,7 +104,7 @@ def check_reads(program: Program, inputs: Inputs) -> None:
 
     inputs: those of a call whose contents are checked. Raises: `CapturedIndexOutOfRange`.
     """
-    if not _on or not program.captures:
+    if not are_on or not program.captures:
         return
     q, k, _, varlen, paged = inputs
     if varlen is None and paged is None:
@@ -128,7 +128,7 @@ def _lengths(offsets: torch.Tensor | None, used: torch.Tensor | None) -> list[in
 
 def check_contents(inputs: Inputs) -> None:
     """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
-    if not _on:
+    if not are_on:
         return
     q, k, _, varlen, paged = inputs
     if varlen is not None:

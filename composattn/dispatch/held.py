@@ -10,6 +10,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import errors
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
+from ..graph import copies
+from ..graph.lent import Lending
 from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
@@ -50,14 +52,16 @@ class Held(Planned):
         """The mask, None where all is seen."""
         return self._state[0][1]  # type: ignore[no-any-return]
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
+    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
         if self._seen:
             self._watch()
-        return super().__call__(inputs, asked)
+        return super().__call__(inputs, asked, lending)
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
         refuse_flattened(self.spoken.tensors)
+        if copies.made:
+            copies.refuse_outdated(self.spoken.tensors)
         for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ..analysis.program import Program
 from ..analysis.refreshed import memory_is_ours
+from ..graph import copies
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend
 from .planned import Options, Planned, refuse_flattened
@@ -38,6 +39,8 @@ def planned_for(mods: Mods, options: tuple[Any, ...]) -> tuple[Planned, Lending 
         for mod in (sink, keep):
             forms = (*forms, None if mod is None else mod.form)
             leaves += () if mod is None else mod.leaves
+    if copies.made and leaves:
+        copies.refuse_outdated(leaves)
     return planned_of(forms, leaves, options)
 
 

@@ -40,6 +40,7 @@ from ..call.problem import Problem
 from ..call.sequences import HINTS
 from ..call.strides import ordered
 from ..errors import UnsupportedOption
+from ..graph import copies
 from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
@@ -166,6 +167,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
     now = object()
+    if copies.made:
+        copies.refuse_outdated(captured)
     bound = _bound(form, plan, captured, hints, now)
     planned = bound.planned
     inputs = Inputs.unflatten(q, k, v, lengths, hints)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.autograd import forward_ad
 from .. import backends, errors
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
+from ..backends.fused.launch import Outputs
+from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_call, check_flag
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
@@ -24,14 +27,17 @@ from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from ..graph.expr import Expr, walk
 from ..graph.forms import of_the_form
+from ..graph.lent import Lending
 from . import transforms
 from .spoken import Spoken
 
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _Is = Callable[[torch.Tensor], bool]
-_Met = tuple[_Is, _Is, _Is, Any, backends.OfForm]  # whether q, k and v are of this form, and sequences lie so
+# whether q, k and v are of this form, and sequences lie so
+_Met = tuple[_Is, _Is, _Is, Any, backends.Call, backends.ShortWay | None]
 
 
 class Options:
@@ -83,31 +89,53 @@ class Planned:
         self._latest: tuple[_Met, ...] = ()  # of the forms
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> Any:
-        """out and what else is `asked` for."""
+    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
+        """out and what else is `asked` for. `lending`: what is lent for the call, to be entered where that matters."""
         if torch._C._is_any_autocast_enabled():
             inputs = inputs.autocast
         q, k, v, varlen, paged = inputs
-        if paged is not None:
-            refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
+        call: backends.Call | None = None
         # `transforms.active`, without the call
-        if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return asked_of(transforms.attend(self, inputs, asked.max_scores), asked)
-        lie = None if varlen is None and paged is None else inputs.lie
-        try:  # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
-            latest = () if q.is_nested or k.is_nested or v.is_nested else self._latest
-        except AttributeError:  # likewise
-            latest = ()
-        for is_q, is_k, is_v, then, known in latest:
-            if is_q(q) and is_k(k) and is_v(v) and lie == then:
-                call = known
-                break
-        else:
-            call = self.prepared(inputs).of_form(inputs)
-            self._latest = ((of_the_form(q), of_the_form(k), of_the_form(v), lie, call), *self._latest[: _LATEST - 1])
+        if not _are_functorch_transforms_active() and forward_ad._current_level < 0:
+            lie = None if varlen is None and paged is None else inputs.lie
+            try:  # torch ends the process where a nested tensor is compared: `prepared` refuses it by name
+                latest = () if q.is_nested or k.is_nested or v.is_nested else self._latest
+            except AttributeError:  # likewise
+                latest = ()
+            for is_q, is_k, is_v, then, call, short_way in latest:  # noqa: B007  which of them is what is looked for
+                if is_q(q) and is_k(k) and is_v(v) and lie == then:
+                    break
+            else:
+                call, short_way = self._met(inputs, lending)
+            if short_way is not None and asked is OUT_ALONE and not checks.are_on:
+                out = short_way(q, k, v, lending)
+                if out is not None:
+                    return out
+        with _NOTHING if lending is None else lending:
+            return asked_of(self._called(call, inputs, asked), asked)
+
+    def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.Call, backends.ShortWay | None]:
+        """The call of inputs of this form, and its short way, from now on among the latest."""
+        with _NOTHING if lending is None else lending:
+            self._refuse_paged_gradient(inputs)
+            call = self.prepared(inputs)
+            q, k, v, _, _ = inputs
+            met = of_the_form(q), of_the_form(k), of_the_form(v), inputs.lie, call, call.short_way(inputs)
+            self._latest = (met, *self._latest[: _LATEST - 1])
+        return met[-2:]
+
+    def _called(self, call: backends.Call | None, inputs: Inputs, asked: Asked) -> Outputs:
+        """The whole way, by the call of the inputs' form; None below transforms."""
+        self._refuse_paged_gradient(inputs)
+        if call is None:
+            return transforms.attend(self, inputs, asked.max_scores)
         check_call(self.program, self._tables, inputs)
-        found = call(inputs, asked)
-        return found[0] if asked is OUT_ALONE else asked_of(found, asked)
+        return call(inputs, asked)
+
+    def _refuse_paged_gradient(self, inputs: Inputs) -> None:
+        """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
+        if inputs.paged is not None:
+            refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
     def prepared(self, inputs: Inputs) -> backends.Call:
         """The prepared call for inputs of this form, remembered."""
@@ -171,7 +199,7 @@ def asked_of(found: Any, asked: Asked) -> Any:
 
 
 def refuse_gradient(*tensors: torch.Tensor) -> None:
-    """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
+    """Raises `GradientUnsupported` where autograd would record a call with these tensors, whose keys lie in pages."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise errors.GradientUnsupported(
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .forms import of_the_form
 from .reach import CELL, SELF, Unfit, chains
 from .torch_functions import POINTWISE
 
@@ -238,8 +239,31 @@ class _Writer:
                 return
         self._demand_kind(at, type(value))
         self.leaves.append((at, value))
-        if type(value) in TENSORS:  # all that a mod may ask of it while it is traced
-            self.key += [f"{at}.shape", f"{at}.stride()", f"{at}.dtype", f"{at}.device", f"{at}.requires_grad"]
+        if type(value) in TENSORS:
+            latest = self._constant((_never, 0))
+            look = self._constant(functools.partial(_looked_at, self.scope, latest))
+            seen = self._taken(latest)  # taken once: another thread may put another there
+            self.key.append(f"{seen}[1] if not {at}.is_nested and {seen}[0]({at}) else {look}({at})")
+
+
+def _looked_at(scope: dict[str, Any], latest: str, tensor: torch.Tensor) -> int:
+    """The number of a tensor's form, which from now on is the latest at this place: torch compares that in one look."""
+    # all that a mod may ask of it while it is traced
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    number = _forms.get(form)
+    if number is None:
+        if len(_forms) >= _READERS_LIMIT:
+            _forms.clear()
+        number = _forms[form] = next(_numbers)
+    scope[latest] = of_the_form(tensor), number
+    return number
+
+
+def _never(_: torch.Tensor) -> bool:
+    return False
+
+
+_forms: dict[Hashable, int] = {}
 
 
 def _is_pure(value: Any, kind: type) -> bool:

@@ -268,9 +268,13 @@ class TensorsOf:
         self._others = [capture.tensor for capture in captures[lent:]] if in_front else None
 
     def __call__(self) -> Sequence[torch.Tensor]:
-        lending = _local.now
-        if lending is None or self._others is None or lending.captures != self._lent:
-            return [capture.tensor for capture in self._captures]
+        found = None if _local.now is None else self.of(_local.now)
+        return [capture.tensor for capture in self._captures] if found is None else found
+
+    def of(self, lending: Lending) -> Sequence[torch.Tensor] | None:
+        """Those of a lending that is not entered; None where it has to be."""
+        if self._others is None or lending.captures != self._lent:
+            return None
         return (*lending.tensors, *self._others) if self._others else lending.tensors
 
 

@@ -135,6 +135,8 @@ def _full_like(x: Any, value: Any = None, *, size: Any = (), dtype: torch.dtype 
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate not in ("none", "tanh"):
+        return refuse(errors.UnsupportedOperation, f"gelu by approximate={approximate!r}; there are 'none' and 'tanh'")
     if approximate == "tanh":
         return 0.5 * x * (1.0 + (math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
     return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
@@ -146,30 +148,40 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     return _where(scaled > threshold, x, scaled.clamp(max=threshold).exp().log1p() / beta)
 
 
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
     # not a clamp: its gradient is 0 at both ends
     return _where(x <= min_val, min_val, _where(x >= max_val, max_val, x))
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> Any:
+    # from the nearer end, so that a weight of 1 gives y whatever x is
+    from_x, from_y = x + weight * (y - x), y - (y - x) * (1.0 - weight)
+    if isinstance(weight, (int, float)):
+        return from_x if abs(weight) < 0.5 else from_y
+    return _where(abs(weight) < 0.5, from_x, from_y)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, y, *, alpha=1: y - x * alpha, "float_power": lambda x, y: x.float() ** y,
     "reciprocal": lambda x: 1.0 / x, "square": lambda x: x * x, "frac": lambda x: x - x.trunc(),
-    "lerp": lambda x, y, weight: x + weight * (y - x), "masked_fill": lambda x, mask, value: _where(mask, value, x),
+    "lerp": _lerp, "masked_fill": lambda x, mask, value: _where(mask, value, x),
     # the other one where one is NaN; a tie's gradient goes to the first, as in torch
     "fmin": lambda x, y: _where(y.isnan() | (x <= y), x, y), "fmax": lambda x, y: _where(y.isnan() | (x >= y), x, y),
     "isfinite": lambda x: ~(x.isnan() | x.isinf()),
     "isposinf": lambda x: x == math.inf, "isneginf": lambda x: x == -math.inf,
-    "tan": lambda x: x.sin() / x.cos(), "sinh": lambda x: 0.5 * (x.exp() - (-x).exp()),
+    "tan": lambda x: x.sin() / x.cos(), "sinh": lambda x: 0.5 * (x.expm1() - (-x).expm1()),
     "cosh": lambda x: 0.5 * (x.exp() + (-x).exp()), "erfc": lambda x: 1.0 - x.erf(),
     "log10": lambda x: math.log10(2.0) * x.log2(),
     "deg2rad": lambda x: x * (math.pi / 180.0), "rad2deg": lambda x: x * (180.0 / math.pi),
-    # torch's derivative at 0 is 0, and NaN stays
-    "relu": lambda x, inplace=False: _where(x <= 0, 0, x), "silu": lambda x, inplace=False: x * x.sigmoid(),
-    "leaky_relu": lambda x, negative_slope=0.01, inplace=False: _where(x > 0, x, x * negative_slope),
-    "elu": lambda x, alpha=1.0, inplace=False: _where(x > 0, x, alpha * x.clamp(max=0.0).expm1()),
     "logsigmoid": lambda x: x.minimum(0.0) - (-abs(x)).exp().log1p(),
-    "gelu": _gelu, "softplus": _softplus, "hardtanh": _hardtanh,
-    "relu6": lambda x, inplace=False: _hardtanh(x, 0, 6),
+    "gelu": _gelu, "softplus": _softplus,
+}  # fmt: skip
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    # torch's derivative at 0 is 0, and NaN stays
+    "relu": lambda x: _where(x <= 0, 0, x), "silu": lambda x: x * x.sigmoid(),
+    "leaky_relu": lambda x, negative_slope=0.01: _where(x > 0, x, x * negative_slope),
+    "elu": lambda x, alpha=1.0: _where(x > 0, x, alpha * x.clamp(max=0.0).expm1()),
+    "hardtanh": _hardtanh, "relu6": lambda x: _hardtanh(x, 0, 6),
 }  # fmt: skip
 
 
@@ -183,6 +195,18 @@ def _formula(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _activation(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with torch's last argument `inplace`, which would write into what others read."""
+    own, formula = fn.__code__.co_argcount, _formula(fn)
+
+    def call(*args: Any, inplace: Any = False, **named: Any) -> Any:
+        if inplace or any(args[own:]):
+            return refuse(errors.InPlaceWrite, f"{name}(inplace=True) writes into a value; leave inplace out")
+        return formula(*args[:own], **named)
+
+    return call
+
+
 _CASTS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
     "int": torch.int32, "long": torch.int64, "bool": torch.bool,
@@ -190,6 +214,7 @@ _CASTS = {
 _HANDLERS: dict[str, Callable[..., Any]] = {
     **{name: _pointwise(name) for name in OPS if not name.startswith("cast_")},
     **{name: _formula(fn) for name, fn in _FORMULAS.items()},
+    **{name: _activation(name, fn) for name, fn in _ACTIVATIONS.items()},
     **{name: functools.partial(cast, dtype=dtype) for name, dtype in _CASTS.items()},
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
     **{f"bitwise_{name}": _pointwise(name) for name in ("and", "or", "xor", "not")},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from .refusals import refuse
+from .refusals import pending, refuse
 
 LONGEST = 32  # each element is a read of its own: so many per pair make a slow kernel already, compiled in seconds
 
@@ -111,6 +111,18 @@ def _folded(join: Callable[[Any, Any], Any], elements: Sequence[Any]) -> Any:
     return elements[0]
 
 
+def _extreme(join: Callable[[Any, Any], Any], x: Vector) -> Any:
+    """The largest (least) element; all that are equal to it have even parts of its gradient, as in torch.
+
+    Joined in pairs, two have; of three, the last one would have half. Where nobody asks for gradients, pairs will do.
+    """
+    found = _folded(join, x.elements)
+    if not found.is_floating_point() or len(x) < 3 or getattr(pending, "nodes", None) is None:
+        return found
+    alike = [e == found for e in x]
+    return _sum(Vector([torch.where(a, e, 0.0) for a, e in zip(alike, x, strict=True)])) / _sum(Vector(alike))
+
+
 def _sum(x: Vector) -> Any:
     """Bools count in 32 bits, and narrower integers add in 64, as in torch."""
     return _folded(operator.add, [e.int() if e.dtype is torch.bool else _wide(e) for e in x])
@@ -130,7 +142,7 @@ def _norm(x: Vector, p: Any = 2) -> Any:
     if p in (1, 1.0):
         return _sum(lift(abs, x))
     if p == math.inf:
-        return _folded(lambda a, b: a.maximum(b), lift(abs, x).elements)
+        return _OVER_ONE["amax"](lift(abs, x))
     if p not in (None, 2, 2.0, "fro"):
         refuse(errors.UnsupportedOperation, f"a norm of order {p!r}; there are 1, 2 and inf")
     squares = _sum(lift(lambda e: e * e, x))
@@ -159,8 +171,8 @@ _OVER_ONE: dict[str, Callable[..., Any]] = {
     "any": lambda x: _folded(operator.or_, _bools(x)),
     "all": lambda x: _folded(operator.and_, _bools(x)),
     "count_nonzero": lambda x: _sum(lift(lambda e: e != 0, x)),
-    "amax": lambda x: _folded(lambda a, b: a.maximum(b), x.elements),
-    "amin": lambda x: _folded(lambda a, b: a.minimum(b), x.elements),
+    "amax": lambda x: _extreme(lambda a, b: a.maximum(b), x),
+    "amin": lambda x: _extreme(lambda a, b: a.minimum(b), x),
 }
 _NORMS = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}  # and what they call their order
 _PRODUCTS = ("dot", "vdot", "inner", "matmul", "linalg_vecdot")

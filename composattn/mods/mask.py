@@ -71,25 +71,19 @@ class Mask(Mod):
         return self.at(dict(zip(_INDICES, (b, h, q_idx, kv_idx), strict=True)), {"q_len": q_len, "kv_len": kv_len})
 
     def __and__(self, other: Any) -> Mask:
-        return self._join("and", "&", self, other)
+        return Mask.joined("and", "&", self, other if isinstance(other, Mask) else _operand(other, "&"))
 
     def __or__(self, other: Any) -> Mask:
-        return self._join("or", "|", self, other)
+        return Mask.joined("or", "|", self, other if isinstance(other, Mask) else _operand(other, "|"))
 
     def __rand__(self, other: Any) -> Mask:
-        return self._join("and", "&", other, self)
+        return Mask.joined("and", "&", _operand(other, "&"), self)
 
     def __ror__(self, other: Any) -> Mask:
-        return self._join("or", "|", other, self)
+        return Mask.joined("or", "|", _operand(other, "|"), self)
 
     def __invert__(self) -> Mask:
         return Mask.formed(joined("not", self.form), self.leaves, f"~{self.name}")
-
-    @staticmethod
-    def _join(op: str, sign: str, left: Any, right: Any) -> Mask:
-        a = left if isinstance(left, Mask) else _operand(left, sign)
-        b = right if isinstance(right, Mask) else _operand(right, sign)
-        return Mask.joined(op, f"({a.name} {sign} {b.name})", a, b)
 
     def dense(
         self,
@@ -151,11 +145,11 @@ class Mask(Mod):
 
     def _no_scores(self, other: Any) -> Any:
         raise errors.WrongComposition(
-            "masks join with & | ~; `>>` and `+` join score mods. A mask used as a bias is "
-            "`lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
+            "masks join with & | ~, exclusively as (a | b) & ~(a & b); `>>` and `+` join score mods. A mask used as a "
+            "bias is `lambda score, b, h, q, kv: torch.where(mask(b, h, q, kv), score, value)`"
         )
 
-    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = _no_scores
+    __add__ = __radd__ = __rshift__ = __rrshift__ = __sub__ = __mul__ = __xor__ = __rxor__ = _no_scores
 
     def __bool__(self) -> bool:
         if asked_by_dynamo():

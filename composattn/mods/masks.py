@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
+from ..graph.copies import copy_of
 from ..graph.dynamo import teach_dynamo
 from ..graph.expr import const, size
 from ..graph.lent import capture_of
@@ -35,9 +36,11 @@ def causal(align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for another `align`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         teach_dynamo()  # nothing is traced here, and `~causal()` may follow
-    return _CAUSAL[choice(align, "align", "top_left", "bottom_right")]
+    if align.__class__ is not str or align not in _CAUSAL:
+        choice(align, "align", *_CAUSAL)
+    return _CAUSAL[align]
 
 
 def _causal(align: str) -> Mask:
@@ -110,7 +113,8 @@ def document(
 
     By offsets: `start(q) <= kv < end(q)`, for documents that lie one after the other; int tensor (documents + 1,)
     as `cu_seqlens`: 0, then the end of each document; the last is the length of the sequence. `kv_offsets`
-    defaults to `offsets`. Ends are known for each row, so this form gives loop bounds with no further analysis.
+    defaults to `offsets`. Ends are known for each row, so this form gives loop bounds with no further analysis. They
+    are those of the time when the mask is made: after a write to `offsets` a call raises `CapturedTensorChanged`.
 
     Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2.
 
@@ -141,7 +145,8 @@ def _document_by_offsets(offsets: torch.Tensor, kv_offsets: torch.Tensor) -> Mas
     rows, columns = offsets_of(offsets, "offsets"), offsets_of(kv_offsets, "kv_offsets")
     if len(rows) != len(columns):
         raise InvalidModArgument(f"offsets and kv_offsets describe {len(rows) - 1} and {len(columns) - 1} documents")
-    start, end = _by_row(rows, columns[:-1]), _by_row(rows, columns[1:])
+    given = ("the offsets", offsets, kv_offsets)
+    start, end = (copy_of(_by_row(rows, ends), *given) for ends in (columns[:-1], columns[1:]))
     return Mask.of(lambda b, h, q, kv: (kv >= start[q]) & (kv < end[q]), name="document")
 
 
@@ -209,7 +214,8 @@ def global_tokens(tokens: int | Scalar | torch.Tensor, sides: str = "both") -> M
     """Some positions see all and are seen by all: `is_global(q) | is_global(kv)`.
 
     `tokens` is a count (the first n positions: int or `ca.scalar`), a bool tensor (S,) or (B, S), or an int tensor
-    (n,) with the positions. `sides="keys"` keeps `is_global(kv)` only (seen by all: attention sinks, with
+    (n,) with the positions, of the time when the mask is made (after a write to it a call raises
+    `CapturedTensorChanged`). `sides="keys"` keeps `is_global(kv)` only (seen by all: attention sinks, with
     `| sliding_window(...)`), `sides="queries"` keeps `is_global(q)` only.
 
     Source: Beltagy et al. 2020, "Longformer", section 3.1 (global attention); Xiao et al. 2023, "Efficient
@@ -242,6 +248,7 @@ def _membership(tokens: Any) -> Any:
         # one beyond the last token, where nothing is global
         table = torch.zeros(int(positions.max()) + 2, dtype=torch.bool, device=positions.device)
         table[positions] = True
+        table = copy_of(table, "the tokens", tokens)
         last: Any = Proxy(apply("sub", size(capture_of(table), 0), const(1)))
         return lambda b, position: table[torch.minimum(position, last)]
     count = count_at(tokens, "tokens", "n")
@@ -348,9 +355,9 @@ def shared_prefix(offsets: torch.Tensor, prefix_of: torch.Tensor | None = None) 
     visible is `(start(q) <= kv <= q) | (prefix_start(q) <= kv < prefix_end(q))`: causal inside each document,
     all of the prefix from every continuation.
 
-    `offsets` is an int tensor (documents + 1,) as in `document`. `prefix_of` is an int tensor (documents,): the
-    document that precedes each one; a document that names itself has no prefix. Left out, document 0 is the prefix
-    of all others.
+    `offsets` is an int tensor (documents + 1,) as in `document`, `prefix_of` an int tensor (documents,): the document
+    that precedes each one; a document that names itself has no prefix. Left out, document 0 is the prefix of all
+    others. Both are read when the mask is made, as in `document`.
 
     Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", section 3.
 
@@ -368,9 +375,10 @@ def shared_prefix(offsets: torch.Tensor, prefix_of: torch.Tensor | None = None) 
         if bool(((prefix < 0) | (prefix >= documents)).any()):
             raise InvalidModArgument(f"prefix_of must name documents 0 to {documents - 1}")
     begins = ends[:-1]
-    start, prefix_start = _by_row(ends, begins), _by_row(ends, begins[prefix])
+    given = ("the offsets", offsets) if prefix_of is None else ("the offsets or the prefixes", offsets, prefix_of)
+    start, prefix_start = (copy_of(_by_row(ends, of), *given) for of in (begins, begins[prefix]))
     # a document that is its own prefix gets an empty interval: no comparison of ids a score
-    prefix_end = _by_row(ends, torch.where(prefix == own, begins[prefix], ends[1:][prefix]))
+    prefix_end = copy_of(_by_row(ends, torch.where(prefix == own, begins[prefix], ends[1:][prefix])), *given)
 
     def shared_prefix(b: Any, h: Any, q: Any, kv: Any) -> Any:
         own_past = (kv >= start[q]) & (kv <= q)

@@ -17,10 +17,11 @@ import torch
 
 from .. import errors
 from ..analysis.symbolic import definition
+from ..graph import copies
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import fingerprint, places_of
-from ..graph.form import form_of, graph_of, joined
+from ..graph.form import JOINED, form_of, graph_of, joined
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.recorded import Recorded, record
@@ -58,10 +59,12 @@ class Mod:
         return made
 
     @classmethod
-    def joined(cls, kind: str, name: str, a: Mod, b: Mod) -> Self:
-        """Two mods joined by one of `graph.form.JOINS`."""
+    def joined(cls, kind: str, sign: str, a: Mod, b: Mod) -> Self:
+        """Two mods joined by one of `graph.form.JOINS`, which is written as `sign`."""
         made = cls.__new__(cls)
-        made.form, made.leaves, made.name, made._expr = joined(kind, a.form, b.form), a.leaves + b.leaves, name, None
+        known = None if torch.compiler.is_dynamo_compiling() else JOINED.get((kind, a.form, b.form))
+        made.form = joined(kind, a.form, b.form) if known is None else known
+        made.leaves, made.name, made._expr = a.leaves + b.leaves, f"({a.name} {sign} {b.name})", None
         return made
 
     def named(self, name: str) -> Self:
@@ -85,7 +88,9 @@ class Mod:
 
     @property
     def expr(self) -> Expr:
-        """The graph."""
+        """The graph. Raises: `CapturedTensorChanged`, see `graph.copies`."""
+        if copies.made:
+            copies.refuse_outdated(self.leaves)
         if self._expr is None:
             self._expr = graph_of(self.form, self.leaves)
         return self._expr
@@ -192,7 +197,8 @@ def _is_place(value: Any, is_score: bool) -> bool:
 
 # --- functions ---------------------------------------------------------------------------------------------------
 
-_traced: OrderedDict[Any, tuple[str, tuple[int, ...] | None]] = OrderedDict()  # None: all in their order
+# by fingerprint: form, places of leaves (None: all in their order), name
+_traced: OrderedDict[Any, tuple[str, tuple[int, ...] | None, str]] = OrderedDict()
 _TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no tensors
 _lock = threading.Lock()
 
@@ -204,23 +210,24 @@ def formed(
     names: Sequence[str],
 ) -> tuple[str, tuple[Any, ...], str]:
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return *record(fn, names), name or "mod"  # which matters to nobody there
-    name = name or str(getattr(fn, "__name__", None) or type(fn).__name__)
     mark = fingerprint(fn, len(names))
+    if mark is not None:
+        said, reads = mark
+        key = (trace, said)
+        known = _traced.get(key)
+        if known is not None:
+            form, places, own = known
+            return form, reads if places is None else tuple([reads[n] for n in places]), name or own
+    own = str(getattr(fn, "__name__", None) or type(fn).__name__)
     if mark is None:
-        return *form_of(trace(fn)), name
-    said, reads = mark
-    key = (trace, said)
-    known = _traced.get(key)
-    if known is not None:
-        form, places = known
-        return form, reads if places is None else tuple([reads[n] for n in places]), name
+        return *form_of(trace(fn)), name or own
     form, leaves = form_of(trace(fn))
     at = places_of(leaves, reads)
     if at is not None:
         with _lock:
-            _traced[key] = form, None if at == tuple(range(len(reads))) else at
+            _traced[key] = form, None if at == tuple(range(len(reads))) else at, own
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
-    return form, leaves, name
+    return form, leaves, name or own

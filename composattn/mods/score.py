@@ -61,16 +61,16 @@ class Score(Mod):
         return self.at(at, {"q_len": q_len, "kv_len": kv_len})
 
     def __rshift__(self, other: Any) -> Score:
-        return _then(self, other)
+        return Score.joined("then", ">>", self, other if isinstance(other, Score) else _operand(other, ">>"))
 
     def __rrshift__(self, other: Any) -> Score:
-        return _then(other, self)
+        return Score.joined("then", ">>", _operand(other, ">>"), self)
 
     def __add__(self, other: Any) -> Score:
-        return _both(self, other)
+        return Score.joined("plus", "+", self, other if isinstance(other, Score) else _operand(other, "+"))
 
     def __radd__(self, other: Any) -> Score:
-        return _both(other, self)
+        return Score.joined("plus", "+", _operand(other, "+"), self)
 
     def _no_masks(self, *other: Any) -> Any:
         raise errors.WrongComposition(
@@ -109,18 +109,6 @@ def _operand(side: Any, sign: str) -> Score:
     if not isinstance(side, Mask) and arity(side) == 4:
         raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")
     return Score.of(side)
-
-
-def _then(left: Any, right: Any) -> Score:
-    a = left if isinstance(left, Score) else _operand(left, ">>")
-    b = right if isinstance(right, Score) else _operand(right, ">>")
-    return Score.joined("then", f"({a.name} >> {b.name})", a, b)
-
-
-def _both(left: Any, right: Any) -> Score:
-    a = left if isinstance(left, Score) else _operand(left, "+")
-    b = right if isinstance(right, Score) else _operand(right, "+")
-    return Score.joined("plus", f"({a.name} + {b.name})", a, b)
 
 
 IDENTITY = Score(score(), "identity")

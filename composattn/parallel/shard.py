@@ -18,6 +18,7 @@ from ..dispatch import transforms
 from ..dispatch.held import Held
 from ..dispatch.planned import asked_of
 from ..dispatch.spoken import SharedMods as Mods
+from ..graph import copies
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod
@@ -124,6 +125,8 @@ class Shard:
         inputs = inputs.autocast
         q, k, v = self.dense(inputs)
         given = given_of(mods, q.shape[1])._replace(max_scores=asked.max_scores)
+        if copies.made:
+            copies.refuse_outdated(given.tensors)
         planned = self.planned(mods, options, (q, k, v), given.tensors)
         out, lse, top = attend(planned.way, q, k, v, given, self.cp.captured_gradients == "whole")
         if inputs.q.ndim == 3:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute import math as cm
 
 from ..analysis.program import Program
@@ -423,14 +423,20 @@ def run_of(count: int, start: Any, stop: Any) -> Iterator[tuple[int, Any]]:
 
     A word says it of 24, and a bit of it costs less than a comparison: predicates are set by seven from a register.
     """
+    for word, inside in words_of_run(count, start, stop):
+        for i in range(word, min(word + WORD, count)):
+            yield i, inside & (1 << (i - word)) != 0
+
+
+def words_of_run(count: int, start: Any, stop: Any) -> Iterator[tuple[int, Any]]:
+    """Each word of `run_of`, and the first position that it speaks of."""
     for word in range(0, count, WORD):
         inside: Any = -1
         if stop is not None:
             inside = bits_before(stop if word == 0 else larger(stop - word, 0))
         if start is not None:
             inside = inside & ~bits_before(start if word == 0 else larger(start - word, 0))
-        for i in range(word, min(word + WORD, count)):
-            yield i, inside & (1 << (i - word)) != 0
+        yield word, inside
 
 
 def run_ends(at: Evaluator, limits: RowLimits, r: int, c: int) -> tuple[Any, Any]:
@@ -652,35 +658,23 @@ class BoundMods(Fixed):
                 tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
                 at.forget_element()
 
-    def apply_either(self, tile: ScoreTile) -> None:
-        """By the rows' limits where they hold, else by the mask, which a branch decides."""
-        if isinstance(self.limits_hold, bool):
-            (self.apply_limits if self.limits_hold else self.apply_mask)(tile)
-        else:
-            _apply_either(self, tile, self.limits_hold)
-
     def apply_limits(self, tile: ScoreTile) -> None:
         """What `apply_mask` does, by each row's first and last visible key alone; where the mask's limits hold."""
-        before = tile.shape.columns_before
-        for r, (begin, end) in enumerate(self.row_limits):
-            stop = before(larger(end - tile.first_kv, 0))
-            start = None if begin is None else before(larger(begin - tile.first_kv, 0))
-            for c, visible in run_of(tile.columns, start, stop):
+        for r in range(tile.rows):
+            for c, visible in run_of(tile.columns, *self.run(tile, r)):
                 tile.values[r, c] = choose(visible, tile.values[r, c], -Float32.inf)
+
+    def run(self, tile: ScoreTile, r: int) -> tuple[Any, Any]:
+        """The thread's columns that row `r` sees by its limits: the first, None where it is 0, and the one behind."""
+        before, (begin, end) = tile.shape.columns_before, self.row_limits[r]
+        stop = before(larger(end - tile.first_kv, 0))
+        return None if begin is None else before(larger(begin - tile.first_kv, 0)), stop
 
     @staticmethod
     def _and(inside: Any, visible: Any) -> Any:
         if isinstance(visible, bool):
             return inside if visible else inside & False
         return inside & visible
-
-
-@cute.jit
-def _apply_either(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean):
-    if limits_hold:
-        mods.apply_limits(tile)
-    else:
-        mods.apply_mask(tile)
 
 
 __all__ = ["Affine", "BoundMods", "Evaluator", "Leaves", "Mods", "additive", "small_affine"]

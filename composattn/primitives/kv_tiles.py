@@ -2,8 +2,9 @@
 
 Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
 of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
-with it; what follows are loops whose tiles are all tested or all free of tests. Runs go from the highest tile to the
-lowest, so that the one tile that may reach beyond the sequence comes first; in a list it stands among the tested ones.
+with it; what follows are loops whose tiles are all tested or all free of tests, one for each segment or, in `rounds`,
+one for all of a kind. Runs go from the highest tile to the lowest, so that the one tile that may reach beyond the
+sequence comes first; in a list it stands among the tested ones.
 Takes Python ints as well as kernel values, so the rule is checked with no GPU.
 """
 
@@ -31,6 +32,28 @@ class Segment(Fixed):
 
     def tile(self, i: Any) -> Any:
         return self.first - i
+
+
+NOTHING = Segment(0, 0, False)
+
+
+@dataclasses.dataclass
+class Segments(Fixed):
+    """Some that a loop at run time goes over, all `tested` or none."""
+
+    every: list[Segment]
+    tested: bool
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    def __getitem__(self, n: Any) -> Segment:
+        """The `n`-th one, for an `n` that only the kernel knows."""
+        found = dataclasses.replace(self.every[0], tested=self.tested)
+        for i, other in enumerate(self.every[1:], 1):
+            first, count = (choose(n == i, *of) for of in ((other.first, found.first), (other.count, found.count)))
+            found = Segment(first, count, self.tested)
+        return found
 
 
 @dataclasses.dataclass
@@ -85,6 +108,21 @@ class TileSequence(Fixed):
     count: Any
     runs: list[Run] | list[ListedRun]
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+
+    def segments(self) -> list[Segment] | list[ListedRun]:
+        """Of all runs."""
+        return [segment for run in self.runs for segment in run.segments()]  # type: ignore[return-value]
+
+    def rounds(self) -> tuple[Segments, Segments]:
+        """(tested, free): those of `segments`, as many of each, to go over by turns; not of lists."""
+        tested: list[Segment] = []
+        free: list[Segment] = []
+        for segment in self.segments():
+            if segment.tested or not free or free[-1] is not NOTHING:
+                tested.append(NOTHING)
+                free.append(NOTHING)
+            (tested if segment.tested else free)[-1] = segment  # type: ignore[assignment]
+        return Segments(tested, True), Segments(free, False)
 
     def has(self, tile: Any) -> Any:
         """Whether it is visited; not where tiles are listed."""

@@ -44,9 +44,24 @@ def statistics_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, til
 
 def cleared_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Tensor:
     """int32 (B, H), how many tiles of dQ have been cleared: behind those statistics."""
+    entries, heads, _, _ = dq_accum.shape
+    start = cute.recast_ptr(_behind_statistics(workspace, first, dq_accum, tile), dtype=Int32)
+    return cute.make_tensor(start, cute.make_layout((entries, heads), stride=(heads, 1)))
+
+
+def shares_of(
+    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, clears: bool, sums: Any, work: Any
+) -> cute.Tensor:
+    """fp32 (`sums`, blocks that have a part of each), of all blocks of `query_grid`: behind all else."""
     entries, heads, tiles, _ = dq_accum.shape
-    start = workspace.iterator + first + Int64(2 * tile) * tiles * heads * entries
-    return cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout((entries, heads), stride=(heads, 1)))
+    blocks = entries * heads * tiles if work is None else heads * work.shape[0]
+    start = _behind_statistics(workspace, first, dq_accum, tile) + (entries * heads if clears else 0)
+    return cute.make_tensor(start, cute.make_layout((sums, blocks // sums), stride=(blocks // sums, 1)))
+
+
+def _behind_statistics(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Pointer:
+    entries, heads, tiles, _ = dq_accum.shape
+    return workspace.iterator + first + Int64(2 * tile) * tiles * heads * entries
 
 
 def counter_of(workspace: cute.Tensor) -> cute.Tensor:
@@ -83,4 +98,4 @@ def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, 
     return work[entry, 1] * parts + number % parts, head, work[entry, 0]
 
 
-__all__ = ["PaddedTiles", "cleared_of", "counter_of", "query_grid", "query_tile", "statistics_of"]
+__all__ = ["PaddedTiles", "cleared_of", "counter_of", "query_grid", "query_tile", "shares_of", "statistics_of"]

@@ -1,4 +1,4 @@
-"""What a mask shows of a row, as bits in words: known before there are scores, so that both need no registers at once.
+"""What a mask shows of rows, as bits in words: known before there are scores, so that both need no registers at once.
 
 A test of 96 keys beside their scores spilled up to 303 registers: nothing orders what it computes, and it is all
 computed first. Words are made one after the other, in a loop of their own.
@@ -7,12 +7,13 @@ computed first. Words are made one after the other, in a loop of their own.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
-from .emit import BoundMods, Evaluator
+from .emit import WORD, BoundMods, Evaluator, words_of_run
 from .score_tile import ScoreTile
 from .values import bits_before, choose, larger
 
@@ -53,3 +54,48 @@ def hide(tile: ScoreTile, words: tuple[Int32, ...]) -> None:
     for c in range(tile.columns):
         bits = words[c // BITS] >> (c % BITS // TOGETHER * TOGETHER)
         tile.values[0, c] = choose(bits & (1 << c % TOGETHER) != 0, tile.values[0, c], -Float32.inf)
+
+
+# --- of several rows ------------------------------------------------------------------------------------------
+
+
+def rows_words(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
+    """For each row, and each `WORD` of its columns: by the rows' limits where they hold, else by the mask.
+
+    A branch decides, while no product runs: behind one, limits would be known later than scores.
+    """
+    words = tile.rows * len(range(0, tile.columns, WORD))
+    return _rows_words(mods, tile, mods.limits_hold, tuple(Int32(0) for _ in range(words)))
+
+
+@cute.jit
+def _rows_words(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean, words):
+    if limits_hold:
+        words = tuple(word for r in range(tile.rows) for _, word in words_of_run(tile.columns, *mods.run(tile, r)))
+    else:
+        words = _rows_words_by_mask(mods, tile)
+    return words
+
+
+def _rows_words_by_mask(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
+    at = Evaluator(mods.mods, mods.leaves, tile, mods.work)
+    end = tile.shape.columns_before(larger(mods.leaves.kv_len - tile.first_kv, 0))
+    words: list[Any] = []
+    assert mods.mods.mask is not None, "limits of rows are a mask's"
+    for r in range(tile.rows):
+        for first, inside in words_of_run(tile.columns, None, end):
+            shown: Any = Int32(0)
+            for c in range(first, min(first + WORD, tile.columns)):
+                shown = shown | choose(at.value(mods.mods.mask, r, c), Int32(1 << (c - first)), Int32(0))
+                at.forget_element()
+            words.append(inside & shown)
+    return tuple(words)
+
+
+def hide_of_rows(tile: ScoreTile, words: tuple[Int32, ...]) -> None:
+    """-inf where the bit of `rows_words` is not set, in place."""
+    of_row = len(words) // tile.rows
+    for r in range(tile.rows):
+        for c in range(tile.columns):
+            shown = words[r * of_row + c // WORD] & (1 << c % WORD) != 0
+            tile.values[r, c] = choose(shown, tile.values[r, c], -Float32.inf)

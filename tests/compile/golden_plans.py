@@ -14,7 +14,7 @@ import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
@@ -112,6 +112,7 @@ def backward(
 SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Schedule(split_kv=3)}
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
 PERSISTENT = Schedule(persistent=True, split_kv=1)
+LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
 
 PLANS: dict[str, Callable[[], Any]] = {
@@ -153,8 +154,10 @@ PLANS: dict[str, Callable[[], Any]] = {
     "preprocess-d64": backward("preprocess", d=64),
     "preprocess-dlse-d256": backward("preprocess", d=256, has_dlse=True),
     "preprocess-varlen-d128": backward("preprocess", layout=USED, has_dlse=True),
+    "preprocess-sinks-varlen-d128": backward("preprocess", layout=USED, sinks=LEARNED_SINKS),
     "postprocess-d128": backward("postprocess"),
     "postprocess-d256": backward("postprocess", d=256),
+    "postprocess-sinks-d128": backward("postprocess", sinks=LEARNED_SINKS),
     "postprocess-varlen-d64": backward("postprocess", d=64, layout=USED),
     "gather-d128": backward("gather", lengths=FEW_TILES),
     "gather-d256": backward("gather", d=256, lengths=FEW_TILES),

@@ -53,6 +53,8 @@ SCORES = {
     "alibi": lambda score, b, h, q, kv: score + SLOPES[h] * (kv - q),
     "softcap": lambda score, b, h, q, kv: 30.0 * torch.tanh(score / 30.0),
     "bias": lambda score, b, h, q, kv: score + BIAS[h, q, kv],
+    "key": lambda score, b, h, q, kv: score + BIAS[h, 0, kv],
+    "chosen": lambda score, b, h, q, kv: torch.where(q >= kv, score, -1e9),
 }
 
 
@@ -161,12 +163,18 @@ def loops(artifact: Artifact) -> int:
     """Loops over kv tiles that the plan asks for."""
     plan = artifact.plan
     assert isinstance(plan, ForwardPlan)
+    if plan.lists is not None:
+        return 2
+    once = sum(1 + s.left + s.right if s.full else 1 for s in plan.intervals)
+    return 2 + min(guessed(artifact), 1) if in_rounds(plan) else once + guessed(artifact)
+
+
+def in_rounds(plan: ForwardPlan) -> bool:
+    """Whether one loop is over all tested tiles, and another over all others."""
     limits = plan.program.limits
     tests = 1 if limits is None or limits.holds.is_const else 2  # by the rows' limits, and by the mask where none hold
-    if plan.lists is not None:
-        return 1 + tests
-    once = sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)
-    return once + guessed(artifact)
+    copies = sum(1 + tests * (s.left + s.right) if s.full else tests for s in plan.intervals)
+    return isinstance(plan.tiling, HopperTiling) and copies > 3
 
 
 def guessed(artifact: Artifact) -> int:
@@ -278,18 +286,32 @@ def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> No
     assert cut(192, 8192).kernel == "forward"
 
 
-def test_with_a_score_mod_or_in_packed_sequences_a_maximum_is_looked_for() -> None:
-    assert {plan("alibi", "causal", d).tiling.kernel for d in (96, 128)} == {"forward"}
+def test_behind_a_score_mod_that_is_a_line_a_maximum_is_guessed_too() -> None:
+    guessed = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", d=d) for d in (64, 128)]
+    guessed.append(plan("alibi", "causal", length=2048))
+    assert {p.tiling.kernel for p in guessed} == {GUESSING}
+    short = [plan("alibi", d=d, length=4096) for d in (64, 128)]  # with no mask its scores may rise
+    assert {p.tiling.kernel for p in short} == {"forward"}
+
+
+@pytest.mark.parametrize("score", ["softcap", "bias", "chosen", "key"])
+def test_behind_other_score_mods_and_in_packed_sequences_it_is_looked_for(score: str) -> None:
+    assert {plan(score, d=d).tiling.kernel for d in (64, 96, 128)} == {"forward"}
     assert plan(d=64, layout=PACKED).tiling.kernel == "forward"
 
 
 @pytest.mark.parametrize(
-    ("d", "mask"), [(64, "full"), (64, "causal"), (96, "full"), (96, "causal"), (128, "full"), (128, "causal")]
+    ("score", "mask", "d"),
+    [
+        *(("plain", mask, d) for d in (64, 96, 128) for mask in ("full", "causal")),
+        ("alibi", "causal", 64),
+        ("alibi", "causal", 128),
+    ],
 )
 def test_a_guess_takes_no_maximum_and_sums_rounded_probabilities_in_the_product(
-    d: int, mask: str, folder: Path
+    score: str, mask: str, d: int, folder: Path
 ) -> None:
-    chosen = plan(mask=mask, d=d)
+    chosen = plan(score, mask, d)
     artifact = compile_offline(chosen, folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
@@ -299,9 +321,10 @@ def test_a_guess_takes_no_maximum_and_sums_rounded_probabilities_in_the_product(
     names = [i.name for i in guessed[0]]
     asked = names.index("B2R")  # whether a row rose too far
     columns = chosen.tiling.tile_n // 2
-    assert names[:asked].count("MUFU") == names[:asked].count("FFMA") == columns
-    assert names[:asked].count("F2FP") == columns // 2 and names[:asked].count("FMNMX") <= 1
-    assert "SHFL" not in names[:asked] and asked < 6 * columns
+    lines = 1 if score == "plain" else 2  # the scale's multiply-add, and the score mod's before it
+    assert names[:asked].count("MUFU") == columns and names[:asked].count("FFMA") == lines * columns
+    assert names[:asked].count("F2FP") == columns // 2 and names[:asked].count("FMNMX") <= 2
+    assert "SHFL" not in names[:asked] and asked < (4 + 2 * lines) * columns
     assert sum(f"64x{d + 8}x16" in i.text for i in guessed[0]) == chosen.tiling.tile_n // 16
 
 
@@ -339,7 +362,7 @@ def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> No
 
 def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
     assert [cut(64, 8192, mask).persistent for mask in (None, causal())] == [True, False]
-    assert not cut(64, 2048).persistent
+    assert [cut(64, length).persistent for length in (2048, 16384, 32768)] == [False, True, False]
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:

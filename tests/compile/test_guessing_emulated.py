@@ -79,6 +79,48 @@ def test_rows_come_out_right_however_far_they_rise(
         torch.testing.assert_close(out_highest.double(), highest.double(), atol=1e-3, rtol=1e-5)
 
 
+SLOPES = torch.tensor([4.0, 0.25])
+DOWN = torch.arange(KEYS) // 64 % 3 * -5e8  # to where a row counts as hidden, and back
+LEAST = torch.finfo(torch.float32).min
+LARGE = torch.where(torch.arange(KEYS) < 3, 1e4, 0.0)
+MODS: dict[str, Any] = {
+    "alibi": lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv),
+    "alibi to both sides": lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs(),
+    "hidden by large numbers": lambda s, b, h, q, kv: s + DOWN[kv] + torch.where(q % 5 == 0, -1e9, 0.0),
+    "the least number": lambda s, b, h, q, kv: torch.where((q % 5 == 0) | (kv > 200), LEAST, s),
+    "large": lambda s, b, h, q, kv: s * 0.5 + LARGE[kv] - (kv == 300) * 1e4,
+}
+
+
+@pytest.mark.parametrize(
+    ("mod", "d", "dtype", "mask"),
+    [
+        ("alibi", 64, torch.bfloat16, causal()),
+        ("alibi to both sides", 96, torch.float16, None),
+        ("hidden by large numbers", 64, torch.float16, None),
+        ("the least number", 128, torch.bfloat16, causal()),
+        ("large", 64, torch.bfloat16, None),
+    ],
+)
+def test_with_a_score_mod_rows_are_those_of_fp64(
+    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
+) -> None:
+    """Two heads on one; a row whose scores are all below -2^25 sees nothing, whichever tile it was hidden in."""
+    q = torch.randn(1, 2, KEYS, d, generator=generator).to(dtype)
+    k, v = (torch.randn(1, 1, KEYS, d, generator=generator).to(dtype) for _ in range(2))
+    asked = ca.Attention(score_mod=MODS[mod], mask_mod=mask)
+    exact = ca.Attention(score_mod=MODS[mod], mask_mod=mask, backend="reference")
+    wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
+    captured = [c.tensor for c in asked.program.captures]
+    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program))
+    with emulating(LATE):
+        out, out_lse, out_highest = forward(q, k, v, d**-0.5, captured)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
+    found, sees = out_highest.double(), lse > -torch.inf
+    torch.testing.assert_close(found[sees], highest[sees].double(), atol=1e-3, rtol=1e-5)
+
+
 def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torch.Generator) -> None:
     """One key of each row decides; by the maximum before, its probability is no power of 2."""
     q, k, v = (torch.randn(1, 1, KEYS, 64, generator=generator) for _ in range(3))

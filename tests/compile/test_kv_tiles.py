@@ -26,7 +26,18 @@ def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
     assert [
         (tile, sequence.tested(i, tile)) for i, tile in enumerate(map(sequence.tile, range(sequence.count)))
     ] == tiles
+    if sequence.spans:
+        assert in_rounds(sequence) == tiles[1:]
     return tiles
+
+
+def in_rounds(sequence: TileSequence) -> list[tuple[int, bool]]:
+    """Likewise of kernels that go over tested and free tiles by turns."""
+    tested, free = sequence.rounds()
+    assert len(tested) == len(free)
+    every = [segments[n] for n in range(len(tested)) for segments in (tested, free)]
+    assert all(segment.tested == (i % 2 == 0) for i, segment in enumerate(every))
+    return [(segment.tile(i), segment.tested) for segment in every for i in range(segment.count)]
 
 
 def draw(rng: random.Random, kv_len: int) -> tuple[list[tuple[int, int, int, int]], tuple[IntervalShape, ...]]:

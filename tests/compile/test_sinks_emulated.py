@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import emulating
-from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
@@ -54,7 +54,7 @@ FORWARD: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 BACKWARD: dict[str, Case] = {
-    "dense": dense(q_len=70, kv_len=150, mask_mod=seen),
+    "dense": make_case(3, batch=2, q_len=150, mask_mod=seen, **HEADS),  # several blocks have rows of a head
     "packed": make_varlen_case(1, (90, 0, 33), (80, 9, 33), used_q=(80, 0, 33), mask_mod=causal(), **HEADS),
 }
 
@@ -91,6 +91,40 @@ def test_gradients_are_as_close_as_plain_pytorchs(name: str, backend: str) -> No
     check(functools.partial(ca.attention, backend=backend), case)
 
 
+SMALL = make_case(4, batch=2, heads=2, kv_heads=1, q_len=70, dim=64, dtype=torch.bfloat16, mask_mod=seen)
+
+
+@pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
+def test_their_gradient_has_the_same_bits_whatever_comes_first(backend: str) -> None:
+    case, sinks, found = SMALL, torch.tensor([0.5, -1.0], dtype=torch.bfloat16, requires_grad=True), []
+    for mode in (EAGER, LATE, random_mode(5)):
+        with emulating(mode):
+            out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend=backend)
+            found.append(torch.autograd.grad(out, sinks, case.dout)[0])
+    assert found[0].dtype == torch.bfloat16 and bool(found[0].all())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_sinks_that_lie_apart_get_theirs() -> None:
+    case, many, found = SMALL, torch.randn(2, 3).requires_grad_(), {}
+    for sinks in (many[:, 1], many[:, 1].contiguous()):
+        out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend="hopper-emulated")
+        found[sinks.stride()] = torch.autograd.grad(out, many, case.dout)[0]
+    assert len(found) == 2 and torch.equal(*found.values())
+
+
+def test_each_call_of_a_vmap_has_its_own() -> None:
+    case, sinks = SMALL, torch.randn(2, 2)
+
+    def loss(sinks: torch.Tensor, backend: str) -> torch.Tensor:
+        out = ca.attention(case.q, case.k, case.v, mask_mod=seen, sinks=sinks, backend=backend)
+        return (out * case.dout).float().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(sinks, "hopper-emulated")
+    wanted = torch.stack([torch.func.grad(loss)(x, "reference") for x in sinks])
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_a_tensor_that_is_sink_and_bias_gets_both_gradients() -> None:
     both = torch.tensor([0.5, -1.0]).requires_grad_()
 
@@ -117,7 +151,16 @@ def test_where_there_are_no_keys_lse_is_the_sink() -> None:
     assert torch.equal(torch.autograd.grad(lse.sum(), sinks)[0], torch.full((4,), 7.0))
 
 
-def test_a_backward_is_that_of_a_call_without_them() -> None:
-    problem = Problem(1, 4, 4, 256, 256, 64, 64, torch.bfloat16, torch.device("cpu"))
-    plain, sinking = (plan_backward(problem, Program(None, None, sink), HOPPER) for sink in (None, Sink.of(SINKS).expr))
-    assert sinking.main.key == plain.main.key
+def test_a_backward_is_that_of_a_call_without_them_but_where_they_get_a_gradient() -> None:
+    problem, form = (
+        Problem(1, 4, 4, 256, 256, 64, 64, torch.bfloat16, torch.device("cpu")),
+        SinkForm(SINKS.dtype, False),
+    )
+    given: list[Any] = [(None, None), (Sink.of(SINKS).expr, None), (Sink.of(SINKS).expr, form)]
+    plain, sinking, learning = (plan_backward(problem, Program(None, None, x), HOPPER, sinks=y) for x, y in given)
+    assert learning.main.key == sinking.main.key == plain.main.key
+    for before, after in zip(
+        (plain.preprocess, plain.postprocess), (sinking.preprocess, sinking.postprocess), strict=True
+    ):
+        assert before.key == after.key
+    assert learning.preprocess.key != plain.preprocess.key and learning.postprocess.key != plain.postprocess.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import composattn as ca
 from composattn import backends
 from composattn.backends.fused.call import FusedCall
+from composattn.backends.fused.compile import _run_compiler
 from composattn.backends.fused.target import HOPPER
 from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal
@@ -54,6 +56,29 @@ def test_explaining_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composattn.backends.fused.disk_cache.get", compiles)
     text = str(ca.Attention(mask_mod=causal(), score_mod=alibi(2), backend="hopper").explain(*inputs()))
     assert "plan" in text
+
+
+def test_no_garbage_is_looked_for_while_a_kernel_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+
+    class Traced(Exception):
+        pass
+
+    def traces(plan: Any) -> Any:
+        raise Traced(gc.isenabled())
+
+    monkeypatch.setattr("composattn.backends.fused.compile.kernel_of", traces)
+    plan: Any = SimpleNamespace(target=HOPPER)
+    with pytest.raises(Traced, match="False"):
+        _run_compiler(plan, "")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(Traced):
+            _run_compiler(plan, "")
+        assert not gc.isenabled()  # as it was before
+    finally:
+        gc.enable()
 
 
 def test_inference_compiles_the_forward_without_lse(compiled: Compiled) -> None:

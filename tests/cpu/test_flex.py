@@ -151,6 +151,50 @@ def test_a_block_mask_is_looked_at_again_where_the_call_or_its_lists_are_others(
     assert not ca.flex_attention(*x, block_mask=blocks).any()
 
 
+IDS, WIDTH = torch.arange(LENGTH) // 40, 20
+
+
+def by_ids(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return IDS[q] == IDS[kv]
+
+
+def by_width(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & (q - kv < WIDTH)
+
+
+WRITES: dict[str, tuple[Mod, Callable[[Any, pytest.MonkeyPatch], Any]]] = {
+    "counts of full blocks": (causal, lambda made, patch: made.full_kv_num_blocks.zero_()),
+    "numbers of blocks": (causal, lambda made, patch: made.kv_indices.zero_()),
+    "other numbers of blocks": (
+        causal,
+        lambda made, patch: setattr(made, "kv_indices", torch.zeros_like(made.kv_indices)),
+    ),
+    "no full blocks": (causal, lambda made, patch: setattr(made, "full_kv_num_blocks", made.kv_num_blocks * 0)),
+    "what the mask_mod reads": (by_ids, lambda made, patch: IDS.copy_(torch.arange(LENGTH) // 23)),
+    "the memory of what it reads": (by_ids, lambda made, patch: setattr(IDS, "data", torch.arange(LENGTH) // 23)),
+    "another tensor for it": (by_ids, lambda made, patch: patch.setitem(globals(), "IDS", torch.arange(LENGTH) // 23)),
+    "a global number": (by_width, lambda made, patch: patch.setitem(globals(), "WIDTH", 5)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_to_a_block_mask_or_what_it_reads_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    mod, write = WRITES[name]
+    x, before = inputs(generator), IDS.clone()
+    made = torchs.create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    first = ca.flex_attention(*x, block_mask=made)
+    try:
+        write(made, monkeypatch)
+        want = ca.attention(*x, mask_mod=ca.BlockSparse.from_block_mask(made))
+        assert not torch.allclose(first, want)
+        for _ in range(2):
+            close(ca.flex_attention(*x, block_mask=made), want)
+    finally:
+        IDS.data = before
+
+
 def test_what_is_known_of_a_block_mask_ends_with_it(generator: torch.Generator) -> None:
     x, known = inputs(generator), len(flex._known)
     for _ in range(3):  # one may come where another one was

@@ -7,6 +7,7 @@ formula's. Traced, it must follow both, or be refused by name.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import composattn as ca
 from composattn import errors
+from composattn.graph import copies
 from composattn.graph.expr import captures
+from composattn.mods import causal, document, global_tokens, shared_prefix, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 
@@ -252,6 +255,59 @@ def test_a_captured_tensor_of_another_size_is_refused_by_name(mask: str, size: i
     held.resize_(size).zero_()
     with pytest.raises(errors.CapturedTensorChanged, match="was made, and is"):
         made(q, q, q)
+
+
+WIDTH = ca.scalar(9)
+COPIED: dict[str, Callable[[torch.Tensor], Mask]] = {
+    "documents": lambda t: document(offsets=t),
+    "documents of keys": lambda t: document(offsets=t.clone(), kv_offsets=t),
+    "joined and inverted": lambda t: causal() & ~document(offsets=t),
+    "inside of a function": lambda t: (lambda inner: Mask.of(lambda b, h, q, kv: inner(b, h, q, kv)))(
+        document(offsets=t)
+    ),
+    "shared prefixes": lambda t: shared_prefix(t),
+    "tokens": lambda t: global_tokens(t),
+    "beside a run-time number": lambda t: sliding_window(WIDTH) & document(offsets=t),
+}
+ENTRIES: dict[str, Callable[[Mask], Callable[..., Any]]] = {
+    "attention": lambda mask: lambda *x: ca.attention(*x, mask_mod=mask),
+    "Attention": lambda mask: ca.Attention(mask_mod=mask),
+    "a compiled region": lambda mask: torch.compile(lambda *x: ca.attention(*x, mask_mod=mask), backend="eager"),
+    "weights": lambda mask: lambda q, k, v: ca.attention_weights(q, k, [1], mask_mod=mask),
+    "tiles": lambda mask: lambda q, k, v: mask.tiles(20, 20, (4, 4)),
+}
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", COPIED)
+def test_a_table_that_a_mask_made_of_a_tensor_that_was_written_to_since_is_refused(
+    name: str, entry: str, write: str, generator: torch.Generator
+) -> None:
+    given, after = torch.tensor([0, 7, 20]), torch.tensor([0, 11, 20])
+    x = [torch.randn(1, 1, 20, 8, generator=generator) for _ in range(3)]
+    mask = COPIED[name](given)
+    attend = ENTRIES[entry](mask)
+    for _ in range(2):
+        attend(*x)
+    if write == "data":
+        given.data = after
+    else:
+        given.copy_(after)
+    for _ in range(2):
+        with pytest.raises(errors.CapturedTensorChanged, match="make the mask again"):
+            attend(*x)
+    ENTRIES[entry](COPIED[name](given))(*x)
+
+
+def test_what_is_known_of_such_tables_ends_with_them() -> None:
+    gc.collect()
+    before = len(copies.made)
+    mask = document(offsets=torch.tensor([0, 7, 20]))
+    assert len(copies.made) == before + 2
+    del mask
+    gc.collect()
+    assert len(copies.made) == before
 
 
 def test_tiles_follow_writes_to_ids_that_a_mod_reads_through_data() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
 
 from composattn import errors
 from composattn.call.block_sparse import BlockSparse
@@ -517,6 +518,8 @@ REFUSED: dict[str, tuple[type[errors.TraceError], Callable[..., Any], str]] = {
     "add_": (errors.InPlaceWrite, lambda s, b, h, q, kv: s.add_(1), "s.add_(1)"),
     "clamp_": (errors.InPlaceWrite, lambda s, b, h, q, kv: torch.clamp_(s, 0), "torch.clamp_"),
     "captured mul_": (errors.InPlaceWrite, lambda s, b, h, q, kv: s + VECTOR.mul_(2)[q], "VECTOR.mul_(2)"),
+    "inplace=": (errors.InPlaceWrite, lambda s, b, h, q, kv: (F.silu(s, inplace=True), s)[1], "inplace=True"),
+    "inplace by position": (errors.InPlaceWrite, lambda s, b, h, q, kv: (F.elu(s, 1.0, True), s)[1], "F.elu"),
     "out=": (errors.InPlaceWrite, lambda s, b, h, q, kv: torch.tanh(s, out=VECTOR[0]), "out=VECTOR[0]"),
     "rand_like": (errors.RandomNumber, lambda s, b, h, q, kv: s + torch.rand_like(s), "rand_like"),
     "rand": (errors.RandomNumber, lambda s, b, h, q, kv: s + torch.rand(()), "torch.rand(())"),

@@ -25,6 +25,7 @@ def tensors(generator: torch.Generator) -> Tensors:
 
     return {
         "means": learned(LENGTH, 3), "others": learned(LENGTH, 3), "weights": learned(HEADS, 3), "vector": learned(3),
+        "alike": torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64).repeat(LENGTH, 1).requires_grad_(),
         "picked": torch.randint(0, 6, (BATCH, HEADS, 6, 2), generator=generator),
         "limits": torch.tensor([[2, 9], [5, 17]]),
     }  # fmt: skip
@@ -41,6 +42,9 @@ SCORES: dict[str, Callable[[Tensors], Mod]] = {
     "norm of zeros": lambda t: lambda s, b, h, q, kv: s - (t["means"][q] - t["means"][kv]).norm(),
     "amax": lambda t: lambda s, b, h, q, kv: s + (t["weights"][h] - t["means"][kv]).amax(-1),
     "amin of absolute values": lambda t: lambda s, b, h, q, kv: s + abs(t["means"][q]).amin(dim=-1),
+    "amax of alike ones": lambda t: lambda s, b, h, q, kv: s + t["alike"][kv, :3].amax(-1),
+    "amin of three alike in four": lambda t: lambda s, b, h, q, kv: s * (1 + t["alike"][kv].amin(-1)),
+    "largest norm of alike ones": lambda t: lambda s, b, h, q, kv: s - (t["alike"][kv, :3] - 1).norm(torch.inf, -1),
     "prod": lambda t: lambda s, b, h, q, kv: s * t["means"][q].prod(-1),
     "a whole vector": lambda t: lambda s, b, h, q, kv: s + torch.dot(t["vector"], t["means"][kv]),
     "a slice": lambda t: lambda s, b, h, q, kv: s + t["means"][q, :2].sum() * t["others"][kv][1:].sum(),

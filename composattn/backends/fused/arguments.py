@@ -104,6 +104,14 @@ class CombineArguments(NamedTuple):
         )
 
 
+class SinkArguments(NamedTuple):
+    """Of both kernels around a backward that gives a gradient of sinks; see `kernels.sink_sums`."""
+
+    sinks: Any  # (Hq,) as captured, or fp32 (B * Hq,) where each sequence has its own
+    workspace: Any  # as of `MainArguments`, with a share of each block of the kernel before behind all else
+    gradient: Any  # like sinks
+
+
 class PreprocessArguments(NamedTuple):
     """Of the kernel before a backward: statistics of rows, an empty sum of dQ."""
 
@@ -115,6 +123,7 @@ class PreprocessArguments(NamedTuple):
     dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
+    sinks: Any  # `SinkArguments`
 
     @staticmethod
     def of(plan: PreprocessPlan) -> PreprocessArguments:
@@ -130,6 +139,7 @@ class PreprocessArguments(NamedTuple):
             dq_accum=_dq_accum(plan),
             sequences=_sequences(plan.layout),
             work=_work(plan),
+            sinks=_sinks(plan),
         )
 
 
@@ -195,6 +205,7 @@ class PostprocessArguments(NamedTuple):
     scale: Any
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # as of `PreprocessArguments`
+    sinks: Any  # `SinkArguments`
 
     @staticmethod
     def of(plan: PostprocessPlan) -> PostprocessArguments:
@@ -204,6 +215,7 @@ class PostprocessArguments(NamedTuple):
             scale=SCALE,
             sequences=_sequences(plan.layout),
             work=_work(plan),
+            sinks=_sinks(plan),
         )
 
 
@@ -251,6 +263,13 @@ def _dq_accum(plan: TiledPlan) -> TensorForm:
 def _pieces(plan: BackwardPlan | GatherPlan) -> PiecesArguments | None:
     count = NumberForm(DType.INT32)
     return PiecesArguments(WORKSPACE, count, count, count) if plan.tiling.in_pieces else None
+
+
+def _sinks(plan: PreprocessPlan | PostprocessPlan) -> SinkArguments | None:
+    if plan.sinks is None:
+        return None
+    sinks = TensorForm(plan.sinks.dtype, ("sinks",), "any")
+    return SinkArguments(sinks, WORKSPACE, sinks)
 
 
 def _sequences(layout: Layout) -> Sequences | None:

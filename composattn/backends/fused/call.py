@@ -19,7 +19,7 @@ from .architecture import architecture_of
 from .compile import compile_plan
 from .gradient import FusedGradient
 from .launch import ForwardLauncher, Outputs
-from .launch_backward import BackwardLauncher, RowStatistics, Tables
+from .launch_backward import SinkGradient
 from .plan import plan_forward
 from .plan_backward import plan_backward
 from .settled import Settled, settles
@@ -57,10 +57,10 @@ class FusedCall:
         """The captured tensors as the mods hold them now."""
         return self.captured()
 
-    def of_form(self, inputs: Inputs) -> FusedCall | Settled:
+    def short_way(self, inputs: Inputs) -> Settled | None:
         """The call of inputs of the form of these alone, of which all is known that can be."""
         q, k, v, _, _ = inputs
-        return Settled(self, q, k, v) if self._is_dense and settles(q, k, v) else self
+        return Settled(self, q, k, v) if self._is_dense and settles(q, k, v) else None
 
     def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
         """The forward that returns these; whoever gets the largest scores gets LSE too."""
@@ -98,17 +98,6 @@ class FusedCall:
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
-
-    def ready_gradient(
-        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
-    ) -> tuple[FusedGradient, BackwardLauncher, Tables | None] | None:
-        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again."""
-        gradient = self.known_gradient
-        launcher = None if gradient is None else gradient.ready(has_dlse, of_captured)
-        if gradient is None or launcher is None:
-            return None
-        tables = None if launcher.standing is None else launcher.standing.of(lending)
-        return None if tables is None and not launcher.reads_what_is_given else (gradient, launcher, tables)
 
     def begun(
         self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], lending: Lending | None
@@ -192,16 +181,16 @@ class FusedAttend:
 
     def backward(self, known: BackwardInputs) -> Grads:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
-        call = self.call
-        plain = dout.dtype is out.dtype and q.numel() and k.numel()
-        ready = call.ready_gradient(dlse is not None, wanted[3:], self.lending) if plain else None
-        if ready is None:
+        call, gradient = self.call, self.call.known_gradient
+        plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
+        ready = gradient.ready(dlse is not None, wanted[3:], self.lending) if gradient and plain else None
+        if gradient is None or ready is None:
             with lent_again(self.lending):
                 return call.gradient(known, self.scalars, self.sequences)
-        gradient, launcher, tables = ready
-        rows = RowStatistics() if captured and True in wanted[3:] else None
-        given = (captured, self.scalars, self.sequences, None, rows, tables)
-        grads = launcher(q, k, v, out, lse, dout, dlse, call.scale, *given)
-        if not captured:
-            return grads
-        return (*grads, *([None] * len(captured) if rows is None else gradient.of_sinks(captured, rows)))
+        launcher, tables = ready
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[3:]:
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
+        given = (captured, self.scalars, self.sequences, None, of_sinks, tables)
+        return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured

@@ -10,7 +10,7 @@ import torch
 from ...analysis.derived import Upkeep, refresh, value_of
 from ...analysis.program import Program
 from ...analysis.refreshed import distrusted, may_cache
-from ...analysis.streams import has_streams, stream_handle
+from ...analysis.streams import device_number, has_streams
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
 from ...graph.lent import Lending, Lent, current
@@ -105,29 +105,29 @@ class Standing:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if has_streams(device) else None
+        self._device = device_number(device) if has_streams(device) else None
         self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
 
-    def of(self, lending: Lending | None) -> Any:
-        """The tables of what was lent for a call, which may be over; None if they don't stand for it."""
-        return None if lending is None or not lending.stands() else self.find(lending)
-
-    def find(self, lending: Lending | None) -> Any:
-        """The tables, if they stand for what was lent; None if not. Whether that stands `Lending.stands` says."""
+    def find(self, lending: Lending | None, is_over: bool = False) -> Any:
+        """The tables, if they stand for what is lent; None if not. `is_over`: the call is, and others came since."""
         kept = self._kept
         if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
             return None
-        return kept[2] if self._device is None or self._stream(self._device) == kept[1] else None
+        if is_over and not lending.stands():
+            return None
+        on = self._device
+        if on is not None and (
+            torch._C._cuda_isCurrentStreamCapturing() or torch._C._cuda_getCurrentRawStream(on) != kept[1]
+        ):
+            return None
+        return kept[2]
 
     def keep(self, tables: Any) -> None:
         """Keeps `tables` where what is lent now says when they end."""
         lending = current()
         if lending is None or None in lending.unwritten or distrusted() is not None or not may_cache():
             return
-        stream = None if self._device is None else self._stream(self._device)
-        if self._device is None or stream is not None:
-            self._kept = lending.unwritten, stream, tables
-
-    def _stream(self, device: torch.device) -> int | None:
-        """The one of now; None where a CUDA graph records it, which must see what tensors hold at each replay."""
-        return None if torch._C._cuda_isCurrentStreamCapturing() else stream_handle(device)
+        if self._device is None:
+            self._kept = lending.unwritten, None, tables
+        elif not torch._C._cuda_isCurrentStreamCapturing():  # a graph must see what tensors hold at each replay
+            self._kept = lending.unwritten, torch._C._cuda_getCurrentRawStream(self._device), tables

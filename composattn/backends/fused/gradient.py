@@ -3,8 +3,8 @@
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
 (`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of other reads come from
 the tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
-sequences it reads the lengths on the host. Gradients of sinks take the statistics of rows that the backward has anyway
-(`composattn.backends.sinks`): a few torch operations on numbers of rows.
+sequences it reads the lengths on the host. Gradients of sinks come from the kernels around the main one
+(`composattn.backends.fused.kernels.sink_sums`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ...call.autograd import BackwardInputs, Grads
 from ...call.problem import Problem
 from ...call.sequences import Sequences, rows_in_use
 from ...errors import GradientUnsupported
-from ...graph.evaluate import Env
+from ...graph.evaluate import Env, evaluate_all
 from ...graph.expr import Capture, Dep
 from ...graph.expr import captures as captures_of
 from ...graph.gradient import partials
+from ...graph.lent import Lending
 from ...graph.philox import factor_of
 from ..gathered import total_for
-from ..sinks import add_sink_gradients, by_head, gradient_by_head
+from ..sinks import add_gradients, by_head
 from ..streaming import Mods, Streaming
 from .compile import compile_plan
-from .launch_backward import BackwardLauncher, RowStatistics
-from .plan_backward import plan_backward
+from .launch_backward import BackwardLauncher, SinkGradient, Tables
+from .plan_backward import SinkForm, plan_backward
 from .target import Target
 
 NOTHING: frozenset[Capture] = frozenset()
@@ -59,18 +60,26 @@ class FusedGradient:
         # which captured tensors want a gradient, where it is the sinks alone
         self._sinks_alone = tuple([c is self.by_head for c in program.captures]) if alone else ()
 
-    def launcher(self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = NOTHING) -> BackwardLauncher:
+    def launcher(
+        self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = NOTHING, of_sinks: bool = False
+    ) -> BackwardLauncher:
         """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts.
 
-        `summed`: of which captured tensors the kernel sums the gradient.
+        `summed`: of which captured tensors the main kernel sums the gradient. `of_sinks`: that of sinks is wanted too.
         """
-        form = (has_dlse, deterministic, summed)
+        form = (has_dlse, deterministic, summed, of_sinks)
         found = self._launchers.get(form)
         if found is None:
             program = self.summing(summed) if summed else self.program
-            plans = plan_backward(self.problem, program, self.target, has_dlse=has_dlse, deterministic=deterministic)
+            sinks = self._form_of_sinks() if of_sinks else None
+            how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
+            plans = plan_backward(self.problem, program, self.target, **how)
             found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
         return found
+
+    def _form_of_sinks(self) -> SinkForm:
+        of_heads = self.by_head
+        return SinkForm(torch.float32, True) if of_heads is None else SinkForm(of_heads.tensor.dtype, False)
 
     def summing(self, summed: frozenset[Capture]) -> GradientProgram:
         """The program, with sums of these captured tensors."""
@@ -98,23 +107,29 @@ class FusedGradient:
         asked = self.problem.deterministic
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
-    def ready(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
-        """The kernels of such a backward, if they were made and sum nothing; sinks may want a gradient."""
+    def ready(
+        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
+    ) -> tuple[BackwardLauncher, Tables | None] | None:
+        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again.
+
+        Kernels that sum nothing; sinks may want a gradient.
+        """
         if True in of_captured and of_captured != self._sinks_alone:
             return None
         in_order = self.problem.deterministic  # as `deterministic`, without the call
         if in_order is None:
             in_order = torch._C._get_deterministic_algorithms()
-        return self._launchers.get((has_dlse, in_order, NOTHING))
+        launcher = self._launchers.get((has_dlse, in_order, NOTHING, True in of_captured))
+        if launcher is None:
+            return None
+        tables = None if launcher.standing is None else launcher.standing.find(lending, True)
+        return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
 
-    def of_sinks(self, captured: Sequence[torch.Tensor], rows: RowStatistics) -> Grads:
-        """Gradients of captured tensors where the sinks alone want one, of what a launch of those `ready` knows."""
-        return tuple(
-            [
-                gradient_by_head(sinks, rows.log2_lse, rows.delta) if is_asked else None
-                for sinks, is_asked in zip(captured, self._sinks_alone, strict=True)
-            ]
-        )
+    def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
+        """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""
+        sinks = captured[self._sinks_alone.index(True)]
+        made = torch.empty_like(sinks)
+        return (sinks, made), tuple([made if is_asked else None for is_asked in self._sinks_alone])
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
@@ -131,13 +146,13 @@ class FusedGradient:
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
         of_sink = [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
-        rows = RowStatistics() if of_sink else None
+        sinks = self._values_of_sinks(known) if of_sink else None
         if summed:
-            grads, found = self._summed(known, scalars, sequences, summed, rows)
-        elif any(wanted[:3]) or rows is not None:
-            grads = self._launched(known, scalars, sequences, rows=rows)
-        if rows is not None:
-            self._add_sinks(found, of_sink, rows, known)
+            grads, found = self._summed(known, scalars, sequences, summed, sinks)
+        elif any(wanted[:3]) or sinks is not None:
+            grads = self._launched(known, scalars, sequences, of_sinks=sinks)
+        if sinks is not None:
+            self._add_sinks(found, of_sink, sinks[1], known)
         if len(found) < len(asked):
             also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
             streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
@@ -151,15 +166,15 @@ class FusedGradient:
         sequences: Sequences,
         summed: frozenset[Capture] = NOTHING,
         made: Mapping[Capture, torch.Tensor] | None = None,
-        rows: RowStatistics | None = None,
+        of_sinks: SinkGradient | None = None,
     ) -> Grads:
-        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`; `rows` is filled in."""
+        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`, that of sinks is filled in."""
         q, k, v, out, lse, dout, dlse, captured, *_ = known
         if dout.dtype is not out.dtype:
             dout = dout.to(out.dtype)
-        form = (dlse is not None, self.deterministic(), summed)
+        form = (dlse is not None, self.deterministic(), summed, of_sinks is not None)
         launcher = self._launchers.get(form) or self.launcher(*form)
-        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made, rows)
+        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made, of_sinks)
 
     def _summed(
         self,
@@ -167,7 +182,7 @@ class FusedGradient:
         scalars: Sequence[float | int],
         sequences: Sequences,
         summed: frozenset[Capture],
-        rows: RowStatistics | None,
+        of_sinks: SinkGradient | None,
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
         program = self.summing(summed)
@@ -177,32 +192,46 @@ class FusedGradient:
         made = {program.units: units}
         for c, total in program.totals.items():
             made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
-        grads = self._launched(known, scalars, sequences, summed, made, rows)
+        grads = self._launched(known, scalars, sequences, summed, made, of_sinks)
         return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
+
+    def _values_of_sinks(self, known: BackwardInputs) -> SinkGradient:
+        """Sinks as kernels read them, and memory for their gradient: by head, or fp32 by sequence and head."""
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        if self.by_head is not None:
+            sinks = given[self.by_head]
+        else:
+            assert self.program.sink is not None
+            (value,) = evaluate_all([self.program.sink], self._at_sinks(known))
+            sinks = value.float().expand(self.problem.batch, self.problem.q_heads).flatten()
+        return sinks, torch.empty_like(sinks)
+
+    def _at_sinks(self, known: BackwardInputs) -> Env:
+        """(B, 1) sequences and (Hq,) heads."""
+        device = known.q.device
+        index = {
+            "b": torch.arange(self.problem.batch, device=device)[:, None],
+            "h": torch.arange(self.problem.q_heads, device=device),
+        }
+        at_call = zip(self.program.captures, known.captured, strict=True)
+        return Env(index, float_dtype=torch.float32, device=device, tensors={id(c.tensor): t for c, t in at_call})
 
     def _add_sinks(
         self,
         found: dict[Capture, torch.Tensor | None],
         asked: Sequence[Capture],
-        rows: RowStatistics,
+        gradient: torch.Tensor,
         known: BackwardInputs,
     ) -> None:
         """Adds the gradients of what the sink reads to those of `found`."""
-        sink = self.program.sink
-        assert sink is not None
         given = dict(zip(self.program.captures, known.captured, strict=True))
-        learned = self.by_head
-        if learned is not None:  # 4 operations instead of 40, whose launches took 0.7 ms of an H200's host
-            _add(found, learned, gradient_by_head(given[learned], rows.log2_lse, rows.delta), given)
+        if self.by_head is not None:
+            _add(found, self.by_head, gradient, given)
             return
-        device, (batch, heads, _) = rows.delta.device, rows.delta.shape
-        index = {
-            "b": torch.arange(batch, device=device).view(-1, 1, 1),
-            "h": torch.arange(heads, device=device)[:, None],
-        }
-        env = Env(index, float_dtype=torch.float32, device=device, tensors={id(c.tensor): t for c, t in given.items()})
-        totals = {id(c.tensor): total_for(given[c], torch.float32, device) for c in asked}
-        add_sink_gradients(sink, env, rows.log2_lse * math.log(2.0), rows.delta, totals)
+        assert self.program.sink is not None
+        totals = {id(c.tensor): total_for(given[c], torch.float32, gradient.device) for c in asked}
+        by_sequence = gradient.view(self.problem.batch, self.problem.q_heads)
+        add_gradients(self.program.sink, self._at_sinks(known), by_sequence, totals)
         for c in asked:
             _add(found, c, totals[id(c.tensor)], given)
 

@@ -17,17 +17,7 @@ from .captured import Reads
 from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
-
-
-class RowStatistics:
-    """What a launch knows of query rows, padded to tiles: log2(e)·LSE and D, each (B or 1, Hq, rows) fp32.
-
-    Rows that are no query, or see nothing, have D 0.
-    """
-
-    log2_lse: torch.Tensor
-    delta: torch.Tensor
-
+from .scratch import Memory, Scratch, leave
 
 _STRIDES_LIMIT = 64
 
@@ -36,20 +26,23 @@ class _Sizes(NamedTuple):
     """Of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    rows: int  # of each of the two statistics, of all heads
-    statistics: tuple[int, ...]  # shape of each
-    statistics_strides: tuple[int, ...]
-    workspace: int  # with a counter before them, and for each head a number of those who clear dQ behind them
+    workspace: int  # a counter, two statistics of rows, a number per head of those who clear dQ, shares of sinks
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
+    scratch: Scratch | None = None  # of dense calls
 
+    def memory(self, device: torch.device) -> Memory:
+        """Workspace and sums."""
+        fp32 = torch.float32
+        workspace = torch.empty(self.workspace, dtype=fp32, device=device)
+        return workspace, torch.empty_strided(self.sums, self.strides, dtype=fp32, device=device)
 
-_NO_SIZES = _Sizes((), 0, (), (), 0, (), (), None)
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
 NO_TABLES: Tables = None, None
+SinkGradient = tuple[torch.Tensor, torch.Tensor]  # sinks, and memory for their gradient
 Kernel = Callable[..., Any]
 
 
@@ -74,10 +67,11 @@ class BackwardLauncher:
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
         as_given = self.reads.are_as_given and not self.reads.has_numbers
+        self.reads_nothing = not (self.reads.captured or tables)
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
-        self._sizes = _NO_SIZES
+        self._sizes: _Sizes | None = None
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -114,14 +108,15 @@ class BackwardLauncher:
         scalars: Sequence[float | int] = (),
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
-        rows_known: RowStatistics | None = None,
+        of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
-        `made`: what the kernel reads that is neither captured nor derived from it. `rows_known` is filled in. `tables`
-        are those that stand for what was lent (`Standing`): nothing has to be lent again.
+        `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
+        sinks: their gradient is filled in. `tables` are those that stand for what was lent (`Standing`): nothing has to
+        be lent again.
         Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
         a tile of keys.
         """
@@ -146,7 +141,7 @@ class BackwardLauncher:
             q, k, v, out, dout = self._tidied(q, k, v, out, dout)
         self.fill(
             *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
-            *(scale, captured, scalars, sequences, made, rows_known, tables),
+            *(scale, captured, scalars, sequences, made, of_sinks, tables),
         )
         return dq, dk, dv
 
@@ -167,43 +162,45 @@ class BackwardLauncher:
         scalars: Sequence[float | int],
         sequences: Sequences = NO_SEQUENCES,
         made: Mapping[Capture, torch.Tensor] | None = None,
-        rows_known: RowStatistics | None = None,
+        of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
     ) -> None:
         """The same of queries and keys that bulk copies can read as they are, into gradients that are there."""
         rows = keys = None
         if self.reads_captured_alone:
             reads: tuple[torch.Tensor, ...] = tuple(captured)
+        elif self.reads_nothing:
+            reads = ()
         elif tables is not None:
-            reads, (rows, keys) = self.reads.given(captured), tables
+            reads, (rows, keys) = self.reads.given(captured) if self.reads.has_numbers else tuple(captured), tables
         else:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences
         sizes = self._sizes
-        if sizes.of != q.shape or not self.is_dense:
-            sizes = self._sizes_of(q, sequences)
-        device, fp32 = q.device, torch.float32
-        workspace = torch.empty(sizes.workspace, dtype=fp32, device=device)
-        dq_accum = torch.empty_strided(sizes.sums, sizes.strides, dtype=fp32, device=device)
-        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=device) if sizes.turns else None
-        if rows_known is not None:
-            self._lend_statistics(rows_known, workspace, sizes)
+        if sizes is None or sizes.of != q.shape or not self.is_dense:
+            sizes = self._sizes_of(q, sequences, rows)
+        memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
+        workspace, dq_accum = memory
+        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
+        sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
         pieces = None if self.plans.main.cut is None else self._pieces(q)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
-            (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows),
+            (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
             (
                 *(q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns),
                 *(scale, lie, keys, reads or None, tuple(scalars) or None),
             ),
-            (dq_accum, dq, scale, lie, rows),
+            (dq_accum, dq, scale, lie, rows, sinks),
             (pieces, dk, dv),
         )
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
             self._launch(*given)
-            return
-        with torch.cuda.device(q.device):
-            self._launch(*given)
+        else:
+            with torch.cuda.device(q.device):
+                self._launch(*given)
+        if place is not None:
+            leave(memory, place)
 
     def _read(
         self,
@@ -220,13 +217,6 @@ class BackwardLauncher:
         if self.standing is not None:
             self.standing.keep(tables)
         return reads, tables
-
-    def _lend_statistics(self, rows: RowStatistics, workspace: torch.Tensor, sizes: _Sizes) -> None:
-        """Views of what the kernel before writes there."""
-        if not self.is_dense:
-            workspace.zero_()  # no kernel writes what lies between the tiles of two sequences
-        rows.log2_lse = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER)
-        rows.delta = workspace.as_strided(sizes.statistics, sizes.statistics_strides, COUNTER + sizes.rows)
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors as bulk copies can read them; strides with which they can are known from then on."""
@@ -265,7 +255,7 @@ class BackwardLauncher:
         workspace = torch.empty(size, dtype=torch.float32, device=q.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=cut.cut, pieces=cut.pieces)
 
-    def _sizes_of(self, q: torch.Tensor, sequences: Sequences) -> _Sizes:
+    def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _Sizes:
         """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
@@ -274,16 +264,17 @@ class BackwardLauncher:
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
-        of_head, width = tiles * tile_m, tile_m * self.tiling.d
-        rows = batch * heads * of_head
-        found = self._sizes = _Sizes(
+        rows, width = batch * heads * tiles * tile_m, tile_m * self.tiling.d
+        blocks = batch * tiles if table is None else table.shape[0]
+        shares = 0 if self.plans.preprocess.sinks is None else blocks
+        found = _Sizes(
             of=q.shape,
-            rows=rows,
-            statistics=(batch, heads, of_head),
-            statistics_strides=(heads * of_head, of_head, 1),
-            workspace=COUNTER + 2 * rows + self.tiling.clears * batch * heads,
+            workspace=COUNTER + 2 * rows + (self.tiling.clears * batch + shares) * heads,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,
         )
+        if self.is_dense:
+            scratch = Scratch(found.workspace, found.sums, found.strides, q.device)
+            self._sizes = found = found._replace(scratch=scratch)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -66,12 +66,20 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return text if cut is None else f"{text}, of {cut.tiles} the last {cut.cut} in {cut.pieces} pieces"
 
 
+class SinkForm(NamedTuple):
+    """Sinks of which a gradient is wanted; `by_sequence`: each sequence has its own."""
+
+    dtype: torch.dtype
+    by_sequence: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessPlan(TiledPlan[AnyTiling]):
     """The kernel before it: statistics of query rows, and an empty dQ."""
 
     step = "preprocess"
     has_dlse: bool
+    sinks: SinkForm | None
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of query tiles
 
 
@@ -80,6 +88,7 @@ class PostprocessPlan(TiledPlan[AnyTiling]):
     """The kernel behind it that scales and rounds dQ."""
 
     step = "postprocess"
+    sinks: SinkForm | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,12 +118,14 @@ def plan_backward(
     *,
     has_dlse: bool = False,
     deterministic: bool = False,
+    sinks: SinkForm | None = None,
     tiling: BackwardTiling | None = None,
     cut: Cut | Literal["auto"] | None = "auto",
 ) -> BackwardPlans:
     """The backward kernels for `problem` on `target`; `tiling` overrides the architecture's choice.
 
     `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
+    `sinks`: those that get a gradient.
     `cut`: which tiles of keys several blocks share, by default as keeps the multiprocessors busy.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
@@ -156,9 +167,9 @@ def plan_backward(
         cut=cut,
     )
     return BackwardPlans(
-        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, work=rows),
+        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows),
         main,
-        PostprocessPlan(**known, has_order_table=packed, tiling=chosen),
+        PostprocessPlan(**known, has_order_table=packed, tiling=chosen, sinks=sinks),
         None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
 

@@ -8,6 +8,7 @@ So are calls that ask for their output alone, where bulk copies can read q, k an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +16,13 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from ...call.autograd import Grads, gradients_of
-from ...call.inputs import Asked, Inputs
 from ...call.sequences import NO_SEQUENCES
 from ...call.strides import strides_of_ordered
 from ...graph.forms import of_the_form
-from ...graph.lent import current
+from ...graph.lent import Lending
 from .bulk import tidy
-from .launch import Outputs, rows_of
-from .launch_backward import RowStatistics
+from .launch import ForwardLauncher, form_alone, rows_of
+from .launch_backward import SinkGradient
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -44,8 +44,8 @@ def memory_of(t: torch.Tensor, width: int) -> Memory:
     """Makes memory like `t` of each tensor of its form, in its order of dimensions, with `width` as the last one."""
     if t.is_contiguous() and t.shape[-1] == width:
         return torch.empty_like
-    shape, strides = (*t.shape[:-1], width), strides_of_ordered(t, width)
-    return lambda t: torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
+    like = form_alone((*t.shape[:-1], width), strides_of_ordered(t, width), t.device, t.dtype)
+    return lambda t: torch.empty_like(like)
 
 
 def never(_: Any) -> bool:
@@ -53,35 +53,43 @@ def never(_: Any) -> bool:
 
 
 class Settled:
-    """A fused call of inputs of one form, for which it was asked whether it `settles`; called as that is."""
+    """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
 
-    __slots__ = ("call", "has_captures", "is_learned", "known", "made", "numbers", "rows")
+    __slots__ = ("call", "has_captures", "is_learned", "known", "lse", "made", "numbers")
 
     def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.numbers = call, call.program.scalars
         self.has_captures = bool(call.program.captures)
         self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
-        self.rows = rows_of(q)
+        self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
 
-    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
-        if asked != _ALONE:
-            return self.call(inputs, asked)
-        q, k, v, _, _ = inputs
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None
+    ) -> torch.Tensor | None:
+        """The output; None where more has to be looked at. `lending` has not to be entered."""
         call = self.call
-        captured: Sequence[torch.Tensor] = call.captured() if self.has_captures else ()
+        captured: Sequence[torch.Tensor] = ()
+        if self.has_captures:
+            found = call.captured() if lending is None else call.captured.of(lending)
+            if found is None:
+                return None
+            captured = found
         numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
             # what a hook gives back may lie in another way
-            if _top_saved_tensors_default_hooks(False) or (captured and not _are_plain(captured)):
-                return call(inputs, asked)
+            if _top_saved_tensors_default_hooks(False) or (captured and torch._C._is_any_autocast_enabled()):
+                return None
+            if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
+                return None
             call.checks_gradient  # noqa: B018  raises where there is none
-            return _recorded(self, numbers, q, k, v, *captured), None, None
+            launcher = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
+            return _recorded((self, launcher, numbers, lending), q, k, v, *captured)  # type: ignore[no-any-return]
+        launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, lending)
         out = self.made[0](q)
-        launcher = call.launchers.get(_ALONE) or call.launcher(*_ALONE)
-        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers)
-        return out, None, None
+        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers, NO_SEQUENCES, lending)
+        return out
 
     def learn(self, dout: torch.Tensor) -> None:
         """From now on gradients of this form go the short way, if they can."""
@@ -89,22 +97,26 @@ class Settled:
             self.known = of_the_form(dout)
 
 
-def _are_plain(captured: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing has to be done before they are read: no transform left them, and no autocast is on."""
-    return not torch._C._is_any_autocast_enabled() and True not in map(is_functorch_wrapped_tensor, captured)
+def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
+    """The kernels of a first call, which are made of what it reads."""
+    with nullcontext() if lending is None else lending:
+        launcher = call.launcher(*asked)
+        launcher.kernels()
+    return launcher
+
+
+_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None]
 
 
 class _Settled(torch.autograd.Function):
     """Attributes of `ctx` are set where torch has a function for it that does nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, settled: Settled, numbers: Numbers, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        call = settled.call
-        out, (rows, strides) = settled.made[0](q), settled.rows
-        lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=q.device)
-        launcher = call.launchers.get(_WITH_LSE) or call.launcher(*_WITH_LSE)
-        launcher.fill(q, k, v, out, lse, None, call.scale, captured, numbers)
-        ctx.known = settled, numbers, current() if captured else None
+    def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        settled, launcher, numbers, lending = known
+        out, lse = settled.made[0](q), torch.empty_like(settled.lse)
+        launcher.fill(q, k, v, out, lse, None, settled.call.scale, captured, numbers, NO_SEQUENCES, lending)
+        ctx.known = known
         ctx.materialize_grads = False
         ctx.to_save = (q, k, v, out, lse, *captured)
         return out
@@ -113,26 +125,27 @@ class _Settled(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        settled, numbers, lending = ctx.known
+        settled, _, numbers, lending = ctx.known
         call, saved, wanted = settled.call, ctx.saved_tensors, ctx.needs_input_grad
         q, k, v, out, lse, *captured = saved
-        ready = None
-        if settled.known(dout) and not dout.data_ptr() % 16 and not torch.is_grad_enabled():
-            ready = call.ready_gradient(False, wanted[5:], lending)
-        else:
+        gradient, ready = call.known_gradient, None
+        if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
             settled.learn(dout)
+        elif gradient is not None:
+            ready = gradient.ready(False, wanted[4:], lending)
         if ready is None:
-            return None, None, *gradients_of(call.begun(captured, numbers, lending), wanted[2:], saved, dout, None)
-        gradient, launcher, tables = ready
+            return None, *gradients_of(call.begun(captured, numbers, lending), wanted[1:], saved, dout, None)
+        launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        rows = RowStatistics() if captured and True in wanted[5:] else None
-        given = (call.scale, captured, numbers, NO_SEQUENCES, None, rows, tables)
+        of_sinks: SinkGradient | None = None
+        of_captured: Grads = (None,) * len(captured) if captured else ()
+        if captured and True in wanted[4:]:
+            assert gradient is not None
+            of_sinks, of_captured = gradient.memory_of_sinks(captured)
+        given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
         launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
-        if not captured:
-            return None, None, dq, dk, dv
-        of_captured: Grads = (None,) * len(captured) if rows is None else gradient.of_sinks(captured, rows)
-        return (None, None, dq, dk, dv, *of_captured)
+        return (None, dq, dk, dv, *of_captured)
 
 
 # without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds

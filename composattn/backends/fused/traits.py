@@ -25,6 +25,15 @@ def reads_any(graph: Expr | None) -> bool:
     return graph is not None and any(n.op == "read" for n in walk(graph))
 
 
+def is_line(score: Expr | None) -> bool:
+    """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
+    if score is None:
+        return True
+    along_keys = (Rate.COLUMN, Rate.ELEMENT)
+    sloped = derivative(score).rate in (Rate.CONSTANT, Rate.HEAD)
+    return sloped and not any(n.op == "read" and n.rate in along_keys for n in walk(score))
+
+
 def has_costly_test(mask: Expr | None) -> bool:
     """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
     if mask is None:

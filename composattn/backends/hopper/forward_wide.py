@@ -218,11 +218,9 @@ class Consume(Role):
         me.block.q_edge.wait(q_slot)
         if tiles.count > 0:
             slot = rows.first_step(tiles.first, slot)
-            for run in tiles.runs:
-                for segment in run.segments():
-                    for test, count in rows.tests(segment):
-                        for i in cutlass.range(count, unroll=1):
-                            slot = rows.step(segment.tile(i), test, slot)
+            for segment in tiles.segments():
+                for i in cutlass.range(segment.count, unroll=1):
+                    slot = rows.step(segment.tile(i), segment.tested, slot)
         else:
             rows.tOrO.fill(0.0)
         rows.finish(call)
@@ -242,13 +240,15 @@ class SharedRows(OutputRows[WideTiling]):
         self.tile_rows = [me.row + r for r in fragment_shape(8).row_offsets]
 
     def first_step(self, n, slot):
+        seen = self.look(n)
         tSrS, ahead, slot = self.scores(n, slot)
-        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        self.probabilities(tSrS, n, ahead, True, seen, first=True)
         return self.add_output(slot, n)
 
-    def step(self, n, test, slot):
+    def step(self, n, tested, slot):
+        seen = self.look(n) if tested else None
         tSrS, ahead, slot = self.scores(n, slot)
-        self.probabilities(tSrS, n, ahead, test, first=False)
+        self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         return self.add_output(slot)
 
     def scores(self, n, slot):
@@ -286,12 +286,12 @@ class SharedRows(OutputRows[WideTiling]):
         ring.release(before, self.me.lane)
         return slot
 
-    def probabilities(self, tSrS, n, ahead, test, first):
+    def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, rounded and in shared memory, where both warpgroups have met."""
         tile = self.tile(self.products.rows_of(tSrS), n)
         self.mods.apply_score(tile, ahead)
-        if test is not None:
-            test(tile)
+        if tested:
+            self.hide(tile, seen)
         for r, largest in enumerate(self.largest_of_both(tile)):
             factor = self.softmax.raise_maximum(r, [largest], first, self.tiling.rescale_threshold)
             if factor is not None:

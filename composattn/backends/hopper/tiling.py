@@ -11,7 +11,16 @@ from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling, invariant_keys, slots
-from ..fused.traits import has_bounded_documents, has_opaque_test, keys, padded, queries, reads_any, reads_pairs
+from ..fused.traits import (
+    has_bounded_documents,
+    has_opaque_test,
+    is_line,
+    keys,
+    padded,
+    queries,
+    reads_any,
+    reads_pairs,
+)
 from ..fused.work import captured_decide
 from .wide_tiling import WideTiling, wide_tiling
 
@@ -24,9 +33,15 @@ FEW_KEYS = {64: 2304, 96: 1152}
 FEW_KEYS_GUESSED = {64: 1536, 96: 768}
 # Keys of a query, on average, from which D 128 guesses: 8k and 16k gain 1 %, causal 2k and windows of 1,024 nothing
 MANY_KEYS_GUESSED = 2304
+# The same with a score mod: ALiBi gains 10 % of causal 2k, 11 % of 8k
+MANY_KEYS_LINE = 1024
+# Keys from which any D guesses behind a score mod where there is no mask: scores may rise towards the diagonal, so that
+# up to three tiles are computed again, of 64 with 8,192 keys (ALiBi to both sides gains 3 to 4 %)
+MANY_KEYS_RISING = 4096
 # Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
 # of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
 SHORT_PERSISTENT = 1024
+LONG_PERSISTENT = 16384  # the same of D 64
 # Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
 # want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained
 ONE_HEAD = 8 << 20
@@ -128,9 +143,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_m = 64 * warpgroups
     persistent = problem.schedule.persistent
     if persistent is None:
-        # plain D 64 gains 1 to 2 % from 4k on: its work tiles are equal, and there are many
+        # plain D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
         plain = program.score is None and program.mask is None and program.keep is None and not invariant
-        many = plain and warpgroups == 3 and widest == 64 and queries(problem) > FEW_KEYS[64]
+        many = plain and warpgroups == 3 and widest == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
         stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else many
         persistent = stays and problem.layout.is_dense
     rows = d + dv if persistent else widest
@@ -141,9 +156,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    guesses = _may_guess(problem, program, heads) and (
-        warpgroups == 3 if widest <= 96 else d == dv == 128 and _is_long(problem, program)
-    )
+    guesses = _guesses(problem, program, heads)
     return _tiling(
         problem,
         heads,
@@ -163,15 +176,24 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     )
 
 
-def _is_long(problem: Problem, program: Program) -> bool:
-    return keys_of_a_query(problem, program) > MANY_KEYS_GUESSED
+def _guesses(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether a large block's rows guess their maxima: most tiles need no test, and a softmax is what they wait for.
 
-
-def _may_guess(problem: Problem, program: Program, heads: int) -> bool:
-    """Whether most tiles need no test, and their scores are those of the product."""
-    plain = program.score is None and program.keep is None and problem.layout.is_dense
-    in_any_order = not problem.schedule.batch_invariant
-    return plain and in_any_order and (program.mask is None or _may_pass(problem, program, heads))
+    Behind score mods that are no lines they wait for its operations and loads (D 64 lost 3 % by a soft cap, D 128
+    spilled 48 in the loop by a table), or find tiles hidden (D 128 lost 5 % by `where(q >= kv, score, -1e9)`).
+    """
+    if program.keep is not None or not problem.layout.is_dense or problem.schedule.batch_invariant:
+        return False
+    if program.mask is not None and not _may_pass(problem, program, heads):
+        return False
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    wide = max(d, dv) > 96
+    if not is_line(program.score) or (wide and not d == dv == 128):
+        return False
+    few = MANY_KEYS_GUESSED if wide else 0
+    if program.score is not None:
+        few = MANY_KEYS_RISING if program.mask is None else min(few, MANY_KEYS_LINE)
+    return few == 0 or keys_of_a_query(problem, program) > few
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
@@ -247,9 +269,11 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
         return False
     if captured_decide(program.intervals):
         return True
-    guesses = _may_guess(problem, program, packed_heads(problem, program, ROWS))
-    few = next((few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d), 0)
-    return few > 0 and (keys(problem) <= few or keys_of_a_query(problem, program) <= few)
+    if widest > 96:
+        return False
+    guesses = _guesses(problem, program, packed_heads(problem, program, ROWS))
+    few = next(few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d)
+    return keys(problem) <= few or keys_of_a_query(problem, program) <= few
 
 
 def _small(problem: Problem, program: Program, heads: int) -> HopperTiling:

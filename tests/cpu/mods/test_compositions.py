@@ -97,6 +97,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     # name: (what was written, what the message must offer)
     "mask and mask": (lambda: causal() and sliding_window(4), "&"),
     "mask or mask": (lambda: causal() or sliding_window(4), r"\|"),
+    "mask ^ mask": (lambda: causal() ^ sliding_window(4), r"\(a \| b\) & ~"),
+    "function ^ mask": (lambda: (lambda b, h, q, kv: q == kv) ^ causal(), "exclusively"),
     "not mask": (lambda: not causal(), "~"),
     "if mask": (lambda: 1 if causal() else 0, r"& \| ~"),
     "score and score": (lambda: softcap(3.0) and alibi(2), ">>"),

@@ -12,6 +12,10 @@ from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
 
+# Loops over kv tiles, each a copy of all that is done for a tile: 0.3 s of compiling. Where there would be more, or one
+# tests in two ways, two loops take turns.
+LOOPS = 3
+
 
 class Load(Role):
     """The copying warp: Q once per work tile, after the first K."""
@@ -94,10 +98,14 @@ class Consume(Role):
         if const_expr(self.plan.layout.kv == "paged"):
             me.clear_values(tiles.first, rows.work.keys.length, v_slot)
         k_slot = k_slot.next()
-        for run in tiles.runs:
-            for segment in run.segments():
-                for test, count in rows.tests(segment):
-                    k_slot, v_slot = rows.go_over(segment, test, count, k_slot, v_slot)
+        if const_expr(rows.loops(tiles) <= LOOPS):
+            for segment in tiles.segments():
+                k_slot, v_slot = rows.go_over(segment, k_slot, v_slot)
+        else:
+            tested, free = tiles.rounds()
+            for n in cutlass.range(len(tested), unroll=1):
+                k_slot, v_slot = rows.go_over(tested[n], k_slot, v_slot)
+                k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
         return k_slot, v_slot
 
 
@@ -148,29 +156,29 @@ class GroupRows(OutputRows[Any]):
         super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
         self.tOrO.fill(0.0)
 
-    def probabilities(self, tSrS, n, ahead, test, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place; `test` hides what is not visible."""
+    def probabilities(self, tSrS, n, ahead, tested, seen, first):
+        """Scores of kv tile `n` to probabilities, in fp32, in place; where `tested`, of what is `seen`."""
         tile = self.tile(self.products.rows_of(tSrS), n)
         self.mods.apply_score(tile, ahead)
-        if test is not None:
-            test(tile)
+        if tested:
+            self.hide(tile, seen)
         self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
         self.mods.drop(tile)
 
     def first_scores(self, n, k_slot):
-        ahead = self.mods.read_ahead(self.tile(None, n))
+        ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.block.k_edge.wait(k_slot)
         tSrS = self.products.issue_scores(k_slot)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, self.mods.apply_either, first=True)
+        self.probabilities(tSrS, n, ahead, True, seen, first=True)
         narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
 
     @cute.jit
-    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
-        """Tiles of a segment that take the same test; gives the slots behind them."""
-        for i in cutlass.range(count, unroll=1):
-            self.step(segment.tile(i), test, k_slot, v_slot)
+    def go_over(self, segment, k_slot, v_slot):
+        """Tiles of a segment; gives the slots behind them."""
+        for i in cutlass.range(segment.count, unroll=1):
+            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
             k_slot = k_slot.next()
             v_slot = v_slot.next()
         return k_slot, v_slot
@@ -190,12 +198,13 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(1)
         return ahead, tSrS
 
-    def step(self, n, test, k_slot, v_slot):
+    def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
+        seen = self.look(n) if tested else None
         ahead, tSrS = self.issue(n, k_slot, v_slot)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, test, first=False)
+        self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         if self.tiling.wait_late:
             self.release_behind_exponential(tSrS, k_slot)
         self.products.wait(0)

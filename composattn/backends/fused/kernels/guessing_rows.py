@@ -27,17 +27,17 @@ class GuessingRows(GroupRows):
     """
 
     @cute.jit
-    def go_over(self, segment, test: cutlass.Constexpr, count, k_slot, v_slot):
+    def go_over(self, segment, k_slot, v_slot):
         i = Int32(0)
-        if const_expr(test is None):
+        if const_expr(not segment.tested):
             again = Int32(0)
-            while (i < count) & (again < PATIENCE):
+            while (i < segment.count) & (again < PATIENCE):
                 again = again + self.guessed_step(segment.tile(i), k_slot, v_slot)
                 i += 1
                 k_slot = k_slot.next()
                 v_slot = v_slot.next()
-        while i < count:
-            self.step(segment.tile(i), test, k_slot, v_slot)
+        while i < segment.count:
+            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
             i += 1
             k_slot = k_slot.next()
             v_slot = v_slot.next()
@@ -69,7 +69,7 @@ class GuessingRows(GroupRows):
             ahead = self.mods.read_ahead(self.tile(None, n))
             tSrS = self.products.issue_scores(k_slot)
             self.products.wait(0)
-            self.probabilities(tSrS, n, ahead, None, first=False)
+            self.probabilities(tSrS, n, ahead, False, None, first=False)
             narrow(self.tOrP, tSrS)
             self.rescale_output()
 

@@ -16,6 +16,7 @@ from ..arguments import PostprocessArguments
 from ..plan_backward import AnyTiling, PostprocessPlan
 from ..tiling import RowBackwardTiling
 from .rounding import Exit, RowSums, Sums, is_first_warp
+from .sink_sums import SinkSums
 
 COLUMNS = 32  # of dQ in a thread's registers
 AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
@@ -56,7 +57,8 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         tma, tensor = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (self.rows, tiling.d)
         )
-        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work).launch(
+        sinks = SinkSums.of(self.plan, given)
+        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
             block=(self.groups * THREADS, 1, 1),
             stream=stream,
@@ -64,8 +66,10 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         )
 
     @cute.kernel
-    def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work):
+    def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work, sinks):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
+        if const_expr(sinks is not None):
+            sinks.add_up()
         tile, head, b = query_tile(work, self.parts)
         if const_expr(work is None):
             self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)

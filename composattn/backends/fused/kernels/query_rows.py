@@ -12,7 +12,7 @@ from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
-from ....primitives.visible_words import hide, visible_words
+from ....primitives.visible_words import hide, hide_of_rows, rows_words, visible_words
 from ..plan import AnyForwardTiling
 from .forward_call import Call, Work
 
@@ -57,15 +57,24 @@ class QueryRows(Places[AnyForwardTiling]):
         first_kv = n * self.tiling.tile_n + self.column
         return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
 
-    def tests(self, segment) -> list:
-        """(test, tiles that take it) of a segment: the rows' limits where they hold, else the mask."""
-        if not segment.tested:
-            return [(None, segment.count)]
-        holds = self.mods.limits_hold
-        if isinstance(holds, bool):
-            return [(self.mods.apply_limits if holds else self.mods.apply_mask, segment.count)]
-        by_limits = choose(holds, segment.count, 0)
-        return [(self.mods.apply_limits, by_limits), (self.mods.apply_mask, segment.count - by_limits)]
+    def loops(self, tiles: TileSequence) -> int:
+        """Over the segments of tiles, those that test in two ways counted twice."""
+        tests = 1 if isinstance(self.mods.limits_hold, bool) else 2
+        return sum(tests if segment.tested else 1 for segment in tiles.segments())
+
+    def look(self, n) -> Any:
+        """What `hide` has to know of kv tile `n`, asked before there are scores; None: nothing."""
+        is_known = isinstance(self.mods.limits_hold, bool)
+        return None if is_known else rows_words(self.mods, self.tile(None, n))
+
+    def hide(self, tile: ScoreTile, seen: Any) -> None:
+        """Scores that the rows don't see to -inf, in place: by the rows' limits where they hold, else by the mask."""
+        if seen is not None:
+            hide_of_rows(tile, seen)
+        elif self.mods.limits_hold:
+            self.mods.apply_limits(tile)
+        else:
+            self.mods.apply_mask(tile)
 
     def tests_of(self, tiles: TileSequence) -> list["Test"]:
         """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""

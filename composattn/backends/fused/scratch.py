@@ -1,0 +1,58 @@
+"""What the kernels of a dense backward use among themselves; that of small calls is kept for the next on its stream.
+
+Kernels of one stream come one after the other, so the next call may write over what the last one left, as it may in
+memory that torch's allocator gives out again; but torch takes 2 µs of an H200's host for each tensor, and twice that
+where its caches are cold. Whoever takes memory takes it away until it is left again: two threads never share any.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ...analysis.refreshed import memory_is_ours
+from ...analysis.streams import device_number, has_streams
+from .launch import form_alone
+
+SMALL = 1 << 20  # bytes: calls of more take the GPU as long as the host
+LIMIT = 32  # of them, of all streams and forms of calls
+
+Memory = tuple[torch.Tensor, torch.Tensor]  # a workspace, sums of dQ
+
+_kept: dict[tuple[int, int], Memory] = {}  # by the form of calls, the stream
+_numbers = itertools.count()
+
+
+class Scratch:
+    """The memory of calls of one form."""
+
+    __slots__ = ("_device", "_forms", "_is_small", "_number")
+
+    def __init__(self, workspace: int, sums: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> None:
+        self._forms = form_alone((workspace,), (1,), device), form_alone(sums, strides, device)
+        self._device = device_number(device) if has_streams(device) else None
+        self._is_small = sum(t.nbytes for t in self._forms) <= SMALL
+        self._number = next(_numbers)
+
+    def take(self) -> tuple[Memory, tuple[int, int] | None]:
+        """Memory that nobody else has, and where `leave` keeps it; None where it is not kept."""
+        place: tuple[int, int] | None = None
+        if self._is_small:
+            if self._device is None:
+                place = self._number, 0
+            elif not torch._C._cuda_isCurrentStreamCapturing():  # what a graph uses belongs to it
+                place = self._number, torch._C._cuda_getCurrentRawStream(self._device)
+        found = None if place is None else _kept.pop(place, None)
+        if found is not None:
+            return found, place
+        workspace, sums = self._forms
+        made = torch.empty_like(workspace), torch.empty_like(sums)
+        return made, None if place is None or not memory_is_ours() else place
+
+
+def leave(memory: Memory, place: tuple[int, int]) -> None:
+    """For the next who takes it, once all kernels that use it are in the stream."""
+    if len(_kept) >= LIMIT:
+        _kept.clear()
+    _kept[place] = memory
