@@ -308,8 +308,7 @@ def _staying_in_order(tiling: HopperBackwardTiling, seen: float) -> HopperBackwa
     widest = max(tiling.d, tiling.dv)
     if tiling.tile_m * tiling.d < ROWS * widest or (widest < 96 and seen > SHORT):
         return tiling
-    registers = {"consumer_registers": 232, "producer_registers": 40}
-    return dataclasses.replace(tiling, persistent=True, tries_first=True, **registers)
+    return dataclasses.replace(tiling, persistent=True, tries_first=True, consumer_registers=232, producer_registers=40)
 
 
 def _bends_early(program: Program, widest: int, deterministic: bool) -> bool:
