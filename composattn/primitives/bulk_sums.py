@@ -56,10 +56,24 @@ def add_if(condition: Boolean, source: Int32, target: cute.Pointer, size: cutlas
 
 
 @cute.jit
+def write_or_add(writes: Int32, source: Int32, target: cute.Pointer, size: cutlass.Constexpr):
+    """As `add_if`, or where `writes` is not 0 what is there is written over."""
+    if writes != 0:
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                f"cp.async.bulk.global.shared::cta.bulk_group [{{$r0}}], [{{$r1}}], {size};",
+                read_only_args=[target, source],
+            )
+            cute.arch.cp_async_bulk_commit_group()
+    else:
+        add_if(Boolean(True), source, target, size)
+
+
+@cute.jit
 def wait_sums(condition: Boolean, read: cutlass.Constexpr):
     """Until the additions that this warp has started have read their buffers, or are done."""
     if condition:
         cute.arch.cp_async_bulk_wait_group(0, read=read)
 
 
-__all__ = ["BulkSums", "add_if", "wait_sums"]
+__all__ = ["BulkSums", "add_if", "wait_sums", "write_or_add"]

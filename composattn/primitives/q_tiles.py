@@ -14,16 +14,19 @@ from .values import Fixed, choose, larger, smaller
 
 @dataclasses.dataclass
 class QueryRun(Fixed):
-    """`count` tiles from `first` upwards; those in [full_start, full_stop) need no test."""
+    """`count` tiles from `first` upwards, or back to it; those in [full_start, full_stop) need no test."""
 
     first: Any
     count: Any
     full_start: Any
     full_stop: Any
+    backwards: Any = False
 
     def tile(self, i: Any) -> Any:
         """The tile visited `i`-th, 0 <= i < count."""
-        return self.first + i
+        if self.backwards is False:
+            return self.first + i
+        return choose(self.backwards, self.first + self.count - 1, self.first) + i * choose(self.backwards, -1, 1)
 
     def tested(self, i: Any) -> Any:
         """Whether an element of the `i`-th tile may be invisible."""
@@ -37,7 +40,7 @@ class QueryRun(Fixed):
         """The `index`-th of `count` runs that together are this one."""
         length = larger(self.count, 0)
         start, stop = length * index // count, length * (index + 1) // count
-        return QueryRun(self.first + start, stop - start, self.full_start, self.full_stop)
+        return dataclasses.replace(self, first=self.first + start, count=stop - start)
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from .values import Bundle, Fixed, choose, larger, smaller
 
@@ -74,6 +74,11 @@ class TileScheduler(Bundle):
         """Row blocks in the order of a table, or, with none, of equally long sequences, from the last to the first."""
         blocks, batch = (cute.ceil_div(q_len, tile_m), batch) if table is None else (table.shape[0], 1)
         return TileScheduler(blocks, heads, batch, kv_heads, kv_bytes, l2, together, least, table)
+
+    def in_last_section(self, number: Int32) -> Boolean:
+        """Whether this number's work tile is of the last section, and that is not the only one."""
+        before = self.tiles - self.tiles_in_section.divisor
+        return (before > 0) & (number >= before)
 
     def tile(self, number: Int32) -> WorkTile:
         """The work tile with this number, 0 <= number < tiles."""

@@ -171,6 +171,8 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-softcap-causal-d64": backward("main", "softcap", "causal", d=64),
     "backward-bias-d64": backward("main", "bias", d=64),
     "backward-in-order-causal-d128": backward("main", mask="causal", deterministic=True),
+    "backward-in-order-backwards-d128": backward("main", mask="causal", deterministic=True, lengths=(16384, 16384)),
+    "backward-in-order-causal-d256": backward("main", mask="causal", d=256, deterministic=True),
     "backward-in-order-full-d96": backward("main", d=96, deterministic=True),
     "backward-in-order-lists-blocks-d64": backward("main", mask="blocks", d=64, deterministic=True),
     "backward-lists-neighborhood-d128": backward("main", mask="neighborhood"),

@@ -24,7 +24,7 @@ from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.backward_tiling import DK, DV, HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
-from composattn.mods import causal, document, neighborhood, prefix_lm
+from composattn.mods import causal, document, neighborhood, prefix_lm, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.primitives.q_tiles import QueryRun, query_runs
@@ -52,6 +52,7 @@ READING = {
     "documents-by-offsets": (None, document(offsets=OFFSETS) & causal()),
     "dilated": (None, lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0)),
     "prefix": (None, prefix_lm(100)),
+    "window": (None, sliding_window(50)),
 }
 
 
@@ -225,11 +226,14 @@ SELDOM_EXCHANGED = [
 ]
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize(
     ("mods", "d", "dv"), [*EXCHANGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM_EXCHANGED)]
 )
-def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(mods: str, d: int, dv: int, folder: Path) -> None:
-    plan = plans(mods, d, dv=dv).main
+def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(
+    mods: str, d: int, dv: int, in_order: bool, folder: Path
+) -> None:
+    plan = plans(mods, d, dv=dv, deterministic=in_order).main
     made = compile_offline(plan, folder)
     t = plan.tiling
     assert (plan.step, t.sharing, t.tile_n) == ("backward_exchange", 2, 128)
@@ -243,11 +247,12 @@ def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(mods: str, d: i
         assert made.spills == 0
         # an arrive a product, and a wait: a compiler that gives up overlapping waits after each
         assert made.mnemonics["WARPGROUP"] <= 8 + 3 * parts
-        assert made.mnemonics["REDG"] == t.tile_m * d // 2 // (4 * 128) + t.clears
+        assert made.mnemonics["REDG"] == t.tile_m * d // 2 // (4 * 128) + t.clears + in_order  # who has added
         loops = loops_over_queries(made)
         assert not any(loop["BAR"] + loop["NANOSLEEP"] for loop in loops)
-        # who tells the other block does not wait for its additions to memory
-        assert not any("MEMBAR.ALL.GPU" in i.text for loop in inner_loops(made.instructions) for i in loop.body)
+        # who tells the other block does not wait for its additions to memory; in a fixed order one warp does for all
+        waiting = [loop for loop in inner_loops(made.instructions) if loop.multiplies or not in_order]
+        assert not any("MEMBAR.ALL.GPU" in i.text for loop in waiting for i in loop.body)
 
 
 @pytest.mark.parametrize(("mods", "d"), [("plain-causal", 256), ("plain-causal", 512)])
@@ -389,6 +394,32 @@ def test_a_fixed_order_costs_no_registers(mods: str, d: int, folder: Path) -> No
     assert plan.key != plans(mods, d).main.key
 
 
+def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_before() -> None:
+    def tiling(mods: str, d: int, *, heads: int = 64, length: int = 2048, **changes: Any) -> HopperBackwardTiling:
+        score, mask = (MODS | READING)[mods]
+        program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+        shape = {"deterministic": True} | changes
+        problem = Problem(1, heads, heads, length, length, d, d, torch.bfloat16, torch.device("cpu"))
+        return plan_backward(problem, program, HOPPER, **shape).main.tiling
+
+    assert all(tiling("plain-causal", d).ends_backwards for d in (64, 96, 128, 192, 256))
+    assert not tiling("plain-full", 128).ends_backwards and not tiling("document", 128).ends_backwards
+    assert not tiling("plain-causal", 128, deterministic=False).ends_backwards
+    assert not tiling("plain-causal", 128, heads=1).ends_backwards
+    # two sections of a few heads
+    assert tiling("plain-causal", 128, heads=4, length=8192).heads_together == 2
+    # some tile of keys is seen by all queries
+    assert all(tiling(mods, d).first_writes for mods in ("plain-full", "plain-causal") for d in (64, 96, 128, 192))
+    assert not tiling("window", 128).first_writes and not tiling("plain-causal", 256).first_writes
+
+
+@pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])
+def test_nobody_clears_dq_where_the_first_turn_writes(mods: str, folder: Path) -> None:
+    steps = plans(mods, 128, deterministic=True)
+    prepare, main = (compile_offline(getattr(steps, name), folder).ptx for name in ("preprocess", "main"))
+    assert "st.global.v4.b32" not in prepare and "cp.async.bulk.global.shared::cta.bulk_group" in main
+
+
 @pytest.mark.parametrize(("d", "deterministic"), [(96, False), (64, True), (96, True), (128, True)])
 def test_a_wait_looks_once_before_its_loop(d: int, deterministic: bool, folder: Path) -> None:
     """ptxas makes it so of all waits or of none; of these kernels it was none, at 2 to 5 %; of D 96 it is all since."""
@@ -448,7 +479,7 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int, folder: Path) -> None:
     steps = plans("plain-full", d)
     tile = steps.main.tiling
-    in_order = plans("plain-full", d, deterministic=True).preprocess
+    in_order = plans("alibi-causal", d, deterministic=True).preprocess
     named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
     made = {name: compile_offline(plan, folder) for name, plan in named.items()}
     if made["postprocess"].instructions:

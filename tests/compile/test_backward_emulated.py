@@ -13,16 +13,20 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+from cutlass import Int32
+
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.architecture import kernel_of as generated
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.cut import Cut
+from composattn.backends.fused.kernels.dq_semaphore import DqSemaphore
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, Target
 from composattn.backends.hopper.backward_transposed import Sharer
+from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
@@ -242,6 +246,60 @@ def test_dq_in_a_fixed_order_leaves_in_bulk_too(
     check(IN_ORDER_CASES[case], folder, generator, mode=mode)
 
 
+# facts as above, which tiles are cut (by heads of their group)
+BACKWARDS_CASES: dict[str, tuple[tuple[Any, ...], tuple[int, int, int] | None]] = {
+    "causal-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, True), None),
+    "causal-gqa2-d64": (("causal", torch.bfloat16, 4, 2, 400, 400, 64, 64, True, True), None),
+    "window-d96": (("window", torch.float16, 2, 2, 300, 300, 96, 96, True, True), None),
+    "causal-d192": (("causal", torch.bfloat16, 2, 2, 200, 270, 192, 192, True, True), None),
+    "causal-d256": (("causal", torch.bfloat16, 2, 2, 150, 300, 256, 256, True, True), None),
+    "softcap-gqa2-d128": (("softcap", torch.bfloat16, 4, 2, 200, 200, 128, 128, False, True), None),
+    "all-cut-gqa2-d128": (("causal", torch.bfloat16, 4, 2, 300, 270, 128, 128, True, True), (6, 0, 2)),
+    "last-cut-gqa2-d256": (("causal", torch.bfloat16, 4, 2, 200, 270, 256, 256, True, True), (6, 4, 2)),
+    "cut-in-three-of-two-d96": (("causal", torch.bfloat16, 4, 2, 300, 270, 96, 96, True, True), (6, 0, 3)),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", sampled(BACKWARDS_CASES))
+def test_a_fixed_order_that_ends_backwards_is_as_right(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    """A section has one head, so the last one goes from the first keys to the last; memory nobody writes is NaN."""
+    facts, cut = BACKWARDS_CASES[case]
+    backwards = {"heads_together": 1, "ends_backwards": True}
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_whose_turn_is_not_the_first_does_not_write_over_dq(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Block, "is_first", lambda self, slot: Int32(1))
+    with pytest.raises(AssertionError, match="dq"):
+        check(("plain", torch.bfloat16, 1, 1, 100, 270, 96, 96, True, True), tmp_path, generator)
+
+
+def test_pairs_in_a_fixed_order_give_the_same_bits_whoever_runs_first(
+    folder: Path, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And others where no block waits for its turn."""
+    state = generator.get_state()
+
+    def gradients(kept: Path, mode: Mode) -> tuple[torch.Tensor, ...]:
+        case = ("plain", torch.bfloat16, 1, 1, 100, 500, 256, 256, False, True)
+        return check(case, kept, generator.set_state(state), mode=mode)
+
+    modes = [EAGER, LATE, random_mode(1), random_mode(2)]
+    for found in (runs := [gradients(folder, mode) for mode in modes]):
+        assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True))
+    monkeypatch.setattr(DqSemaphore, "before", lambda *given: Int32(0))
+    assert len({gradients(tmp_path, mode)[0].double().sum().item() for mode in modes}) > 1
+
+
 PAIR_CASES: dict[str, tuple[Any, ...]] = {
     "plain-ragged-d512": ("plain", torch.bfloat16, 1, 1, 70, 77, 512, 512, True, False),
     "causal-gqa2-d320-dv264": ("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False),
@@ -268,6 +326,9 @@ EXCHANGE_CASES: dict[str, tuple[Any, ...]] = {
     "keys-of-one-block-d256": ("plain", torch.bfloat16, 1, 1, 100, 50, 256, 256, False, False),
     "softcap-gqa2-d256": ("softcap", torch.bfloat16, 2, 1, 150, 150, 256, 256, True, False),
     "alibi-d192-dv128": ("alibi", torch.float16, 2, 2, 150, 200, 192, 128, True, False),
+    "causal-gqa2-d256-in-order": ("causal", torch.bfloat16, 2, 1, 200, 300, 256, 256, True, True),
+    "plain-ragged-d192-dv128-in-order": ("plain", torch.bfloat16, 2, 2, 150, 290, 192, 128, True, True),
+    "window-d192-dv128-in-order": ("window", torch.float16, 1, 1, 330, 330, 192, 128, False, True),
 }
 
 
@@ -326,7 +387,8 @@ def check(
     cut: Cut | Literal["auto"] | None = "auto",
     mode: Mode = EAGER,
     **changes: Any,
-) -> None:
+) -> tuple[torch.Tensor, ...]:
+    """The gradients, which are as close to fp64 as they have to be."""
     mods, dtype, heads, kv_heads, q_len, kv_len, d, dv, through_lse, in_order = (
         CASES[case] if isinstance(case, str) else case
     )
@@ -366,3 +428,4 @@ def check(
         # P, dS, O and the result are rounded to the type, each by at most eps / 2 of itself
         print(name, f"{error:.2e}", end=" ")
         assert error <= 2 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
+    return found

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
 from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
-from composattn.primitives.q_tiles import ListedQueryRun
+from composattn.primitives.q_tiles import ListedQueryRun, QueryRun
 
 
 def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
@@ -177,6 +177,14 @@ def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
             assert tests == sorted(tests, reverse=True)
             assert {tile for tile, tested in part if not tested} <= set(row[partial : partial + full])
             assert {tile for tile, tested in part[1:] if tested} <= set(row[:partial])
+
+
+def test_a_run_of_query_tiles_backwards_is_the_same_from_its_end() -> None:
+    run = QueryRun(3, 4, 4, 6)
+    back = QueryRun(3, 4, 4, 6, backwards=True)
+    for a, b in ((run, back), (run.piece(1, 2), back.piece(1, 2))):
+        tiles = [(a.tile(i), a.tested(i)) for i in range(a.count)]
+        assert [(b.tile(i), b.tested(i)) for i in range(b.count)] == tiles[::-1]
 
 
 def test_a_list_of_query_tiles_says_which_to_test() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composattn.backends.fused.cut import SHORTEST, Cut, best_cut
+from composattn.backends.fused.cut import SHORTEST, Cut, best_cut, cut_in_order
 
 SMS = 132
 
@@ -50,3 +50,22 @@ def test_no_piece_is_short() -> None:
 
 def test_a_call_with_no_keys_has_no_tiles_to_cut() -> None:
     assert best_cut([], 4, 132) == Cut(0, 0, 1)
+
+
+# lengths of the tiles of a head for one query head, heads, the group, heads asked for; pieces, heads of a section
+IN_ORDER = {
+    "groups-of-8-on-8-heads": (triangle(64), 8, 8, 1, 2, 1),
+    "groups-of-8-on-4-heads": (triangle(32), 4, 8, None, 2, 2),
+    "groups-of-8-on-2-heads": (triangle(32), 2, 8, None, 4, 1),
+    "four-heads": (triangle(64), 4, 1, None, 1, 2),
+    "all-at-once": (triangle(16), 4, 1, None, 1, 4),
+    "one-head": (triangle(256), 1, 1, None, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+def test_a_fixed_order_is_cut_by_heads_of_a_group_in_two_sections_at_least(case: str) -> None:
+    lengths, heads, group, asked, pieces, together = IN_ORDER[case]
+    cut, found = cut_in_order(lengths, heads, group, SMS, asked)
+    assert (cut.pieces, found) == (pieces, together) and cut.cut in (0, cut.tiles)
+    assert group % cut.pieces == 0

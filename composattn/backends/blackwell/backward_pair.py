@@ -223,7 +223,8 @@ class BlackwellBackwardPair(BlackwellBackward):
             self.moving(block, call, name, work.keys, work.kv_head).copy(work.n, bar)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             rows = self.row_tiles(block, call, work, head)
             moving = tuple(self.moving(block, call, name, work.queries, head) for name in self.moved)

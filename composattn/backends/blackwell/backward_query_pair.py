@@ -243,7 +243,8 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
         self.produce_keys(block, call, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             rows = self.row_tiles(block, call, work, head)
             moving = self.moving_pieces(block, call, work, head)

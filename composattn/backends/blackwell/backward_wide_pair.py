@@ -125,7 +125,8 @@ class BlackwellBackwardWidePair(BlackwellBackwardPair):
     @cute.jit
     def copy_across(self, block, call, work, slot):
         cute.arch.griddepcontrol_wait()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             moving = [self.moving(block, call, name, work.queries, head) for name in ("do_across", "q_across")]
             for run in self.query_tiles(call, work, head):

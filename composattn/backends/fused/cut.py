@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 # in query tiles of one tile of keys, on an H200: what a block takes beside its query tiles, what the kernel that adds
@@ -52,6 +54,38 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     return min(candidates, key=lambda cut: _makespan(_pieces(ordered, cut), sms) + _gather(cut))
 
 
+def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked: int | None = None) -> tuple[Cut, int]:
+    """Which tiles are cut, and of how many heads a section is, where dQ has a fixed order and ends backwards.
+
+    `lengths`: query tiles that the tiles of a head visit for one of the `group` of query heads, in their order. Pieces
+    are some of these heads: those along queries would wait for each other's turns. Sections are of as many heads as are
+    `asked` for, or fill the multiprocessors, and then at least two; or there is one, of tiles that all run at once.
+    """
+    tiles, longest = len(lengths) * heads, max(lengths, default=0) * group
+    best = math.inf, Cut(tiles, tiles, 1), heads
+    for pieces in range(1, min(MOST_PIECES, group, max(1, longest // SHORTEST)) + 1):
+        if group % pieces:
+            continue
+        cut = Cut(tiles, 0, pieces) if pieces > 1 else Cut(tiles, tiles, 1)
+        wave = max(1, round(sms / (pieces * max(1, len(lengths)))))
+        together = min(asked, heads) if asked else heads if tiles * pieces <= sms else min(wave, -(-heads // 2))
+        ordered = [length * group for length in _in_order(lengths, heads, together)]
+        time = _makespan(_pieces(ordered, cut), sms) + _gather(cut)
+        best = min(best, (time, cut, together), key=lambda found: found[0])
+    return best[1:]
+
+
+def _in_order(lengths: Sequence[int], heads: int, together: int) -> Iterable[int]:
+    """Of all heads, section after section: the last tiles first, but of the last section (`TileScheduler`)."""
+    sections = -(-heads // together)
+    each = -(-heads // sections)
+    for section in range(sections):
+        count = each if section else heads - (sections - 1) * each
+        backwards = 0 < section == sections - 1
+        for length in lengths if backwards else reversed(lengths):
+            yield from itertools.repeat(length, count)
+
+
 def _gather(cut: Cut) -> float:
     return GATHER + PIECE * cut.cut * cut.pieces if cut.cut else 0.0
 
@@ -70,4 +104,4 @@ def _makespan(times: Iterable[float], sms: int) -> float:
     return max(free)
 
 
-__all__ = ["MANY", "Cut", "best_cut"]
+__all__ = ["MANY", "Cut", "best_cut", "cut_in_order"]

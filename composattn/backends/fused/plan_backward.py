@@ -17,7 +17,7 @@ from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
-from .cut import MANY, Cut, best_cut
+from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys
 from .plan import TiledPlan, compiled_in, extent_of
 from .target import Target
@@ -143,7 +143,7 @@ def plan_backward(
     if lists is not None or not problem.layout.is_dense:
         cut = None  # what a tile visits is known on the device alone
     elif cut == "auto":
-        cut = _cut(problem, chosen, intervals, at_once, deterministic)
+        cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     ordered_by = intervals if lists is None else None
     order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
     packed = problem.layout.q == "packed"
@@ -175,22 +175,29 @@ def plan_backward(
 
 
 def _cut(
-    problem: Problem, tiling: BackwardTiling, intervals: tuple[TileInterval, ...], at_once: int, deterministic: bool
-) -> Cut | None:
+    problem: Problem, tiling: AnyTiling, intervals: tuple[TileInterval, ...], at_once: int, deterministic: bool
+) -> tuple[Cut | None, AnyTiling]:
     """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
 
-    Of many those that are left over of whole rounds, if all their pieces run at once.
+    Of many those that are left over of whole rounds, if all their pieces run at once. Where the last section goes
+    backwards sections are cut too.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
     few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
-        return None
+        return None, tiling
     visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)
     if visits is None:
-        return None
+        return None, tiling
     repeats = problem.kv_heads * (problem.batch if visits.shape[0] == 1 else 1)
+    if tiling.ends_backwards and bool((visits == visits[0]).all()):
+        heads = problem.kv_heads * problem.batch
+        cut, together = cut_in_order(visits[0].tolist(), heads, problem.group, at_once, tiling.heads_together)
+        if together < heads:
+            return cut if cut.cut else None, dataclasses.replace(tiling, heads_together=together)
+        tiling = dataclasses.replace(tiling, ends_backwards=False)  # nothing runs before it
     cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
-    return cut if cut.cut else None
+    return cut if cut.cut else None, tiling
 
 
 def _captured(program: Program, ends: list[Expr], lists: QueryLists | None) -> tuple[Capture, ...]:

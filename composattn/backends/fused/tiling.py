@@ -130,7 +130,9 @@ class BackwardTiling(Tiling):
 
     `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
     share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
-    kernel before.
+    kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
+    the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
+    `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
     """
 
     kernel: str = "backward"
@@ -138,6 +140,8 @@ class BackwardTiling(Tiling):
     section_tiles: int
     in_pieces: bool = False
     clears: bool = False
+    ends_backwards: bool = False
+    first_writes: bool = False
 
     @property
     def block_keys(self) -> int:

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...primitives.pipelines import Edge, Slot
+from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.register_chunks import add_part
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.groups import Group
@@ -24,6 +24,8 @@ class HopperBackwardApart(HopperBackwardWide):
 
         weights   first side to second     1 stage
         ds        second side to dQ
+        added     dQ to the warp that says so, in a fixed order: its fence waits for additions, while another warp
+                  waits for the next turn
     """
 
     groups: "tuple[type, type, type]"
@@ -46,9 +48,11 @@ class HopperBackwardApart(HopperBackwardWide):
             if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
                 if warp == 3:
                     call.clearing.run()
-            if const_expr(self.plan.deterministic):  # noqa: SIM102  known when compiling
+            if const_expr(self.plan.deterministic):
                 if warp == 1:
-                    DqSemaphore(self).take(call, block)
+                    DqSemaphore(self, speakers=1).take(call, block)
+                if warp == 3:
+                    DqSemaphore(self).tell(call, block)
             self.help_producer(call, block, warp)
         elif warp < 8:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
@@ -74,14 +78,20 @@ class ApartBlock(Block):
 
     def more_edges(self):
         side = warps_of(1)
-        return {"ds": Edge(2, side, side), "weights": Edge(1, side, side)}
+        edges = {"ds": Edge(2, side, side), "weights": Edge(1, side, side)}
+        return edges | {"added": Edge(2, side, None)} if self.in_order else edges
 
-    def adders(self, tiling):
-        return warps_of(1)
+    def turns(self, tiling):
+        """As many as stages of dS: who waits looks a query tile ahead."""
+        return Edge(2, Copies(0), Warps(1))
 
     @property
     def weights_edge(self):
         return self.bound["weights"]
+
+    @property
+    def added_edge(self):
+        return self.bound["added"]
 
 
 class ApartSide(Side):
@@ -180,12 +190,12 @@ class DqGroup(Group, KeyGroup):
             warpgroup.wait_group(0)
             if const_expr(part == last):
                 self.release_gradients(ds_slot)
-            if const_expr(part == 0 and block.turn_edge is not None):
-                block.turn_edge.wait(turn_slot)
+            if const_expr(part == 0 and block.in_order):
+                block.turn_edge.wait(ds_slot)
             add_part(target, registers, self.place(part), self.thread)
-        if const_expr(block.turn_edge is not None):
+        if const_expr(block.in_order):
             cute.arch.sync_warp()
-            block.turn_edge.release(turn_slot, self.lane)
+            block.added_edge.fill(ds_slot, self.lane)
 
     def write_keys(self, call):
         """K has been read."""

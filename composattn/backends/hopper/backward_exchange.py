@@ -91,7 +91,8 @@ class HopperBackwardExchange(HopperBackwardApart):
     @cute.jit
     def send_gradients(self, block, call, work, slot):
         """dS of this block's keys to the other block, as soon as it is there."""
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.query_tiles(call, work, head):
                 for _ in cutlass.range(run.count, unroll=1):

@@ -57,7 +57,7 @@ class Block(Fixed):
     def __init__(
         self, tiling: HopperBackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor
     ):
-        self.dtype, self.parts = dtype, tiling.warpgroups
+        self.dtype, self.parts, self.in_order = dtype, tiling.warpgroups, deterministic
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
         # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
@@ -68,9 +68,8 @@ class Block(Fixed):
             "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
             "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
         }
-        if deterministic:  # full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard
-            senders = Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
-            edges["turn"] = senders if tiling.dq_in_bulk else Edge(1, Copies(0), self.adders(tiling))
+        if deterministic:
+            edges["turn"] = self.turns(tiling)
         if tiling.dq_later or tiling.has_one_ds:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
@@ -89,6 +88,8 @@ class Block(Fixed):
         self.queue = None
         if tiling.persistent:
             self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
+        # of each turn, whether it is the first at its query tile
+        self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.first_writes else None
         barriers = Barriers()
         self.of_consumers = barriers.one((tiling.warpgroups + tiling.dq_apart) * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None
@@ -131,9 +132,17 @@ class Block(Fixed):
     def more_edges(self) -> dict[str, Edge]:
         return {}
 
-    def adders(self, tiling: HopperBackwardTiling) -> Warps:
-        """Those that add dQ to memory."""
-        return warps_of(tiling.warpgroups)
+    def is_first(self, turn_slot) -> Int32 | None:
+        """Whether this turn is the first at its query tile, where that matters: not 0."""
+        if self.firsts is None:
+            return None
+        return cute.arch.make_warp_uniform(cute.make_tensor(self.firsts + turn_slot.index, cute.make_layout(1))[0])
+
+    def turns(self, tiling: HopperBackwardTiling) -> Edge:
+        """Full: this block may add to dQ; empty: it has, or (in bulk) those who add have heard."""
+        if tiling.dq_in_bulk:
+            return Edge(AHEAD, Copies(0), Warps(tiling.warpgroups))
+        return Edge(1, Copies(0), warps_of(tiling.warpgroups))
 
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""

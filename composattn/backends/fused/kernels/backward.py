@@ -3,11 +3,11 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
@@ -22,7 +22,7 @@ from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import TileScheduler
-from ....primitives.values import Fixed, permuted
+from ....primitives.values import Fixed, choose, permuted
 from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
 from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
@@ -163,7 +163,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
         In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
-        has the tiles of each sequence from the first to the last.
+        has the tiles of each sequence from the first to the last. Where the last section goes backwards, it has the
+        first ones first again, each from the last queries on.
         """
         tile_n = self.tiling.tile_n
         piece = None
@@ -174,8 +175,12 @@ class Backward(Kernel, Generic[AnyTiling]):
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
+        backwards: Boolean | Literal[False] = False
+        if self.tiling.ends_backwards:
+            backwards = call.order.in_last_section(number)
+            n = choose(backwards, count - 1 - n, n)
         padded = PaddedTiles.of(queries, work.b, self.tiling.tile_m)
-        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece)
+        return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece, backwards)
 
     def first_number(self):
         """Of this block's first tile of keys, or piece of one."""
@@ -195,9 +200,18 @@ class Backward(Kernel, Generic[AnyTiling]):
         last = cutlass.min(first + self.tiling.tile_n, kv_len) - 1
         return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
 
+    def members(self, call, work):
+        """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""
+        if work.piece is None or not self.tiling.ends_backwards:
+            return 0, call.group
+        index, count = work.piece.index, work.piece.count
+        return call.group * index // count, call.group * (index + 1) // count
+
     def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
         """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
+        if self.tiling.ends_backwards:
+            return [dataclasses.replace(run, backwards=work.backwards) for run in runs]
         if work.piece is None or n is not None:
             return runs
         return [run.piece(work.piece.index, work.piece.count) for run in runs]
@@ -206,7 +220,8 @@ class Backward(Kernel, Generic[AnyTiling]):
     def steps(self, call, work):
         """How many query tiles a tile of keys visits, of all heads of its group."""
         count = Int32(0)
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             for run in self.query_tiles(call, work, work.kv_head * call.group + member):
                 count = count + run.count
         return count
@@ -251,7 +266,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         me.begin(work)
         ragged = (work.n + 1) * tiling.tile_n > work.keys.length
         me.wait_for_keys(kv_slot)
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
             for run in self.query_tiles(call, work, head):
@@ -283,7 +299,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         self.load_keys(call, block, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             if const_expr(call.clearing is not None):
                 call.clearing.wait(work.padded.b, head)

@@ -41,7 +41,8 @@ class DqRows(Fixed):
     @cute.jit
     def visit(self, call, work, slots):
         slot, buffer = slots
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):

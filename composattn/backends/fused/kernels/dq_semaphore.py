@@ -1,8 +1,8 @@
 """Turns of the backward in a fixed order: a tile of dQ is added to by one tile of keys after another, the last first.
 
 A warp of its own waits in device memory until as many blocks as come before this one have added to a query tile, lets
-the consumers add theirs, and says so; or whoever adds does, each of several (`say`). A block waits only for blocks that
-started before it.
+the consumers add theirs, and says so; or another warp does (`tell`), or whoever adds, each of several (`say`): then the
+one that waits looks ahead. A block waits only for blocks that started before it.
 """
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, const_expr
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
 from ....primitives.tile_queue import TileQueue
-from ....primitives.values import Fixed
+from ....primitives.values import Fixed, choose
 
 
 class DqSemaphore(Fixed):
@@ -32,7 +32,8 @@ class DqSemaphore(Fixed):
     def take_tile(self, block, call, work, slot):
         """Turns of one tile of keys."""
         lane = cute.arch.lane_idx()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
@@ -41,7 +42,11 @@ class DqSemaphore(Fixed):
                     before = self.before(call, work, head, run, i, lane)
                     wait_for(turn, before * max(1, self.speakers))
                     cute.arch.sync_warp()
-                    block.turn_edge.acquire(slot)
+                    block.turn_edge.wait_empty(slot)
+                    if const_expr(self.kernel.tiling.first_writes):
+                        _put_if(block.firsts + slot.index, Int32(before == 0), lane == 0)
+                        cute.arch.sync_warp()
+                    block.turn_edge.fill(slot)
                     slot = slot.next()
                     if const_expr(not self.speakers):
                         # empty again: all consumers have added their parts
@@ -49,23 +54,46 @@ class DqSemaphore(Fixed):
                         _publish_if(turn, before + 1, lane == 0)
         return slot
 
+    @cute.jit
+    def tell(self, call, block):
+        """What the warp does that says for all that they have added, and frees the turn of a later tile."""
+        self.kernel.walk(call, block, lambda *work: self.tell_tile(block, *work), TileQueue.hear, block.turn_edge.first)
+
+    @cute.jit
+    def tell_tile(self, block, call, work, slot):
+        """Of one tile of keys."""
+        lane = cute.arch.lane_idx()
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
+            head = work.kv_head * call.group + member
+            for run in self.kernel.query_tiles(call, work, head):
+                for i in cutlass.range(run.count, unroll=1):
+                    block.added_edge.wait(slot)
+                    block.turn_edge.release(slot, lane)
+                    say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
+                    slot = slot.next()
+        return slot
+
     def before(self, call, work, head, run, i, lane):
-        """How many tiles of keys beyond this block's visit the `i`-th query tile of `run`."""
+        """How many tiles of keys whose turn is before this block's visit the `i`-th query tile of `run`."""
         if isinstance(run, ListedQueryRun):
             return run.before(i)
         return self.blocks_before(call, work, head, run.tile(i), lane)
 
     @cute.jit
     def blocks_before(self, call, work, head, m, lane):
-        """How many tiles of keys beyond this block's visit query tile `m`; a lane each looks at some."""
+        """How many tiles of keys beyond this block's, or backwards before it, visit query tile `m`.
+
+        A lane each looks at some.
+        """
         count = Int32(0)
-        beyond = work.count - 1 - work.n
-        for step in cutlass.range((beyond + 31) // 32, unroll=1):
-            other = work.n + 1 + step * 32 + lane
+        first, end = choose(work.backwards, 0, work.n + 1), choose(work.backwards, work.n, work.count)
+        for step in cutlass.range((end - first + 31) // 32, unroll=1):
+            other = first + step * 32 + lane
             visits = Boolean(False)
-            for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, work.count - 1)):
+            for run in self.kernel.query_tiles(call, work, head, cutlass.min(other, end - 1)):
                 visits = visits | run.visits(m)
-            count = count + Int32(visits & (other < work.count))
+            count = count + Int32(visits & (other < end))
         return over_lanes(add, count, WARP[::-1])
 
 
@@ -90,6 +118,12 @@ def _read(turn: cute.Pointer) -> Int32:
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
     )
+
+
+@cute.jit
+def _put_if(place: cute.Pointer, number: Int32, condition: Boolean):
+    if condition:
+        cute.make_tensor(place, cute.make_layout(1))[0] = number
 
 
 @cute.jit

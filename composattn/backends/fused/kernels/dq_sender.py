@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, const_expr
 
 from ....primitives.bulk_stores import start, wait_read
-from ....primitives.bulk_sums import add_if, wait_sums
+from ....primitives.bulk_sums import add_if, wait_sums, write_or_add
 from ....primitives.pipelines import Slot
 from ....primitives.tile_queue import TileQueue
 from ....primitives.values import Fixed
@@ -39,7 +39,8 @@ class DqSender(Fixed):
         edge, turns, lane = self.block.dq_edge, self.block.turn_edge, cute.arch.lane_idx()
         first = self.number * self.part
         source = (self.block.sdQ.iterator + first).toint()
-        for member in cutlass.range(call.group, unroll=1):
+        begin, stop = self.kernel.members(call, work)
+        for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
             for run in self.kernel.query_tiles(call, work, head):
                 for i in cutlass.range(run.count, unroll=1):
@@ -50,11 +51,15 @@ class DqSender(Fixed):
                         edge.wait(mine)
                         if const_expr(turns is not None and piece == 0):
                             turns.wait(turn_slot)
+                            writes = self.block.is_first(turn_slot)
                             turns.release(turn_slot, lane)
                             turn_slot = turn_slot.next()
                         whole = target + first * self.pieces
                         place = whole + piece * self.part if piece else whole
-                        add_if(Boolean(True), source, place, 4 * self.part)
+                        if const_expr(self.kernel.tiling.first_writes):
+                            write_or_add(writes, source, place, 4 * self.part)
+                        else:
+                            add_if(Boolean(True), source, place, 4 * self.part)
                         wait_sums(Boolean(True), read=True)
                         edge.release(mine, lane)
                         if const_expr(turns is not None and piece == self.pieces - 1):

@@ -3,7 +3,7 @@
 import abc
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,10 @@ from ..tiling import BackwardTiling
 
 @dataclasses.dataclass
 class KeyTile(Fixed):
-    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`."""
+    """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`.
+
+    `backwards`: from the last query tile that sees it to the first.
+    """
 
     n: Int32
     count: Int32
@@ -31,6 +34,7 @@ class KeyTile(Fixed):
     keys: Sequence
     padded: PaddedTiles
     piece: Piece | None
+    backwards: Boolean | Literal[False] = False
 
 
 class KeyGroup(Fixed, abc.ABC):

@@ -89,7 +89,7 @@ class Preprocess(Kernel):
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
             rows.append((q, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
-        if const_expr(not self.tiling.clears):
+        if const_expr(not (self.tiling.clears or self.tiling.first_writes)):
             self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
