@@ -35,17 +35,14 @@ class HopperBackwardExchange(HopperBackwardApart):
         super().__init__(plan)
         self.own = plan.tiling.of_block
         self.stored_rows = self.own.tile_n
+        first = LaterProbabilitySide if self.own.dv_later else ExchangeProbabilitySide
+        self.groups = first, ExchangeGradientSide, ExchangeDqGroup
 
     def layouts(self):
         return Layouts.of(self.own)
 
     def block(self, layouts, counter):
         return ExchangeBlock(self.plan.tiling, layouts, self.dtype, self.plan.deterministic, counter)
-
-    @property
-    def groups(self):
-        first = LaterProbabilitySide if self.tiling.dv_later else ExchangeProbabilitySide
-        return first, ExchangeGradientSide, ExchangeDqGroup
 
     def first_number(self):
         return cute.arch.block_idx()[0] // 2
@@ -164,7 +161,7 @@ class LaterProbabilitySide(ExchangeProbabilitySide):
         self.tTrP = self.mma_sum.get_slice(0).make_fragment_A(self.left_shape)
         self.tTrP.fill(0.0)
 
-    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot, later=0):
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot, later=None):
         """`later`: 1 where there is a tile before, else 0. The dO of the first one serves twice."""
         block, last, is_later = self.block, do_slot.before(), later != 0
         phase = choose(is_later, last.phase, do_slot.phase)
