@@ -52,7 +52,7 @@ READING = {
     "documents-by-offsets": (None, document(offsets=OFFSETS) & causal()),
     "dilated": (None, lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0)),
     "prefix": (None, prefix_lm(100)),
-    "window": (None, sliding_window(50)),
+    "window": (None, causal() & sliding_window(50)),
 }
 
 

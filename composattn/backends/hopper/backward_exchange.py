@@ -164,7 +164,7 @@ class LaterProbabilitySide(ExchangeProbabilitySide):
         self.tTrP = self.mma_sum.get_slice(0).make_fragment_A(self.left_shape)
         self.tTrP.fill(0.0)
 
-    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot, later):
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot, later=0):
         """`later`: 1 where there is a tile before, else 0. The dO of the first one serves twice."""
         block, last, is_later = self.block, do_slot.before(), later != 0
         phase = choose(is_later, last.phase, do_slot.phase)

@@ -211,7 +211,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
         if self.tiling.ends_backwards:
-            return [dataclasses.replace(run, backwards=work.backwards) for run in runs]
+            return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
         if work.piece is None or n is not None:
             return runs
         return [run.piece(work.piece.index, work.piece.count) for run in runs]
