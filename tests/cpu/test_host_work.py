@@ -105,7 +105,7 @@ ENTRIES = {
     "ca.Attention, causal": (13, 50),  # 41 and 157 once, then 18 and 66, 14 and 50
     "ca.attention, causal()": (16, 53),  # 54, 170; 25, 73; 20, 56
     "ca.attention, lambda": (20, 57),  # 62, 178; 27, 75; 22, 58
-    "ca.attention, causal(), sinks": (23, 68),  # 34, 88; 29, 74
+    "ca.attention, causal(), sinks": (23, 64),  # 34, 88; 29, 74; 23, 68
     "ca.Attention, alibi(slopes)": (18, 55),  # 45, 166; 23, 73; 19, 58
     "ca.attention, a kept alibi(slopes)": (19, 56),  # 62, 191; 28, 78; 23, 62
     "ca.attention, alibi(slopes)": (22, 59),  # 89, 218; 32, 82; 27, 66
