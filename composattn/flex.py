@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import types
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
+from .graph.fingerprint import Fingerprint, fingerprint
 from .graph.scalar import Scalar
 from .mods.mask import Mask
 
@@ -125,7 +125,7 @@ class _Known(NamedTuple):
     """The mask that a `BlockMask` means, for as long as it has the mask_mod and the lists that it was made of."""
 
     mask_mod: Any
-    code: Any  # of a mask_mod that reads its arguments alone, so that it means the same for as long as it has this
+    said: Fingerprint | None  # of the mask_mod: for as long as it says this, it means the same
     inner: Mask  # what the mask_mod means
     lists: tuple[torch.Tensor | None, ...]
     mask: Mask
@@ -140,6 +140,7 @@ class _Known(NamedTuple):
 
 _known: dict[int, _Known] = {}  # by the place of a BlockMask, for as long as it lives
 _FITS = 8
+_ARGUMENTS = 4  # of a mask_mod
 
 
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
@@ -182,15 +183,10 @@ def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
     numbers = tuple(leaf for leaf in read if isinstance(leaf, Scalar))
     decided = tuple(leaf for leaf in read if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
     stamp, of, mod = _stamp(decided, numbers), weakref.ref(block_mask, ended), block_mask.mask_mod
-    found = _known[place] = _Known(mod, _own_code(mod), inner, lists, mask, decided, numbers, stamp, [], of)
+    found = _known[place] = _Known(
+        mod, fingerprint(mod, _ARGUMENTS), inner, lists, mask, decided, numbers, stamp, [], of
+    )
     return found
-
-
-def _own_code(mod: Any) -> Any:
-    """The code of a function that reads nothing but its arguments, else None."""
-    code = mod.__code__ if isinstance(mod, types.FunctionType) else None
-    alone = code is not None and not (code.co_freevars or code.co_names or mod.__defaults__ or mod.__kwdefaults__)
-    return code if alone else None
 
 
 _lists_of = operator.attrgetter(*LISTS)
@@ -211,13 +207,18 @@ def _known_still(block_mask: Any) -> _Known | None:
     mod, before = known.mask_mod, known.inner
     if block_mask.mask_mod is not mod or not all(map(operator.is_, _lists_of(block_mask), known.lists)):  # type: ignore[union-attr]
         return None
-    now = before if known.code is not None and mod.__code__ is known.code else Mask.of(mod)
-    same = now.form == before.form and len(now.leaves) == len(before.leaves)
-    if same and all(map(operator.is_, now.leaves, before.leaves)):
+    said = fingerprint(mod, _ARGUMENTS)
+    now = before if said is not None and _are_the_same(said, known.said) else Mask.of(mod)
+    if now is before or _are_the_same((now.form, now.leaves), (before.form, before.leaves)):
         if _stamp(known.decided, known.numbers) == known.stamp:
             return known
         now = before
     return _remembered(block_mask, now, BlockSparse.from_block_mask(block_mask, now))
+
+
+def _are_the_same(a: Fingerprint, b: Fingerprint | None) -> bool:
+    """Of the same tensors too, not of equal ones."""
+    return b is not None and a[0] == b[0] and len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1]))
 
 
 def _check(block_mask: Any) -> None:
