@@ -161,7 +161,7 @@ def uncancelled_sizes(
     return [(sum(column) / draws) ** 0.5 for column in zip(*found, strict=True)]
 
 
-def sampled(cases: Iterable[Any], every: int = 2) -> list[Any]:
+def sampled(cases: Iterable[Any], every: int = 3) -> list[Any]:
     """Cases to parametrize by, of which each `every`-th runs by default and the others are slow (`make test-all`).
 
     For kernels that are compiled and emulated: seconds per case, and many cases.

@@ -118,9 +118,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair-d192-dv128": lambda: make_case(32, batch=1, heads=2, q_len=150, dim=192, v_dim=128,
                                          **by(lambda s, b, h, q, kv: s + PAIR[h, q, kv]), **BF16),
 }  # fmt: skip
-CHOSEN = (
-    (1, "causal-gqa2-d128"), (2, "causal-gqa2-d128"), (2, "causal-gqa2-d256"), (2, "causal-gqa2-d192-dv128"),
-)  # fmt: skip
+CHOSEN = (2, "causal-gqa2-d128"), (2, "causal-gqa2-d256"), (2, "causal-gqa2-d192-dv128")  # in three modes
 CASES |= {
     "hidden-rows-and-keys-d128": lambda: make_case(
         40, batch=1, heads=1, q_len=60, kv_len=300, dim=128,
@@ -207,9 +205,9 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
     """dQ too where it is summed in order; captured sums are fixed-point numbers, so their order is free."""
     case = CASES[name]()
     attention = functools.partial(ca.attention, backend="blackwell-emulated", deterministic=in_order)
-    results = []
+    results, modes = [], MODES[:3] if (blocks, name) in CHOSEN else MODES
     with sharing(blocks) as asked:
-        for mode in MODES:
+        for mode in modes:
             with emulating(mode):
                 results.append(run_case(attention, case))
     assert asked or not by_two(name)
@@ -218,7 +216,7 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
         results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
         dout=case.dout, dlse=case.dlse, varlen=case.varlen, name=name,
     )  # fmt: skip
-    for mode, result in zip(MODES, results, strict=True):
+    for mode, result in zip(modes, results, strict=True):
         for key in result.keys() - (set() if in_order else {"dq"}):
             assert torch.equal(result[key], results[0][key]), f"{key} differs in {mode} mode"
     if not in_order:
