@@ -243,28 +243,17 @@ def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(
     if made.mnemonics:
         halves = [2 if columns > 192 else 1 for columns in (d, dv)]  # no product takes 256 columns
         parts = d // 2 // t.part_columns
-        assert made.mnemonics["HGMMA"] == (d + dv) // 16 + sum(halves) * (t.tile_m // 16) + parts * (t.tile_n // 16)
+        sums = sum(halves) + t.dv_later  # dV of the last tile behind the loop
+        assert made.mnemonics["HGMMA"] == (d + dv) // 16 + sums * (t.tile_m // 16) + parts * (t.tile_n // 16)
         assert made.spills == 0
         # an arrive a product, and a wait: a compiler that gives up overlapping waits after each
-        assert made.mnemonics["WARPGROUP"] <= 8 + 3 * parts
+        assert made.mnemonics["WARPGROUP"] <= 8 + 2 * t.dv_later + 3 * parts
         assert made.mnemonics["REDG"] == t.tile_m * d // 2 // (4 * 128) + t.clears + in_order  # who has added
         loops = loops_over_queries(made)
         assert not any(loop["BAR"] + loop["NANOSLEEP"] for loop in loops)
         # who tells the other block does not wait for its additions to memory; in a fixed order one warp does for all
         waiting = [loop for loop in inner_loops(made.instructions) if loop.multiplies or not in_order]
         assert not any("MEMBAR.ALL.GPU" in i.text for loop in waiting for i in loop.body)
-
-
-@pytest.mark.parametrize(("mods", "d"), [("plain-causal", 256), ("plain-causal", 512)])
-def test_row_statistics_are_there_before_their_place_is_free(mods: str, d: int, folder: Path) -> None:
-    """An arrival overtakes reads before it: with one stage of dO the next copy came before the read of this D."""
-    made = compile_offline(plans(mods, d).main, folder)
-    for loop in inner_loops(made.instructions):
-        kinds = [i.text for i in loop.body if i.text.startswith(("LDS.64", "FENCE.VIEW.ASYNC", "SYNCS.ARRIVE"))]
-        reads = [n for n, text in enumerate(kinds) if text.startswith("LDS.64")]
-        if reads and loop.multiplies:
-            after = kinds[reads[-1] + 1 :]
-            assert after and after[0].startswith("FENCE")
 
 
 SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -409,8 +398,10 @@ def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_befo
     # two sections of a few heads
     assert tiling("plain-causal", 128, heads=4, length=8192).heads_together == 2
     # some tile of keys is seen by all queries
-    assert all(tiling(mods, d).first_writes for mods in ("plain-full", "plain-causal") for d in (64, 96, 128, 192))
-    assert not tiling("window", 128).first_writes and not tiling("plain-causal", 256).first_writes
+    assert all(tiling(mods, d).first_writes for mods in ("plain-full", "plain-causal") for d in (64, 96, 128))
+    assert tiling("plain-causal", 192).first_writes and not tiling("window", 128).first_writes
+    # pairs add to dQ from registers
+    assert not tiling("plain-full", 192).first_writes and not tiling("plain-causal", 256).first_writes
 
 
 @pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])

@@ -143,7 +143,7 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
         plan_backward(
             Problem(1, heads, heads, 1024, 1024, 128, 128, torch.bfloat16, torch.device("cpu")), Program(), HOPPER
         )
-        for heads in (512, 4)
+        for heads in (528, 4)  # 32 whole rounds of the multiprocessors, and less than one
     )
     assert whole.gather is None and cut.gather is not None
     assert whole.main.key != cut.main.key

@@ -74,6 +74,8 @@ class PairBlock(Block):
 class HalfOfColumns(Side):
     """A side in a block that has half of the columns."""
 
+    ahead = 0  # 8 registers of ALiBi's scores spilled
+
     def complete(self, scores, slot):
         edge, room = self.block.bound[f"exchange {self.number}"], self.block.exchanged[self.number]
         PairSums(edge, room, self.thread, self.lane).add(scores, slot)

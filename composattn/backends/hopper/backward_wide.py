@@ -58,6 +58,7 @@ class Side(KeyWarpgroup):
     """One warpgroup: a score product of `stationary` and `moving`, and a sum over queries of what comes of it."""
 
     apart = 0  # both have all keys of the block
+    ahead: int | None = None  # rows whose statistics are read under a product of scores: all
     result: int  # of dK, dV
 
     def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
@@ -159,7 +160,7 @@ class ProbabilitySide(Side):
         at = self.mods.evaluator(self.tile(queries_first(tSrS), m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        lse = self.statistics(block.sLse, q_slot.index).read_ahead()
+        lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.ahead)
         issue(self.mma_s, tSrS, self.tSra, self.tSrb[None, None, None, q_slot.index], False)
         warpgroup.wait_group(issue_behind())
         self.complete(tSrS, turn_slot)
@@ -217,7 +218,7 @@ class GradientSide(Side):
         block = self.block
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         block.q_edge.wait(q_slot)
-        delta = self.statistics(block.sDelta, q_slot.index).read_ahead()
+        delta = self.statistics(block.sDelta, q_slot.index).read_ahead(self.ahead)
         block.do_edge.wait(do_slot)
         issue(self.mma_s, tSrdP, self.tSra, self.tSrb[None, None, None, do_slot.index], False)
         warpgroup.wait_group(0)
