@@ -90,6 +90,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     else:
         queries, keys, heads = plan.tiling.tile_m, plan.tiling.block_keys, case.heads // case.kv_heads
         whole, pieces = (0, 1) if plan.cut is None else (plan.cut.whole, plan.cut.pieces)
+        whole *= plan.tiling.tile_n // keys  # blocks that share a tile of keys
     made, cut = compile_offline(plan), plan.tiling
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,

@@ -52,11 +52,11 @@ def test_a_causal_forward_has_a_loop_for_tiles_with_a_test_and_one_for_those_wit
 
 
 def test_the_limit_of_a_call_counts_rounds_and_pairs() -> None:
-    """By hand: 86 tiles of 96 keys of 20 heads are 1720; the four behind 13 rounds of 132 are cut in 16 pieces."""
+    """By hand: 64 tiles of 20 heads are 1280 pairs of blocks; the 26 behind 19 rounds of 66 are cut in two."""
     kernel("D192 full")
     case = next(case for case in EVERY if case.name == "backward D192 S8192 full")
     found = limits.limit(case, OURS)
-    assert (found.tile, found.rounds) == ("64 x 96", (1716 + 4 * 16) / 132)
-    assert round(found.balance, 3) == round(1720 / 132 / (13 + 1 / 16), 3)
-    assert found.pairs == 86 * 96 / 8192 and found.tested == 0
+    assert (found.tile, found.rounds) == ("64 x 64", (19 * 66 + 26 * 2) * 2 / 132)
+    assert round(found.balance, 3) == round(1280 / 66 / (19 + 1 / 2), 3)
+    assert found.pairs == 1 and found.tested == 0
     assert found.flop_clocks < found.clocks < 1.5 * found.flop_clocks

@@ -200,6 +200,11 @@ DIFFERENCES = [
         untaken_branch,
     ),
     Difference(
+        "`torch.erfc(x)` of x above 1", "has all digits of its small values",
+        "is `1 - torch.erf(x)`, right to 6e-8 in fp32, 0 from 4 on", "kernels have `erf` alone",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s * torch.erfc(s)),
+    ),
+    Difference(
         "rows that a score mod leaves nothing above -2^25, as `torch.where(seen, s, -1e9)` does where nothing is seen",
         "the mean of V",
         "0, as of a row that a mask hides, with no gradient", "no LSE in fp32 holds the sum of such a row",
