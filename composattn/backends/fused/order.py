@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ...analysis.bands import EVERYTHING, TileInterval
+from ...analysis.derived import Derived
 from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
@@ -51,14 +52,24 @@ def order_of_keys(
 
 
 def order_of(
-    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
+    formula: Formula,
+    problem: Problem,
+    intervals: Intervals,
+    tile_m: int,
+    tile_n: int,
+    heads: int,
+    at_once: int,
+    stretches: Derived | None = None,
 ) -> Ordered:
-    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
+    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`.
+
+    `stretches`: those that tiles begin with; then there is a table.
+    """
     packed = problem.layout.q == "packed"
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted
     words = order.replace("_", " ")
-    if order == "in_order" and formula.in_order and not packed:
+    if order == "in_order" and formula.in_order and not packed and stretches is None:
         return words, None
     if packed:
         why = "sequences differ in length"
@@ -70,9 +81,10 @@ def order_of(
             return f"{words}: {formula.words}", None
         why = "the mask reads what it leaves" if sorted_so is None else "the mask leaves later query tiles less"
     if wanted == "auto" and entries(problem, tile_m) * heads <= at_once:
-        return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
+        in_order = work_tables(problem, intervals, tile_m, tile_n, "in_order", stretches)
+        return "in order, as all tiles run at once", in_order
     made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
-    return made, work_tables(problem, intervals, tile_m, tile_n, order)
+    return made, work_tables(problem, intervals, tile_m, tile_n, order, stretches)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
 from .order import LAST_QUERIES_FIRST, order_of
+from .stretches import stretches_of
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -72,12 +73,16 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledPlan(Plan, Generic[AnyTiling]):
-    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table."""
+    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table.
+
+    `has_stretches`: tiles begin with the stretches that the table says.
+    """
 
     head_dim: int
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
+    has_stretches: bool = False
 
     @property
     def step(self) -> str:
@@ -196,11 +201,15 @@ def plan_forward(
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
+    stretches = stretches_of(problem, program) if tiling.in_stretches and lists is None else None
+    order, work = order_of(
+        LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms, stretches
+    )
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,
+        has_stretches=stretches is not None,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
-from ...analysis.derived import stamps
+from ...analysis.derived import Derived, stamps
 from ...analysis.refreshed import Refreshed, may_cache, recording, version
 from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
@@ -28,19 +28,29 @@ from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
 from ...graph.expr import Dep, Expr, captures, inputs
+from .stretches import most_tiles
 
 
 class QueryTiles(NamedTuple):
     """The query tiles of all sequences: tile `m` of sequence `b`, int64 (entries,).
 
     `q_lens`: how many queries each sequence has, int (B,), or one number for all. Of packed queries there may be fewer
-    tiles than entries: `missing` says where, and `b` is the number of sequences there.
+    tiles than entries: `missing` says where, and `b` is the number of sequences there. `stretch`: of which they are the
+    `m`-th, [start, stop) and its number in the sequence, (entries, 3); None: they begin with the sequences.
     """
 
     b: torch.Tensor
     m: torch.Tensor
     q_lens: torch.Tensor | int
     missing: torch.Tensor | None = None
+    stretch: torch.Tensor | None = None
+
+    def rows(self, tile_m: int, q_len: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last row of each tile; `q_len`: of its sequence."""
+        first, stop = self.m * tile_m, q_len
+        if self.stretch is not None:
+            first, stop = first + self.stretch[:, 0], self.stretch[:, 1]
+        return first, (first + (tile_m - 1)).clamp(max=stop - 1)
 
 
 def entries(problem: Problem, tile_m: int, rows: int | None = None) -> int:
@@ -60,6 +70,18 @@ def query_tiles(problem: Problem, sequences: Sequences, tile_m: int, rows: int |
     before = pad(((lengths + (tile_m - 1)) // tile_m).cumsum(0), (1, 0))
     b = torch.searchsorted(before[1:], at, right=True)
     return QueryTiles(b, at - before[b], lengths, b == problem.batch)
+
+
+def tiles_of_stretches(problem: Problem, stretches: torch.Tensor, tile_m: int) -> QueryTiles:
+    """The query tiles of a dense call that begin with its `stretches`."""
+    batch, most, _ = stretches.shape
+    every = stretches.view(-1, 2).long()
+    before = pad(((every[:, 1] - every[:, 0] + (tile_m - 1)) // tile_m).cumsum(0), (1, 0))
+    at = torch.arange(batch * most_tiles(problem.q_len, tile_m), device=problem.device)
+    number = torch.searchsorted(before[1:], at, right=True)
+    there = number.clamp(max=batch * most - 1)
+    stretch = torch.cat([every[there], (there % most)[:, None]], 1)
+    return QueryTiles(there // most, at - before[there], problem.q_len, number == batch * most, stretch)
 
 
 def kv_lengths(problem: Problem, sequences: Sequences) -> Any:
@@ -89,10 +111,9 @@ class Visits:
         q_len = _of(tiles.q_lens, b)
         same = sequences.cu_q is not None and all(map(operator.is_, sequences.queries, sequences.keys))
         self.kv_len = q_len if same else _of(kv_lengths(problem, sequences), b)
-        first = tiles.m * tile_m
+        first, last = tiles.rows(tile_m, q_len)
         index: dict[str, Any] = {
-            "b": b, "first": first, "last": (first + (tile_m - 1)).clamp(max=q_len - 1), "h": 0,
-            "q_len": q_len, "kv_len": self.kv_len,
+            "b": b, "first": first, "last": last, "h": 0, "q_len": q_len, "kv_len": self.kv_len,
         }  # fmt: skip
         if any(end.deps & Dep.H for end in _ends(intervals)):
             index["h"] = torch.arange(problem.q_heads, device=first.device).view(-1, *(1 for _ in tiles.m.shape))
@@ -134,9 +155,13 @@ def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
 
 
 def table_of(tiles: QueryTiles) -> torch.Tensor:
-    """int32 (entries, 2): sequence and number of each query tile, in their own order; sequence -1: no tile."""
+    """int32 (entries, 2): sequence and number of each query tile, in their own order; sequence -1: no tile.
+
+    Of tiles that begin with stretches (entries, 5), with these behind.
+    """
     b = tiles.b if tiles.missing is None else tiles.b.masked_fill(tiles.missing, -1)
-    return torch.stack([b, tiles.m], 1).to(torch.int32)
+    found = torch.stack([b, tiles.m], 1)
+    return (found if tiles.stretch is None else torch.cat([found, tiles.stretch], 1)).to(torch.int32)
 
 
 def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: Order) -> torch.Tensor:
@@ -155,11 +180,20 @@ class WorkTables:
     """
 
     def __init__(
-        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+        self,
+        problem: Problem,
+        intervals: tuple[TileInterval, ...] | None,
+        tile_m: int,
+        tile_n: int,
+        order: Order,
+        stretches: Derived | None = None,
     ) -> None:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
+        self.stretches = stretches
         # tiles in their own order are the same whatever the mask leaves them
         self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
+        if stretches is not None:
+            self.captures = tuple(dict.fromkeys((*self.captures, *stretches.sources)))
         self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self._on_gpu = problem.device.type == "cuda"  # 0.2 µs to ask
         self._own = _OfThread()
@@ -204,7 +238,7 @@ class WorkTables:
             if self.order != "in_order" and counts is None:
                 visits = self._visits(sequences, rows)
                 return sorted_tiles(visits.tiles, visits(), self.order)
-            tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
+            tiles = self._tiles(sequences, rows)
             if self.order == "in_order" or counts is None:
                 return table_of(tiles)
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
@@ -215,11 +249,17 @@ class WorkTables:
         found = next(iter(self.dense.values()), None) if in_graph else self.dense.get(stream)
         if found is not None:
             return found
-        tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
+        tiles = self._tiles(sequences, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_cache() and not in_graph and all(t is None for t in sequences):
+        if may_cache() and not in_graph and all(t is None for t in sequences) and self.stretches is None:
             self.dense[stream] = visits
         return visits
+
+    def _tiles(self, sequences: Sequences, rows: int | None) -> QueryTiles:
+        if self.stretches is None:
+            return query_tiles(self.problem, sequences, self.tile_m, rows)
+        self.stretches.refresh()
+        return tiles_of_stretches(self.problem, self.stretches.tensor, self.tile_m)
 
 
 class _OfThread(threading.local):
@@ -232,14 +272,19 @@ MOST_TABLES = 8  # of one form: as many micro-batches may be under way
 
 
 def work_tables(
-    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+    problem: Problem,
+    intervals: tuple[TileInterval, ...] | None,
+    tile_m: int,
+    tile_n: int,
+    order: Order,
+    stretches: Derived | None = None,
 ) -> WorkTables:
     """The `WorkTables` of this form: layers of one mask share them."""
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device, problem.layout)
-    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order)
+    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order, stretches)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order)
+        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order, stretches)
     return found
 
 

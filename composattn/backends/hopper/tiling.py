@@ -83,6 +83,10 @@ class HopperTiling(ForwardTiling):
     rescale_threshold: float = 8.0
 
     @property
+    def in_stretches(self) -> bool:
+        return self.kernel == FROM_FIRST
+
+    @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
         return self.persistent
