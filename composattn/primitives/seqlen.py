@@ -109,27 +109,27 @@ class PagedRows(Bundle):
 class DenseSequence(Fixed):
     """Entry `b` of dense tensors. `origin`: the row from which tiles are counted, see `counted_from`.
 
-    `stop`: the row behind the last one of a stretch of the entry; None: the entry ends there.
+    `stretch`: the part of the entry that is meant, with `start`, `stop` and a `number`; None: all.
     """
 
     b: Int32
     length: Int32
     start: int = 0
     origin: Int32 | int = 0
-    stop: Int32 | None = None
+    stretch: Any = None
 
     @property
     def end(self) -> Int32:
         """The row behind the last one."""
-        return self.length if self.stop is None else self.stop
+        return self.length if self.stretch is None else self.stretch.stop
 
     def from_start(self, row: Any) -> Any:
         """The row that is the `row`-th of the tiles."""
         return row if isinstance(self.origin, int) and self.origin == 0 else self.origin + row
 
     def within(self, stretch: Any) -> DenseSequence:
-        """Its rows [start, stop), from the first of which tiles are counted; None: all."""
-        return self if stretch is None else dataclasses.replace(self, origin=stretch.start, stop=stretch.stop)
+        """Its rows of a stretch, from the first of which tiles are counted; None: all."""
+        return self if stretch is None else dataclasses.replace(self, origin=stretch.start, stretch=stretch)
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor.

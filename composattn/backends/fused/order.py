@@ -35,11 +35,18 @@ FIRST_KEYS_FIRST = Formula(
 
 
 def order_of_keys(
-    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, at_once: int
+    problem: Problem,
+    intervals: Intervals,
+    tile_queries: int,
+    tile_keys: int,
+    deterministic: bool,
+    at_once: int,
+    stretches: Derived | None = None,
 ) -> Ordered:
     """Of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
 
-    `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem.
+    `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem. `stretches` as of
+    `order_of`.
     """
     mirrored = mirror(problem)
     if deterministic:
@@ -48,7 +55,7 @@ def order_of_keys(
         packed = problem.layout.kv == "packed"
         return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
     ends = None if intervals is None else exchanged(intervals)
-    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)
+    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once, stretches)
 
 
 def order_of(

@@ -82,7 +82,11 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
-    has_stretches: bool = False
+    has_stretches: bool = dataclasses.field(default=False, compare=False)  # in the key of those that have them
+
+    @property
+    def key(self) -> str:
+        return super().key + " in stretches" * self.has_stretches
 
     @property
     def step(self) -> str:

@@ -19,10 +19,17 @@ from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys
-from .plan import TiledPlan, compiled_in, extent_of
+from .plan import CompiledIn, TiledPlan, compiled_in, extent_of
+from .stretches import stretches_of
 from .target import Target
 from .tiling import BackwardTiling
 from .work import WorkTables, fixed_visits, work_tables
+
+class Known(CompiledIn):
+    """What of a problem and its mask each of the kernels is compiled for."""
+
+    has_stretches: bool
+
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -145,10 +152,13 @@ def plan_backward(
     elif cut == "auto":
         cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     ordered_by = intervals if lists is None else None
-    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
-    packed = problem.layout.q == "packed"
-    rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
-    known = compiled_in(problem, target)
+    # whose turn it is goes by tiles of whole sequences, and shares of sinks too
+    apart = chosen.in_stretches and lists is None and not deterministic and sinks is None
+    stretches = stretches_of(problem, program) if apart else None
+    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once, stretches)
+    packed = problem.layout.q == "packed" or stretches is not None
+    rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order", stretches) if packed else None
+    known = Known(**compiled_in(problem, target), has_stretches=stretches is not None)
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
         **known,

@@ -20,13 +20,14 @@ from ...graph.expr import Capture, Dep, Expr, inputs
 # Rows of a stretch that is told from its neighbours if these are shorter: of short ones several share a tile. None
 # ends before so many, as copies of an output's rows that end with a stretch need as many above them.
 SHORT = 128
+LONG = 4096  # Rows of sequences above which they are looked for; of fewer none was timed
 MOST = 512  # as many stretches of a sequence as if they had so many rows each, but 8 at least; of more there is one
 
 
 def stretches_of(problem: Problem, program: Program) -> Derived | None:
     """int32 (B, stretches, 2) of [start, stop), the unused ones empty, behind the others; None where no tensor says."""
     limits = program.limits
-    if limits is None or not problem.layout.is_dense or problem.q_len != problem.kv_len:
+    if limits is None or not problem.layout.is_dense or not LONG < problem.q_len == problem.kv_len:
         return None
     ends = limits.begin, limits.end
     captures, scalars = inputs(*ends)
