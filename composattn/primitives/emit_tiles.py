@@ -17,11 +17,8 @@ from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
 from .kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
-from .seqlen import DenseSequence, PackedSequence
+from .seqlen import Sequence
 from .values import Fixed, choose, larger, smaller
-
-
-Sequence = DenseSequence | PackedSequence
 
 
 @dataclasses.dataclass
@@ -119,8 +116,9 @@ class BandQueries(Fixed):
     tile_m: int
 
     def of(self, leaves: Leaves, n: Any, queries: Sequence) -> list[QueryRun]:
-        """The query tiles of kv tile `n`, counted as those of `queries`; `leaves` are of the tile of keys and a head."""
-        intervals, length = counted_from(queries.origin, self.mods.intervals(leaves)), _less(queries.end, queries.origin)
+        """The query tiles of kv tile `n`, counted as `queries` are; `leaves` are of the tile of keys and a head."""
+        intervals = counted_from(queries.origin, self.mods.intervals(leaves))
+        length = _less(queries.end, queries.origin)
         return query_runs(intervals, length, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
 
 

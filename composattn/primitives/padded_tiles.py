@@ -1,8 +1,8 @@
 """Where the tiles of a sequence lie in a workspace that has whole tiles: statistics of rows, sums of dQ, turns.
 
-Dense workspaces are (B, H, tiles, ...). With stretches the i-th of a sequence begins at tile start // tile + i. Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
+Dense workspaces are (B, H, tiles, ...). Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
 start // tile + b: it ends at most at (start + length) // tile + b + 1, where the next one begins: no two overlap, and
-no sum over the sequences is needed to find a place.
+no sum over the sequences is needed to find a place. So do the stretches of a dense sequence in its tiles.
 """
 
 from __future__ import annotations

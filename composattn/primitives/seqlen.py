@@ -157,24 +157,30 @@ class DenseSequence(Fixed):
         return tensor[of_head]
 
 
-@dataclasses.dataclass
-class PackedSequence(Fixed):
-    """`length` rows from row `start` of packed tensors."""
+class WholeSequence(Fixed):
+    """One that has `length` rows and no stretches."""
 
-    start: Int32
     length: Int32
     origin: ClassVar[int] = 0
 
     @property
     def end(self) -> Int32:
-        """The row behind the last one."""
+        """As of a `DenseSequence`, likewise what follows."""
         return self.length
 
     def from_start(self, row: Any) -> Any:
         return row
 
-    def within(self, stretch: Any) -> PackedSequence:
+    def within(self, stretch: Any) -> Any:
         return self
+
+
+@dataclasses.dataclass
+class PackedSequence(WholeSequence):
+    """`length` rows from row `start` of packed tensors."""
+
+    start: Int32
+    length: Int32
 
     def stored(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0) -> Stored:
         """As of a `DenseSequence`."""
@@ -199,16 +205,12 @@ class PackedSequence(Fixed):
 
 
 @dataclasses.dataclass
-class PagedSequence(Fixed):
+class PagedSequence(WholeSequence):
     """`length` rows in the pages of `table` (pages of a sequence,)."""
 
     table: cute.Tensor
     length: Int32
     page_size: int
-    origin: ClassVar[int] = 0
-
-    def within(self, stretch: Any) -> PagedSequence:
-        return self
 
 
 def _along(tile, x):

@@ -23,7 +23,7 @@ class Stretch(Fixed):
         return Stretch(table[entry, 2], table[entry, 3], table[entry, 4]) if table.shape[1] == WIDE else None
 
 
-WIDE = 5  # numbers of an entry of a table that has stretches
+WIDE = 6  # numbers of an entry of a table that has stretches; the last one is not for kernels
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class TileScheduler(Bundle):
 
     Row blocks run from the last to the first (longest first where the visible interval grows with q), each batch entry
     like a head of its own; or as a table says, int32 (entries, 2): the sequence and the row block of each, in order.
-    Entries that are too many have sequence -1. In tables of 5 numbers an entry has a `Stretch` as well.
+    Entries that are too many have sequence -1. In tables of 6 numbers an entry has a `Stretch` as well.
     """
 
     def __init__(

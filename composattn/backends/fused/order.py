@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 from ...analysis.bands import EVERYTHING, TileInterval
-from ...analysis.derived import Derived
 from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
 from ...graph.expr import index
-from .work import WorkTables, ascends, descends, entries, visits_now, work_tables
+from .stretches import Stretches, most_tiles
+from .work import StretchTables, WorkTables, ascends, descends, entries, stretch_tables, visits_now, work_tables
 
 Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
 Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: lists say which
@@ -35,18 +35,11 @@ FIRST_KEYS_FIRST = Formula(
 
 
 def order_of_keys(
-    problem: Problem,
-    intervals: Intervals,
-    tile_queries: int,
-    tile_keys: int,
-    deterministic: bool,
-    at_once: int,
-    stretches: Derived | None = None,
+    problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, at_once: int
 ) -> Ordered:
     """Of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
 
-    `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem. `stretches` as of
-    `order_of`.
+    `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem.
     """
     mirrored = mirror(problem)
     if deterministic:
@@ -55,28 +48,18 @@ def order_of_keys(
         packed = problem.layout.kv == "packed"
         return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
     ends = None if intervals is None else exchanged(intervals)
-    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once, stretches)
+    return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)
 
 
 def order_of(
-    formula: Formula,
-    problem: Problem,
-    intervals: Intervals,
-    tile_m: int,
-    tile_n: int,
-    heads: int,
-    at_once: int,
-    stretches: Derived | None = None,
+    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
 ) -> Ordered:
-    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`.
-
-    `stretches`: those that tiles begin with; then there is a table.
-    """
+    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
     packed = problem.layout.q == "packed"
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted
     words = order.replace("_", " ")
-    if order == "in_order" and formula.in_order and not packed and stretches is None:
+    if order == "in_order" and formula.in_order and not packed:
         return words, None
     if packed:
         why = "sequences differ in length"
@@ -88,10 +71,22 @@ def order_of(
             return f"{words}: {formula.words}", None
         why = "the mask reads what it leaves" if sorted_so is None else "the mask leaves later query tiles less"
     if wanted == "auto" and entries(problem, tile_m) * heads <= at_once:
-        in_order = work_tables(problem, intervals, tile_m, tile_n, "in_order", stretches)
-        return "in order, as all tiles run at once", in_order
+        return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
     made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
-    return made, work_tables(problem, intervals, tile_m, tile_n, order, stretches)
+    return made, work_tables(problem, intervals, tile_m, tile_n, order)
+
+
+def order_in_stretches(
+    problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False
+) -> tuple[str, StretchTables]:
+    """Of tiles of so many queries, or keys, that begin with stretches."""
+    wanted = problem.schedule.order
+    order: Order = "longest_first" if wanted == "auto" else wanted
+    words = order.replace("_", " ")
+    if wanted == "auto" and problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once:
+        order, words = "in_order", "in order, as all tiles run at once"
+    made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
+    return made, stretch_tables(problem, tile, order, stretches, of_keys)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
-from .order import LAST_QUERIES_FIRST, order_of
+from .order import LAST_QUERIES_FIRST, order_in_stretches, order_of
 from .stretches import stretches_of
 from .target import Target
 from .tiling import ForwardTiling, Tiling
@@ -206,9 +206,10 @@ def plan_forward(
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
     stretches = stretches_of(problem, program) if tiling.in_stretches and lists is None else None
-    order, work = order_of(
-        LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms, stretches
-    )
+    if stretches is None:
+        order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
+    else:
+        order, work = order_in_stretches(problem, stretches, tiling.queries, heads, target.sms)
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),

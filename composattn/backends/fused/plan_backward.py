@@ -18,12 +18,13 @@ from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .order import exchanged, mirror, order_of_keys
+from .order import exchanged, mirror, order_in_stretches, order_of_keys
 from .plan import CompiledIn, TiledPlan, compiled_in, extent_of
 from .stretches import stretches_of
 from .target import Target
 from .tiling import BackwardTiling
-from .work import WorkTables, fixed_visits, work_tables
+from .work import WorkTables, fixed_visits, stretch_tables, work_tables
+
 
 class Known(CompiledIn):
     """What of a problem and its mask each of the kernels is compiled for."""
@@ -153,11 +154,17 @@ def plan_backward(
         cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     ordered_by = intervals if lists is None else None
     # whose turn it is goes by tiles of whole sequences, and shares of sinks too
-    apart = chosen.in_stretches and lists is None and not deterministic and sinks is None
+    apart = chosen.in_stretches and lists is None and cut is None and not deterministic and sinks is None
     stretches = stretches_of(problem, program) if apart else None
-    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once, stretches)
-    packed = problem.layout.q == "packed" or stretches is not None
-    rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order", stretches) if packed else None
+    keys: WorkTables | None
+    rows: WorkTables | None = None
+    if stretches is not None:
+        order, keys = order_in_stretches(problem, stretches, chosen.tile_n, problem.kv_heads, at_once, of_keys=True)
+        rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
+    else:
+        order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
+        if problem.layout.q == "packed":
+            rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order")
     known = Known(**compiled_in(problem, target), has_stretches=stretches is not None)
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
@@ -177,9 +184,11 @@ def plan_backward(
         cut=cut,
     )
     return BackwardPlans(
-        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows),
+        PreprocessPlan(
+            **known, has_order_table=rows is not None, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows
+        ),
         main,
-        PostprocessPlan(**known, has_order_table=packed, tiling=chosen, sinks=sinks),
+        PostprocessPlan(**known, has_order_table=rows is not None, tiling=chosen, sinks=sinks),
         None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
 

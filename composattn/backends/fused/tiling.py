@@ -44,7 +44,7 @@ class Tiling(abc.ABC):
 
     @property
     def in_stretches(self) -> bool:
-        """Whether its kernel's tiles can begin with stretches of rows that see only each other, where there are such."""
+        """Whether tiles of its kernel can begin with stretches of rows that see only each other, if there are such."""
         return False
 
     @abc.abstractmethod

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
-from ...analysis.derived import Derived, stamps
+from ...analysis.derived import stamps
 from ...analysis.refreshed import Refreshed, may_cache, recording, version
 from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
@@ -28,29 +28,20 @@ from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
 from ...graph.expr import Dep, Expr, captures, inputs
-from .stretches import most_tiles
+from .stretches import Stretches
 
 
 class QueryTiles(NamedTuple):
     """The query tiles of all sequences: tile `m` of sequence `b`, int64 (entries,).
 
     `q_lens`: how many queries each sequence has, int (B,), or one number for all. Of packed queries there may be fewer
-    tiles than entries: `missing` says where, and `b` is the number of sequences there. `stretch`: of which they are the
-    `m`-th, [start, stop) and its number in the sequence, (entries, 3); None: they begin with the sequences.
+    tiles than entries: `missing` says where, and `b` is the number of sequences there.
     """
 
     b: torch.Tensor
     m: torch.Tensor
     q_lens: torch.Tensor | int
     missing: torch.Tensor | None = None
-    stretch: torch.Tensor | None = None
-
-    def rows(self, tile_m: int, q_len: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the last row of each tile; `q_len`: of its sequence."""
-        first, stop = self.m * tile_m, q_len
-        if self.stretch is not None:
-            first, stop = first + self.stretch[:, 0], self.stretch[:, 1]
-        return first, (first + (tile_m - 1)).clamp(max=stop - 1)
 
 
 def entries(problem: Problem, tile_m: int, rows: int | None = None) -> int:
@@ -70,18 +61,6 @@ def query_tiles(problem: Problem, sequences: Sequences, tile_m: int, rows: int |
     before = pad(((lengths + (tile_m - 1)) // tile_m).cumsum(0), (1, 0))
     b = torch.searchsorted(before[1:], at, right=True)
     return QueryTiles(b, at - before[b], lengths, b == problem.batch)
-
-
-def tiles_of_stretches(problem: Problem, stretches: torch.Tensor, tile_m: int) -> QueryTiles:
-    """The query tiles of a dense call that begin with its `stretches`."""
-    batch, most, _ = stretches.shape
-    every = stretches.view(-1, 2).long()
-    before = pad(((every[:, 1] - every[:, 0] + (tile_m - 1)) // tile_m).cumsum(0), (1, 0))
-    at = torch.arange(batch * most_tiles(problem.q_len, tile_m), device=problem.device)
-    number = torch.searchsorted(before[1:], at, right=True)
-    there = number.clamp(max=batch * most - 1)
-    stretch = torch.cat([every[there], (there % most)[:, None]], 1)
-    return QueryTiles(there // most, at - before[there], problem.q_len, number == batch * most, stretch)
 
 
 def kv_lengths(problem: Problem, sequences: Sequences) -> Any:
@@ -111,9 +90,10 @@ class Visits:
         q_len = _of(tiles.q_lens, b)
         same = sequences.cu_q is not None and all(map(operator.is_, sequences.queries, sequences.keys))
         self.kv_len = q_len if same else _of(kv_lengths(problem, sequences), b)
-        first, last = tiles.rows(tile_m, q_len)
+        first = tiles.m * tile_m
         index: dict[str, Any] = {
-            "b": b, "first": first, "last": last, "h": 0, "q_len": q_len, "kv_len": self.kv_len,
+            "b": b, "first": first, "last": (first + (tile_m - 1)).clamp(max=q_len - 1), "h": 0,
+            "q_len": q_len, "kv_len": self.kv_len,
         }  # fmt: skip
         if any(end.deps & Dep.H for end in _ends(intervals)):
             index["h"] = torch.arange(problem.q_heads, device=first.device).view(-1, *(1 for _ in tiles.m.shape))
@@ -155,13 +135,9 @@ def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
 
 
 def table_of(tiles: QueryTiles) -> torch.Tensor:
-    """int32 (entries, 2): sequence and number of each query tile, in their own order; sequence -1: no tile.
-
-    Of tiles that begin with stretches (entries, 5), with these behind.
-    """
+    """int32 (entries, 2): sequence and number of each query tile, in their own order; sequence -1: no tile."""
     b = tiles.b if tiles.missing is None else tiles.b.masked_fill(tiles.missing, -1)
-    found = torch.stack([b, tiles.m], 1)
-    return (found if tiles.stretch is None else torch.cat([found, tiles.stretch], 1)).to(torch.int32)
+    return torch.stack([b, tiles.m], 1).to(torch.int32)
 
 
 def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: Order) -> torch.Tensor:
@@ -180,20 +156,11 @@ class WorkTables:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        intervals: tuple[TileInterval, ...] | None,
-        tile_m: int,
-        tile_n: int,
-        order: Order,
-        stretches: Derived | None = None,
+        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
     ) -> None:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
-        self.stretches = stretches
         # tiles in their own order are the same whatever the mask leaves them
         self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
-        if stretches is not None:
-            self.captures = tuple(dict.fromkeys((*self.captures, *stretches.sources)))
         self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self._on_gpu = problem.device.type == "cuda"  # 0.2 µs to ask
         self._own = _OfThread()
@@ -238,7 +205,7 @@ class WorkTables:
             if self.order != "in_order" and counts is None:
                 visits = self._visits(sequences, rows)
                 return sorted_tiles(visits.tiles, visits(), self.order)
-            tiles = self._tiles(sequences, rows)
+            tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
             if self.order == "in_order" or counts is None:
                 return table_of(tiles)
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
@@ -249,17 +216,31 @@ class WorkTables:
         found = next(iter(self.dense.values()), None) if in_graph else self.dense.get(stream)
         if found is not None:
             return found
-        tiles = self._tiles(sequences, rows)
+        tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_cache() and not in_graph and all(t is None for t in sequences) and self.stretches is None:
+        if may_cache() and not in_graph and all(t is None for t in sequences):
             self.dense[stream] = visits
         return visits
 
-    def _tiles(self, sequences: Sequences, rows: int | None) -> QueryTiles:
-        if self.stretches is None:
-            return query_tiles(self.problem, sequences, self.tile_m, rows)
-        self.stretches.refresh()
-        return tiles_of_stretches(self.problem, self.stretches.tensor, self.tile_m)
+
+class StretchTables(WorkTables):
+    """The same of tiles that begin with stretches: int32 (entries, 6), see `Stretches.tiles`.
+
+    The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
+    """
+
+    def __init__(self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> None:
+        super().__init__(problem, None, tile, tile, order)
+        self.captures = stretches.told.sources
+        self.tiles, self.seen = stretches.tiles(tile), stretches.seen[of_keys]
+
+    def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
+        self.tiles.refresh()
+        tiles = self.tiles.tensor
+        if self.order == "in_order":
+            return tiles.clone()
+        work = self.seen[tiles[:, 5]]
+        return tiles[work.argsort(descending=self.order == "longest_first", stable=True)]
 
 
 class _OfThread(threading.local):
@@ -272,20 +253,24 @@ MOST_TABLES = 8  # of one form: as many micro-batches may be under way
 
 
 def work_tables(
-    problem: Problem,
-    intervals: tuple[TileInterval, ...] | None,
-    tile_m: int,
-    tile_n: int,
-    order: Order,
-    stretches: Derived | None = None,
+    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
 ) -> WorkTables:
     """The `WorkTables` of this form: layers of one mask share them."""
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device, problem.layout)
-    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order, stretches)
+    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order, stretches)
+        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order)
     return found
+
+
+def stretch_tables(problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> StretchTables:
+    """The `StretchTables` of tiles of queries, or of keys, which layers of one mask share."""
+    key = (stretches.told, tile, order, of_keys)
+    found = _forms.get(key)
+    if found is None:
+        found = _forms[key] = StretchTables(problem, tile, order, stretches, of_keys)
+    return found  # type: ignore[return-value]
 
 
 def ascends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:

@@ -106,7 +106,8 @@ class Call(Fixed):
         """The work tile with this number, which exists."""
         tile = self.tile(number)
         part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
-        queries, keys = [rows.sequence(tile.b).within(tile.stretch) for rows in (self.queries, self.keys)]
+        # keys begin where they are first seen (`Forward.placed`), which is not before the stretch
+        queries, keys = self.queries.sequence(tile.b).within(tile.stretch), self.keys.sequence(tile.b)
         return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
 
     def leaves(self, work, tile_queries: int) -> Leaves:

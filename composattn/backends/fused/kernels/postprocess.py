@@ -55,9 +55,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
         dq = queries.for_stores(given.dq, self.rows) if self.plan.has_stretches else queries.for_copies(given.dq)
-        tma, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), dq, layout, (self.rows, tiling.d)
-        )
+        tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, (self.rows, tiling.d))
         sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
