@@ -18,9 +18,9 @@ from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .order import exchanged, mirror, order_in_stretches, order_of_keys
+from .order import Ordered, exchanged, mirror, order_in_stretches, order_of_keys
 from .plan import CompiledIn, TiledPlan, compiled_in, extent_of
-from .stretches import stretches_of
+from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
 from .work import WorkTables, fixed_visits, stretch_tables, work_tables
@@ -156,15 +156,7 @@ def plan_backward(
     # whose turn it is goes by tiles of whole sequences, and shares of sinks too
     apart = chosen.in_stretches and lists is None and cut is None and not deterministic and sinks is None
     stretches = stretches_of(problem, program) if apart else None
-    keys: WorkTables | None
-    rows: WorkTables | None = None
-    if stretches is not None:
-        order, keys = order_in_stretches(problem, stretches, chosen.tile_n, problem.kv_heads, at_once, of_keys=True)
-        rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
-    else:
-        order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
-        if problem.layout.q == "packed":
-            rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order")
+    (order, keys), rows = _ordered(problem, ordered_by, stretches, chosen, deterministic, at_once)
     known = Known(**compiled_in(problem, target), has_stretches=stretches is not None)
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
@@ -191,6 +183,24 @@ def plan_backward(
         PostprocessPlan(**known, has_order_table=rows is not None, tiling=chosen, sinks=sinks),
         None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
+
+
+def _ordered(
+    problem: Problem,
+    intervals: tuple[TileInterval, ...] | None,
+    stretches: Stretches | None,
+    tiling: BackwardTiling,
+    deterministic: bool,
+    at_once: int,
+) -> tuple[Ordered, WorkTables | None]:
+    """The order of the tiles of keys, and the table of the tiles of queries, if there is one."""
+    tile_m, tile_n = tiling.tile_m, tiling.tile_n
+    if stretches is not None:
+        keys = order_in_stretches(problem, stretches, tile_n, problem.kv_heads, at_once, of_keys=True)
+        return keys, stretch_tables(problem, tile_m, "in_order", stretches, of_keys=False)
+    ordered = order_of_keys(problem, intervals, tile_m, tile_n, deterministic, at_once)
+    packed = problem.layout.q == "packed"
+    return ordered, work_tables(problem, EVERYTHING, tile_m, tile_n, "in_order") if packed else None
 
 
 def _cut(
