@@ -29,6 +29,7 @@ import torch
 from .api import MaskMod, ScoreMod, attention
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
+from .graph import copies
 from .mods.mask import Mask
 from .mods.mod import Mod
 from .mods.score import Score
@@ -149,6 +150,7 @@ class _Held:
     def __init__(self, owner: torch.nn.Module, name: str, mod: Mod) -> None:
         self.kind = Score if isinstance(mod, Score) else Mask
         self.form, self.name = mod.form, mod.name
+        self.sources = tuple(copies.sources_of(mod.leaves).values())
         self.leaves: list[Any] = []  # the name of a tensor, or a ca.scalar
         known: dict[int, str] = {}
         for leaf in mod.leaves:
@@ -158,7 +160,9 @@ class _Held:
             self.leaves.append(known.get(id(leaf), leaf))
 
     def now(self, owner: torch.nn.Module) -> Mod:
-        """The mod of the tensors that the module holds now."""
+        """The mod of the tensors that the module holds now. Raises: `CapturedTensorChanged`, see `graph.copies`."""
+        for sources in self.sources:
+            sources.refuse_outdated()
         leaves = tuple([getattr(owner, leaf) if isinstance(leaf, str) else leaf for leaf in self.leaves])
         return self.kind.formed(self.form, leaves, self.name)
 

@@ -98,8 +98,8 @@ class BlockSparse(Mask):
         return *super().__getstate__(), self.source, self.count
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        super().__setstate__(state[:3])
-        self.source, self.count = state[3:]
+        super().__setstate__(state[:-2])
+        self.source, self.count = state[-2:]
         self.block = self.source[1]
 
     @classmethod

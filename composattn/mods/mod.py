@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import cached
 
 from .. import errors
 from ..analysis.symbolic import definition
@@ -112,13 +113,14 @@ class Mod:
             return object.__hash__(self)
         return hash(self.expr)
 
-    def __getstate__(self) -> tuple[str, tuple[Any, ...], str]:
+    def __getstate__(self) -> tuple[Any, ...]:
         """What copies and pickles keep; a deep copy of a module maps captured parameters to their copies."""
-        return self.form, self.leaves, self.name
+        return self.form, self.leaves, self.name, copies.sources_of(self.leaves)
 
-    def __setstate__(self, state: tuple[str, tuple[Any, ...], str]) -> None:
-        self.form, self.leaves, self.name = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.form, self.leaves, self.name, sources = state
         self._expr = None
+        copies.follow(self.leaves, sources)
 
     def at(self, leaves: dict[str, Any], lengths: dict[str, Any]) -> Any:
         """The mod at positions: traced where any of them is a traced value, else a tensor (0-d for Python numbers).
@@ -215,19 +217,18 @@ def formed(
     mark = fingerprint(fn, len(names))
     if mark is not None:
         said, reads = mark
-        key = (trace, said)
-        known = _traced.get(key)
+        known = _traced.get((trace, said))
         if known is not None:
             form, places, own = known
             return form, reads if places is None else tuple([reads[n] for n in places]), name or own
     own = str(getattr(fn, "__name__", None) or type(fn).__name__)
-    if mark is None:
-        return *form_of(trace(fn)), name or own
-    form, leaves = form_of(trace(fn))
-    at = places_of(leaves, reads)
-    if at is not None:
+    with cached():  # what parametrizations compute is computed here, and while tracing it is the same tensor
+        mark = None if mark is None else fingerprint(fn, len(names))
+        form, leaves = form_of(trace(fn))
+    at = None if mark is None else places_of(leaves, mark[1])
+    if mark is not None and at is not None:
         with _lock:
-            _traced[key] = form, None if at == tuple(range(len(reads))) else at, own
+            _traced[trace, mark[0]] = form, None if at == tuple(range(len(mark[1]))) else at, own
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
     return form, leaves, name or own

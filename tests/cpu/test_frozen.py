@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +299,55 @@ def test_a_table_that_a_mask_made_of_a_tensor_that_was_written_to_since_is_refus
         with pytest.raises(errors.CapturedTensorChanged, match="make the mask again"):
             attend(*x)
     ENTRIES[entry](COPIED[name](given))(*x)
+
+
+class Packed(torch.nn.Module):
+    """A module whose mask was made of a buffer of its own."""
+
+    def __init__(self, name: str, held_by: Callable[[Mask], Any]) -> None:
+        super().__init__()
+        self.register_buffer("given", torch.tensor([0, 7, 20]))
+        self.attend = held_by(COPIED[name](self.given))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attend(x, x, x)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+class Called:
+    """A mask in an object that can be copied."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __call__(self, *x: torch.Tensor) -> Any:
+        return ca.attention(*x, mask_mod=self.mask)
+
+
+HOLDERS = {
+    "mask": Called,
+    "plan": lambda mask: ca.Attention(mask_mod=mask),
+    "module": lambda mask: ca.nn.Attention(mask_mod=mask),
+}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("name", ["inside of a function", "tokens"])
+def test_a_copy_of_such_a_table_is_refused_once_the_copied_tensor_was_written_to(
+    name: str, holder: str, duplicate: Callable[[Any], Any], generator: torch.Generator
+) -> None:
+    of, x = Packed(name, HOLDERS[holder]), torch.randn(1, 1, 20, 8, generator=generator)
+    twin = duplicate(of)
+    assert torch.equal(twin(x), of(x))
+    twin.given.copy_(torch.tensor([0, 11, 20]))
+    for again in (lambda: twin, lambda: duplicate(twin)):  # also a copy of what is outdated
+        with pytest.raises(errors.CapturedTensorChanged, match="make the mask again"):
+            again()(x)
+    of(x)
 
 
 def test_what_is_known_of_such_tables_ends_with_them() -> None:

@@ -112,13 +112,21 @@ def test_functional_call_reads_the_given_parameters(module: ca.nn.Attention) -> 
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_parametrizations_are_followed() -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_parametrizations_are_followed(is_known: bool) -> None:
+    """Also where the mod is traced for the first time when its parameter is computed already."""
+
     class Double(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2.0 * x
 
-    module, plain, x = Biased(), Biased(), inputs(3)
-    module(*x)
+    class Own(Biased):
+        def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + self.bias[h, q - kv + LENGTH]
+
+    module, plain, x = Own(), Own(), inputs(3)
+    if is_known:
+        module(*x)
     parametrize.register_parametrization(module, "bias", Double())
     with torch.no_grad():
         plain.bias.mul_(2.0)
