@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 
 from ....primitives.lanes import LANES
 from ....primitives.tile_queue import one_more
-from ....primitives.values import Fixed, aligned
+from ....primitives.values import Fixed, aligned, move
 from .dq_semaphore import say, wait_for
 
 
@@ -41,9 +41,10 @@ class DqClearing(Fixed):
     def clear(self, tile: cute.Tensor, width: int, lane: Int32) -> None:
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
-        for chunk in range(width // (4 * LANES)):
-            place = aligned(tile.iterator + (chunk * LANES + lane) * 4)
-            cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
+        chunks = width // (4 * LANES)
+        everywhere = cute.make_layout((4, chunks), stride=(1, 0))
+        place = cute.make_layout((4, chunks), stride=(1, 4 * LANES))
+        move(cute.make_tensor(zeros.iterator, everywhere), cute.make_tensor(aligned(tile.iterator + lane * 4), place))
         # additions to it may be bulk copies
         cute.arch.inline_ptx("fence.proxy.async.global;")
 
