@@ -6,6 +6,7 @@ same product.
 """
 
 import cutlass.cute as cute
+from cutlass import Float32
 
 from .values import aligned, move
 
@@ -49,6 +50,17 @@ def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> No
 def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
     """What `add_part` and `store_part` have left."""
     move(_of_thread(source, registers, group, thread), _fours(registers.iterator, registers, 4))
+
+
+def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
+    """Zeros in the first `count` numbers of memory, by so many `threads`."""
+    zeros = cute.make_rmem_tensor(4, Float32)
+    zeros.fill(0.0)
+    chunks = count // (4 * threads)
+    assert count == 4 * threads * chunks, "numbers that whole accesses of all threads do not clear"
+    place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
+    source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
+    move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
 
 
 def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:
