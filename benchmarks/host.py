@@ -8,6 +8,10 @@ issued the call, or the call and its backward: B 1, S 128, H 2, D 64, so that no
 factor of 3, and so does one host when others work: in each row, in turns with it, are torch SDPA (causal, whatever the
 row), our own kernels and memory without our Python, and the floor: a Function in Python that only allocates.
 
+Torch runs a backward in a thread of its own. On one core (the default) both threads share its caches; on two a
+step waits twice for another core to wake up, 30 to 40 µs for SDPA as for us.
+
+    python benchmarks/host.py --cores 2 --out benchmarks/results/h200-host-two-cores.json
     python benchmarks/host.py --count        with no GPU: the calls that Python makes, and time, kernels left out
 """
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -238,6 +243,25 @@ def timed(rounds: int, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Inside, all threads of this process run on `count` of its cores; those begun before, torch's engine's too."""
+    given = os.sched_getaffinity(0)
+    if not 0 < count <= len(given):
+        raise ValueError(f"{count} cores asked for where this process may use {len(given)}: choose 1 to {len(given)}")
+    _pin(set(sorted(given)[-count:]))  # the last ones: interrupts prefer the first
+    try:
+        yield
+    finally:
+        _pin(given)
+
+
+def _pin(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
 def _compared(timings: dict[str, Timing]) -> str:
     """Ours in times of those that each row has, by the least and by the median."""
     ours = timings.get(OURS)
@@ -357,6 +381,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="of compiled code, each with a new mask")
+    parser.add_argument("--cores", type=int, default=1, help="of the host that calls run on; compiled steps have all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--count", action="store_true", help="calls of Python and time, kernels left out; no GPU")
     options = parser.parse_args()
@@ -368,7 +393,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {**provenance(device), "rows": compiled_steps(options.steps, device)}
     save(result, options.out)
-    result["rows"] += timed(options.rounds, device)
+    with on_cores(options.cores):
+        result["rows"] += timed(options.rounds, device)
     save(result, options.out)
 
 
