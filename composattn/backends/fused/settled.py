@@ -55,12 +55,14 @@ def never(_: Any) -> bool:
 class Settled:
     """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
 
-    __slots__ = ("call", "has_captures", "is_learned", "known", "lse", "made", "numbers")
+    __slots__ = ("call", "has_captures", "is_learned", "known", "lent", "lse", "made", "numbers", "others", "with_lse")
 
     def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.numbers = call, call.program.scalars
         self.has_captures = bool(call.program.captures)
         self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
+        self.lent, self.others = call.captured.lent, call.captured.others
+        self.with_lse: ForwardLauncher | None = None
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
@@ -72,19 +74,22 @@ class Settled:
         call = self.call
         captured: Sequence[torch.Tensor] = ()
         if self.has_captures:
-            found = call.captured() if lending is None else call.captured.of(lending)
-            if found is None:
+            if lending is None:
+                captured = call.captured()
+            elif self.others is not None and lending.captures == self.lent:  # `TensorsOf.of`, without the call
+                captured = (*lending.tensors, *self.others) if self.others else lending.tensors
+            else:
                 return None
-            captured = found
         numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
-            # what a hook gives back may lie in another way
-            if _top_saved_tensors_default_hooks(False) or (captured and torch._C._is_any_autocast_enabled()):
+            if _top_saved_tensors_default_hooks(False):  # what a hook gives back may lie in another way
                 return None
             if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
                 return None
-            call.checks_gradient  # noqa: B018  raises where there is none
-            launcher = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
+            launcher = self.with_lse
+            if launcher is None:
+                call.checks_gradient  # noqa: B018  raises where there is none
+                launcher = self.with_lse = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
             return _recorded((self, launcher, numbers, lending), q, k, v, *captured)  # type: ignore[no-any-return]
         launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, lending)
         out = self.made[0](q)
