@@ -161,6 +161,15 @@ class Lending:
                 return False
         return True
 
+    def refuse_written(self) -> None:
+        """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to since."""
+        for tensor, then in zip(self.tensors, self.unwritten):  # noqa: B905  as above
+            if then is not None and tensor._version != then.version:
+                raise RuntimeError(
+                    f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
+                    f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
+                )
+
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
         if not self.stands():
