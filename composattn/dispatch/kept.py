@@ -69,20 +69,20 @@ def planned_for(
             found = _plans.get(key)
             if found is not None and (lending is None or found[2][0] == lending.epoch):
                 return found[0], lending
-    of_score = (
-        said if score_mod is None or score_mod.__class__ is Score else _formed(Score, trace_score, score_mod, said)
-    )
-    of_mask = masked if mask_mod is None or mask_mod.__class__ is Mask else _formed(Mask, trace_mask, mask_mod, masked)
+    of_score, of_mask = _formed(Score, trace_score, score_mod, said), _formed(Mask, trace_mask, mask_mod, masked)
     return _planned_by_form(of_score, of_mask, sinks, keep, options, key)
 
 
-def _formed(kind: type[Score] | type[Mask], trace: Any, fn: Any, mark: Fingerprint | None) -> Fingerprint:
-    """Form and leaves of a function. It is not read again: what a parametrization computes is computed once."""
-    known = None if mark is None else told(trace, mark)
-    if known is None:
-        made = kind.of(fn)
-        return made.form, made.leaves
-    return known[:2]
+def _formed(kind: type[Score] | type[Mask], trace: Any, mod: Any, mark: Fingerprint | None) -> Fingerprint:
+    """Form and leaves. A function is not read again: what a parametrization computes is computed once."""
+    if mark is not None:
+        if mod is None or mod.__class__ is kind:
+            return mark
+        known = told(trace, mark)
+        if known is not None:
+            return known[:2]
+    made = kind.of(mod)
+    return made.form, made.leaves
 
 
 def _asked(forms: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -143,7 +143,7 @@ class Lending:
         captures: tuple[Lent, ...],
         tensors: Sequence[torch.Tensor],
         unwritten: Sequence[Unwritten | None],
-        epoch: int,
+        epoch: int = 0,
     ) -> None:
         """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back."""
         self.captures, self.tensors, self.unwritten, self.epoch = captures, tensors, unwritten, epoch
