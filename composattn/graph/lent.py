@@ -95,6 +95,7 @@ class Lent(Capture):
         if self.is_lent(tensor):
             return
         with _lock:
+            _forget_tensor(self)
             before = self._last, self._address, self._version, self.epoch
             plain, alone = tensor.__class__ in _PLAIN, not is_shared(tensor.untyped_storage())
             self._last, self._address = tensor._cdata, tensor.data_ptr()
@@ -332,7 +333,6 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
     if capture is None:
         capture = _begin(key, (*key[2:], tensor.device, place), storage)
     with _lock:
-        _forget_tensor(capture)
         capture.follow(tensor)
         if user == EAGER:
             _of_tensor[tensor._cdata] = capture
