@@ -28,14 +28,8 @@ from .forms import of_the_form
 _lock = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
-
-class Unwritten:
-    """Stands for the time between two writes to a tensor."""
-
-    __slots__ = ("version",)
-
-    def __init__(self, version: int) -> None:
-        self.version = version  # of the tensor, meanwhile
+Mark = tuple[tuple[int, int, Any], int]
+"""Of the time between two writes to a tensor: its count of them, its address and storage, the capture's epoch."""
 
 
 class Lent(Capture):
@@ -52,7 +46,7 @@ class Lent(Capture):
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
         self._address = 0  # of its elements
         self._version = 0  # by its counter
-        self.unwritten: Unwritten | None = None  # another one after each write; None: `version` has to be asked
+        self.unwritten: Mark | None = None  # unequal after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
@@ -87,7 +81,7 @@ class Lent(Capture):
         ):
             return False
         if tensor._version != self._version:
-            self._version, self.unwritten = tensor._version, Unwritten(tensor._version)
+            self._mark(tensor)
         return True
 
     def follow(self, tensor: torch.Tensor) -> None:
@@ -106,11 +100,15 @@ class Lent(Capture):
                 self.epoch += 1  # two counters may well say the same
             trusted = plain and alone and self._counter is not None
             self._is_of_form = of_the_form(tensor) if trusted else None
-            self._version = tensor._version if trusted else 0
             if not trusted:
-                self.unwritten = None
-            elif self.unwritten is None or before != (self._last, self._address, self._version, self.epoch):
-                self.unwritten = Unwritten(self._version)
+                self._version, self.unwritten = 0, None
+            elif self.unwritten is None or before != (self._last, self._address, tensor._version, self.epoch):
+                self._mark(tensor)
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
+        self._version = tensor._version
+        self.unwritten = (self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())), self.epoch
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
@@ -143,7 +141,7 @@ class Lending:
         self,
         captures: tuple[Lent, ...],
         tensors: Sequence[torch.Tensor],
-        unwritten: Sequence[Unwritten | None],
+        unwritten: Sequence[Mark | None],
         epoch: int = 0,
     ) -> None:
         """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back."""
@@ -165,10 +163,10 @@ class Lending:
     def refuse_written(self) -> None:
         """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to since."""
         for tensor, then in zip(self.tensors, self.unwritten):  # noqa: B905  as above
-            if then is not None and tensor._version != then.version:
+            if then is not None and tensor._version != then[0][0]:
                 raise RuntimeError(
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
-                    f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
+                    f"inplace operation: it is at version {tensor._version}, the call read version {then[0][0]}"
                 )
 
     def again(self) -> Lending:
@@ -266,7 +264,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[Lent] = []
-    unwritten: list[Unwritten | None] = []
+    unwritten: list[Mark | None] = []
     epoch = 0
     known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
@@ -284,7 +282,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
 def lent_before(leaves: Sequence[Any]) -> Lending | None:
     """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now."""
     captures: list[Lent] = []
-    unwritten: list[Unwritten | None] = []
+    unwritten: list[Mark | None] = []
     epoch = 0
     for leaf in leaves:
         capture = _of_tensor.get(leaf._cdata) if leaf.__class__ in _PLAIN else None
