@@ -192,6 +192,11 @@ class Table(Derived, Formed):
         super().__init__(functools.partial(_framed, recipe=_RECIPES[source[0]], numbers=source[2]), sources)
 
     @property
+    def says_visible(self) -> bool:
+        """torch's lists do."""
+        return self.source[0] == "listed"
+
+    @property
     def form(self) -> tuple[str, tuple[Any, ...]]:
         return "blocks", self.source
 
