@@ -3,6 +3,7 @@
 The story, file by file:
 
     capture       what the host function asks for: grid, parameter bytes, tensor maps, for given CPU tensors
+    text          a kernel's PTX, with no machine code made of it
     ptx           text to instructions; flow cuts them into nodes and finds where divergent lanes meet again
     opcodes/      what each instruction does: `alu` and `fp8` are tables of pure functions, the others handlers by name
     codegen       a node's arithmetic as one generated Python function over numpy rows (one lane per column)

@@ -9,14 +9,11 @@ what it leaves in the table is exactly what the real one computes from the same 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import struct
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +22,7 @@ from composattn.emulator.findings import UnknownLaunch
 from composattn.emulator.launch import Launch
 from composattn.emulator.program import Program, load
 from composattn.emulator.tensormap import TensorMap
+from composattn.emulator.text import compile_ptx
 
 _SLOTS = 2048
 _LOCK = threading.Lock()  # the trace hooks below are process-wide
@@ -315,7 +313,11 @@ class Captured:
         if self.recorder.launches != 1:
             raise UnknownLaunch("the host function launches no kernel")
         self.text = ptx if ptx is not None else compile_ptx(function, arguments, arch)
-        self.program: Program = load(self.text)
+
+    @property
+    def program(self) -> Program:
+        """The kernel, ready to run: of those used last, else read again, as it is ten times the rest."""
+        return load(self.text)
 
     def launch(self, *arguments: Any, dynamic_shared: int = 0, sms: int = 132) -> Launch:
         """The launch for CPU tensors and numbers, in the order of the host function (streams left out)."""
@@ -401,25 +403,6 @@ def _number(kind: Any, value: Any) -> Leaf:
         code = {16: "e", 32: "f", 64: "d"}[kind.width]
         return Leaf(kind.width // 8, None, int.from_bytes(struct.pack("<" + code, value), "little"))
     return Leaf(max(1, kind.width // 8), None, int(value))
-
-
-def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a") -> str:
-    """The kernel's PTX. Every compilation writes into a folder of its own: equal argument types give equal names."""
-    import cutlass.cute as cute
-
-    with tempfile.TemporaryDirectory() as folder:
-        kept = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch}"
-        cute.compile(function, *arguments, no_jit_engine=True, options=kept)
-        (path,) = Path(folder).glob("*.ptx")
-        return path.read_text()
-
-
-def keep(text: str, folder: Path) -> Path:
-    """Writes a PTX text to a file named by its content, and says where."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.ptx"
-    path.write_text(text)
-    return path
 
 
 def _three(leaves: tuple[Leaf, ...], table: Sequence[int]) -> tuple[int, int, int]:

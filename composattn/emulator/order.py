@@ -1,4 +1,4 @@
-"""Which clusters of a launch are under way, and which of them goes on: those that hear of each other in global memory."""
+"""Which clusters of a launch are under way, and which goes on, where they hear of each other in global memory."""
 
 from __future__ import annotations
 

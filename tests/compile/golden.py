@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import text_of
 from tests.compile.golden_plans import PLANS
 
 RECORD = Path(__file__).with_name("golden.json")
@@ -58,8 +58,10 @@ class Kernel:
 
 def ptx(name: str) -> str:
     """The PTX of a plan by name, its entry called `kernel`. Compiles, where the folder of kernels hasn't got it."""
-    made = compile_offline(PLANS[name]())
-    return made.ptx_path.read_text().replace(made.entry, "kernel")
+    text = text_of(PLANS[name]())
+    entry = re.search(r"\.entry\s+([\w$]+)", text)
+    assert entry is not None
+    return text.replace(entry[1], "kernel")
 
 
 def measured(name: str, text: str) -> Kernel:

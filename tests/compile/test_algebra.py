@@ -16,7 +16,7 @@ from composattn.mods import scores
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import text_of
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
@@ -46,6 +46,6 @@ def test_a_square_and_a_quotient_by_a_constant_are_products(folder: Path) -> Non
     q = torch.zeros(1, 8, 512, 64, dtype=torch.bfloat16)
     program = Program(trace_score(lambda s, b, h, q, kv: s + s**2 / 3))
     plan = plan_forward(Problem.of(q, q, q), program, HOPPER, return_lse=False, positive_scale=True)
-    ptx = compile_offline(plan, folder).ptx_path.read_text()
+    ptx = text_of(plan, folder)
     assert "ex2.approx" in ptx, "the exponential of softmax"
     assert not re.search(r"\b(lg2|div)\.\w*\.?f32", ptx)

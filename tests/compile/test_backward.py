@@ -16,7 +16,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.compile import _run_compiler, compile_offline
 from composattn.backends.fused.gradient import FusedGradient
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.kernels import preprocess
@@ -481,6 +481,26 @@ def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int
         assert cleared == in_order.tiling.tile_m * tile.d // (4 * preprocess.THREADS)
         assert tile.clears and cleared_inside == tile.tile_m * tile.d // (4 * 32)
         assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
+
+
+class Traced(Exception):
+    """The traced module, in place of its compilation."""
+
+
+def test_clearing_dq_is_traced_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    # an access at a time, it was a quarter of all that is traced of a backward
+    from cutlass.base_dsl.compiler import Compiler
+
+    def stop(self: Compiler, module: Any, *_: Any, **__: Any) -> None:
+        raise Traced(str(module))
+
+    def operations(**changes: Any) -> int:
+        with pytest.raises(Traced) as found:
+            _run_compiler(plans("plain-causal", 128, **changes).main, "")
+        return str(found.value).count("\n")
+
+    monkeypatch.setattr(Compiler, "compile", stop)
+    assert operations() - operations(clears=False) < 500
 
 
 def test_a_kernel_that_starts_early_waits_before_it_reads_what_was_computed(folder: Path) -> None:

@@ -17,9 +17,8 @@ from cutlass import Int32
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.architecture import kernel_of as generated
-from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.cut import Cut
+from composattn.backends.fused.emulated import captured
 from composattn.backends.fused.kernels import dq_semaphore
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
@@ -28,7 +27,6 @@ from composattn.backends.fused.target import HOPPER, Target
 from composattn.backends.hopper.backward_transposed import Sharer
 from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
-from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import SharedRace
 from composattn.emulator.launch import Stream
@@ -438,7 +436,7 @@ def check(
     stream = Stream()
 
     def kernel_of(plan: Plan) -> Any:
-        kernel = Captured(*generated(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
+        kernel = captured(plan, folder)
         return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory), mode)
 
     given: dict[str, Any] = {"has_dlse": through_lse, "deterministic": in_order, "cut": cut}

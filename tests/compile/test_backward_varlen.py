@@ -18,15 +18,13 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.architecture import kernel_of as generated
-from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import captured
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.sequences import Sequences
-from composattn.emulator.capture import Captured
 from composattn.emulator.launch import Stream
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -131,7 +129,7 @@ def check_packed(case: str, folder: Path, generator: torch.Generator, **changes:
     stream = Stream()
 
     def kernel_of(plan: Plan) -> Any:
-        kernel = Captured(*generated(plan), plan.target.arch, compile_offline(plan, folder).ptx_path.read_text())
+        kernel = captured(plan, folder)
         return lambda *given: stream.run(kernel.program, kernel.launch(*given, dynamic_shared=plan.shared_memory))
 
     def counts(used: list[int]) -> torch.Tensor | None:

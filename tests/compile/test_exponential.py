@@ -17,8 +17,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.emulated import EmulatedForward, text_of
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
@@ -132,10 +131,7 @@ def test_a_forward_takes_a_part_of_its_exponentials_from_the_polynomial(generato
 
 
 def test_a_quarter_of_the_columns_is_a_quarter_of_the_exponentials() -> None:
-    counts = [
-        len(re.findall(r"\bex2\.", compile_offline(planned(units)).ptx_path.read_text()))
-        for units in (HARDWARE, ExponentialUnits(1, 4))
-    ]
+    counts = [len(re.findall(r"\bex2\.", text_of(planned(units)))) for units in (HARDWARE, ExponentialUnits(1, 4))]
     elements = 2 * planned(HARDWARE).tiling.tile_n // 4  # of a thread
     steps = counts[0] // elements  # copies of softmax in the kernel; each has two factors beside, but the first
     assert counts[0] == steps * elements + 2 * (steps - 1)

@@ -52,7 +52,7 @@ def content_hash(plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Inside, garbage is not looked for: all that is imported and traced is in use (0.3 of 2.8 s found nothing)."""
     collects = gc.isenabled()
     gc.disable()
@@ -63,7 +63,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@uncollected()
 def _run_compiler(plan: Plan, options: str) -> Any:
     try:
         import cutlass.cute as cute

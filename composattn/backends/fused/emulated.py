@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ from ...emulator.capture import Captured
 from ...emulator.cluster import EAGER, Mode
 from ...emulator.findings import EmulationTooLarge
 from ...emulator.launch import Result, Stream
-from ...emulator.program import KEPT
-from .architecture import kernel_of
+from ...emulator.text import compile_ptx
+from . import disk_cache
+from .architecture import kernel_of as generated
 from .call import FusedCall
-from .compile import compile_offline, content_hash
+from .compile import content_hash, uncollected
 from .launch import ForwardLauncher, has_unused_rows, tidied
-from .plan import ForwardPlan, plan_forward
+from .plan import ForwardPlan, Plan, plan_forward
 from .target import Target
 
 # Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
 LIMIT_SECONDS = 600.0
-_kernels: dict[str, Captured] = {}
+KEPT = 32  # host functions kept, 3 MB each with the text of their kernels; of those `program` keeps fewer ready to run
+_kernels: dict[tuple[Path | None, str], Captured] = {}
 _stream = Stream()
 _mode: ContextVar[Mode] = ContextVar("mode", default=EAGER)
 
@@ -70,8 +73,7 @@ class EmulatedKernel:
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
-        self._key = content_hash(plan)
-        _captured(plan, self._key)
+        captured(plan)
         self._ran: tuple[Any, ...] | None = None  # what the last run says, but for the program
 
     @property
@@ -82,7 +84,7 @@ class EmulatedKernel:
     @property
     def kernel(self) -> Captured:
         """What is emulated, captured again where it is not among those used last."""
-        return _captured(self.plan, self._key)
+        return captured(self.plan)
 
     def __call__(self, *arguments: Any) -> None:
         target, kernel = self.plan.target, self.kernel
@@ -91,17 +93,29 @@ class EmulatedKernel:
         self._ran = found.visits, found.blocks, found.seconds
 
 
-def _captured(plan: Any, key: str) -> Captured:
-    """The plan's kernel and host function, of the `KEPT` used last (the PTX is compiled once per cache folder)."""
+def captured(plan: Plan, folder: Path | None = None) -> Captured:
+    """The plan's kernel and host function, of the `KEPT` used last (the PTX is compiled once per folder)."""
+    key = folder, content_hash(plan)
     kernel = _kernels.pop(key, None)
     if kernel is None:
-        text = compile_offline(plan).ptx_path.read_text()
-        function, declared = kernel_of(plan)
-        kernel = Captured(function, declared, plan.target.arch, text)
+        kernel = Captured(*generated(plan), plan.target.arch, text_of(plan, folder))
     _kernels[key] = kernel  # the last used is last
     while len(_kernels) > KEPT:
         del _kernels[next(iter(_kernels))]
     return kernel
+
+
+def text_of(plan: Plan, folder: Path | None = None) -> str:
+    """The plan's PTX, from where `compile_offline` keeps it, else made now, with no machine code, and kept there."""
+    folder = folder or disk_cache.usable() / "offline"
+    key = content_hash(plan)
+    kept = disk_cache.get(folder, key, ".ptx")
+    if kept is not None:
+        return kept.read_text()
+    with uncollected():
+        text = compile_ptx(*generated(plan), plan.target.arch)
+    disk_cache.put(folder, key, ".ptx", text.encode())
+    return text
 
 
 class EmulatedForward(ForwardLauncher):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
+from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16, f32_to_bf16x2
 from composattn.emulator.opcodes.rows import DTYPES, Alu
 
 Array = np.ndarray[Any, Any]
@@ -345,9 +345,8 @@ def _halves(bits: Array, kind: str) -> tuple[Array, Array]:
 def pack_halves(low: Array, high: Array, kind: str) -> Array:
     """Two float32 arrays to one of packed bf16x2 or f16x2."""
     if kind == "bf16":
-        a, b = f32_to_bf16(low), f32_to_bf16(high)
-    else:
-        a, b = low.astype(np.float16).view(np.uint16), high.astype(np.float16).view(np.uint16)
+        return f32_to_bf16x2(low, high)
+    a, b = low.astype(np.float16).view(np.uint16), high.astype(np.float16).view(np.uint16)
     return a.astype(np.uint32) | (b.astype(np.uint32) << np.uint32(16))
 
 

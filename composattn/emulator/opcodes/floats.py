@@ -16,9 +16,25 @@ def bf16_to_f32(bits: Array) -> Array:
 
 def f32_to_bf16(x: Array) -> Array:
     """float32 to uint16 bit patterns, to nearest even; NaN becomes the canonical 0x7fff."""
+    return (_rounded_to_bf16(x) >> np.uint32(16)).astype(np.uint16)
+
+
+def f32_to_bf16x2(low: Array, high: Array) -> Array:
+    """Two float32 arrays to one of pairs, as `f32_to_bf16` rounds."""
+    return (_rounded_to_bf16(low) >> np.uint32(16)) | (_rounded_to_bf16(high) & np.uint32(0xFFFF0000))
+
+
+def _rounded_to_bf16(x: Array) -> Array:
+    """float32 to uint32 whose upper half is the bfloat16."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    nan = x != x
+    if nan.any():
+        rounded[nan] = np.uint32(0x7FFF0000)
+    return rounded
 
 
 def _table(exponent: int, mantissa: int, finite_only: bool) -> Array:

@@ -24,10 +24,10 @@ st.global.b32 [%d0], %r1; E:
 BLOCKS = 8
 
 
-def come(body: str, mode: Mode, sms: int = 132) -> list[int]:
+def come(body: str, mode: Mode, sms: int = 132, blocks: int = BLOCKS) -> list[int]:
     """Numbers of blocks in the order in which they come to the counter."""
-    out, turn = np.zeros(BLOCKS, np.uint32), np.zeros(1, np.uint32)
-    execute(module(BEGIN + body, 2), [out, turn], grid=BLOCKS, mode=mode, sms=sms)
+    out, turn = np.zeros(blocks, np.uint32), np.zeros(1, np.uint32)
+    execute(module(BEGIN + body, 2), [out, turn], grid=blocks, mode=mode, sms=sms)
     return out.tolist()
 
 
@@ -46,10 +46,10 @@ def test_who_does_not_wait_comes_in_any_order() -> None:
 @pytest.mark.parametrize("mode", MODES[:3], ids=str)
 def test_a_block_may_wait_for_those_that_start_later_if_they_have_room(mode: Mode) -> None:
     """Each waits until all have come."""
-    meet = f"red.relaxed.gpu.global.add.s32 [%d1], 1; {WAIT.replace('ne.u32 %p1, %r2, %r1', 'lt.u32 %p1, %r2, 8')} E:"
-    come(meet, mode, sms=8)
+    meet = f"red.relaxed.gpu.global.add.s32 [%d1], 1; {WAIT.replace('ne.u32 %p1, %r2, %r1', 'lt.u32 %p1, %r2, 3')} E:"
+    come(meet, mode, sms=3, blocks=3)
     with pytest.raises(findings.Livelock, match="all blocks spin"):
-        come(meet, mode, sms=7)
+        come(meet, mode, sms=2, blocks=3)
 
 
 def test_blocks_that_hear_of_nobody_run_one_after_the_other() -> None:
