@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,17 @@ from .forms import of_the_form
 _lock = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
-Mark = tuple[tuple[int, int, Any], int]
-"""Of the time between two writes to a tensor: its count of them, its address and storage, the capture's epoch."""
+
+class Unwritten(NamedTuple):
+    """Stands for the time between two writes to a tensor."""
+
+    stamp: tuple[int, int, weakref.ref[Any]]  # its counter, where its elements begin, its memory
+    epoch: int  # of who follows it
+
+    @property
+    def version(self) -> int:
+        """Of the tensor, meanwhile."""
+        return self.stamp[0]
 
 
 class Lent(Capture):
@@ -46,7 +55,7 @@ class Lent(Capture):
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
         self._address = 0  # of its elements
         self._version = 0  # by its counter
-        self.unwritten: Mark | None = None  # unequal after each write; None: `version` has to be asked
+        self.unwritten: Unwritten | None = None  # another one after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
@@ -108,7 +117,8 @@ class Lent(Capture):
     def _mark(self, tensor: torch.Tensor) -> None:
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
         self._version = tensor._version
-        self.unwritten = (self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())), self.epoch
+        stamp = self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
+        self.unwritten = Unwritten(stamp, self.epoch)
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
@@ -141,7 +151,7 @@ class Lending:
         self,
         captures: tuple[Lent, ...],
         tensors: Sequence[torch.Tensor],
-        unwritten: Sequence[Mark | None],
+        unwritten: Sequence[Unwritten | None],
         epoch: int = 0,
     ) -> None:
         """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back."""
@@ -163,10 +173,10 @@ class Lending:
     def refuse_written(self) -> None:
         """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to since."""
         for tensor, then in zip(self.tensors, self.unwritten):  # noqa: B905  as above
-            if then is not None and tensor._version != then[0][0]:
+            if then is not None and tensor._version != then.version:
                 raise RuntimeError(
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
-                    f"inplace operation: it is at version {tensor._version}, the call read version {then[0][0]}"
+                    f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
                 )
 
     def again(self) -> Lending:
@@ -264,7 +274,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[Lent] = []
-    unwritten: list[Mark | None] = []
+    unwritten: list[Unwritten | None] = []
     epoch = 0
     known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
@@ -282,7 +292,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
 def lent_before(leaves: Sequence[Any]) -> Lending | None:
     """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now."""
     captures: list[Lent] = []
-    unwritten: list[Mark | None] = []
+    unwritten: list[Unwritten | None] = []
     epoch = 0
     for leaf in leaves:
         capture = _of_tensor.get(leaf._cdata) if leaf.__class__ in _PLAIN else None
