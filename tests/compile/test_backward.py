@@ -261,11 +261,12 @@ SHARED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("softcap-causal", 192, 192, TRANSPOSED),
     ("grid", 192, 192, TRANSPOSED),
     ("grid", 192, 192, TRANSPOSED | {"deterministic": True}),
+    ("grid", 192, 128, TRANSPOSED),
+]
+SELDOM: list[tuple[str, int, int, dict[str, Any]]] = [  # of tilings that no plan chooses; of mods among those above
     ("plain-causal", 192, 128, TRANSPOSED),
     ("relative-full", 192, 128, TRANSPOSED),
     ("plain-causal", 256, 128, TRANSPOSED),
-]
-SELDOM: list[tuple[str, int, int, dict[str, Any]]] = [  # of tilings that no plan chooses; of mods among those above
     ("plain-causal", 192, 192, OF_THREE),
     ("plain-full", 192, 128, TRANSPOSED | {"p_early": False}),
     ("plain-full", 192, 192, TRANSPOSED),
