@@ -43,7 +43,7 @@ class Lent(Capture):
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
         self._address = 0  # of its elements
         self._version = 0  # by its counter
-        self.unwritten: object | None = None  # another one after each write; None: `version` has to be asked
+        self.unwritten: object | None = None  # unequal after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
@@ -78,7 +78,7 @@ class Lent(Capture):
         ):
             return False
         if tensor._version != self._version:
-            self._version, self.unwritten = tensor._version, object()
+            self._mark(tensor)
         return True
 
     def follow(self, tensor: torch.Tensor) -> None:
@@ -96,11 +96,15 @@ class Lent(Capture):
                 self.epoch += 1  # two counters may well say the same
             trusted = plain and alone and self._counter is not None
             self._is_of_form = of_the_form(tensor) if trusted else None
-            self._version = tensor._version if trusted else 0
             if not trusted:
-                self.unwritten = None
-            elif self.unwritten is None or before != (self._last, self._address, self._version, self.epoch):
-                self.unwritten = object()
+                self._version, self.unwritten = 0, None
+            elif self.unwritten is None or before != (self._last, self._address, tensor._version, self.epoch):
+                self._mark(tensor)
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
+        self._version = tensor._version
+        self.unwritten = (self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())), self.epoch
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""

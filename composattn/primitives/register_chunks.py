@@ -6,8 +6,9 @@ same product.
 """
 
 import cutlass.cute as cute
+from cutlass import Float32
 
-from .values import aligned
+from .values import aligned, move
 
 _ADD = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}"
 THREADS = 128  # four warps, whose sums a product of any matrix unit so far leaves
@@ -43,17 +44,29 @@ def first_number(count: int, group, thread):
 
 def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
     """Registers to memory that nobody else writes."""
-    for j, place in enumerate(_fours(target, registers, group, thread)):
-        cute.autovec_copy(cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)), place)
+    move(_fours(registers.iterator, registers, 4), _of_thread(target, registers, group, thread))
 
 
 def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
     """What `add_part` and `store_part` have left."""
-    for j, place in enumerate(_fours(source, registers, group, thread)):
-        cute.autovec_copy(place, cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4)))
+    move(_of_thread(source, registers, group, thread), _fours(registers.iterator, registers, 4))
 
 
-def _fours(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> list[cute.Tensor]:
-    count = cute.size(registers)
-    start = memory.iterator + (group * (count * THREADS) + thread * 4)
-    return [cute.make_tensor(aligned(start + j * 4 * THREADS), cute.make_layout(4)) for j in range(count // 4)]
+def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
+    """Zeros in the first `count` numbers of memory, by so many `threads`."""
+    zeros = cute.make_rmem_tensor(4, Float32)
+    zeros.fill(0.0)
+    chunks = count // (4 * threads)
+    assert count == 4 * threads * chunks, "numbers that whole accesses of all threads do not clear"
+    place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
+    source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
+    move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
+
+
+def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:
+    start = memory.iterator + first_number(cute.size(registers), group, thread)
+    return _fours(aligned(start), registers, 4 * THREADS)
+
+
+def _fours(start: cute.Pointer, registers: cute.Tensor, apart: int) -> cute.Tensor:
+    return cute.make_tensor(start, cute.make_layout((4, cute.size(registers) // 4), stride=(1, apart)))

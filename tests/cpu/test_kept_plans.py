@@ -532,6 +532,27 @@ def test_a_view_beside_a_tensor_is_no_other_memory() -> None:
     assert capture.epoch == epoch
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_view_that_comes_or_goes_between_two_calls_writes_nothing_that_the_first_one_saved(
+    comes: bool, inputs: list[torch.Tensor]
+) -> None:
+    """A broadcast of a module's buffers in another thread holds one such for a moment."""
+    ids = torch.arange(LENGTH) // 5
+    x = [t.requires_grad_() for t in inputs]
+
+    def gradient(backend: str) -> Any:
+        def out() -> Any:
+            return ca.attention(*x, mask_mod=lambda b, h, i, j: ids[i] >= ids[j], backend=backend)
+
+        view = None if comes else ids[:]
+        first = out()
+        view = ids[:] if comes else None  # noqa: F841
+        return torch.autograd.grad((first + out()).sin().sum(), x)
+
+    for found, wanted in zip(gradient("streaming"), gradient("reference"), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_an_attention_follows_new_memory_of_the_same_form(inputs: list[torch.Tensor]) -> None:
     ids = torch.arange(LENGTH) // 5
     attention = ca.Attention(mask_mod=causal() & document(ids))

@@ -6,11 +6,12 @@ are all clear. The warps of whichever blocks run clear all there is, so nobody w
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from ....primitives.lanes import LANES
+from ....primitives.register_chunks import clear
 from ....primitives.tile_queue import one_more
-from ....primitives.values import Fixed, aligned
+from ....primitives.values import Fixed
 from .dq_semaphore import say, wait_for
 
 
@@ -30,22 +31,15 @@ class DqClearing(Fixed):
         while number < entries * heads * tiles:
             head, tile = number // tiles, number % tiles
             entry, head = head // heads, head % heads
-            self.clear(self.dq_accum[entry, head, tile, None], width, lane)
+            clear(self.dq_accum[entry, head, tile, None], width, LANES, lane)
+            # additions to it may be bulk copies
+            cute.arch.inline_ptx("fence.proxy.async.global;")
             cute.arch.sync_warp()
             say(self.flag(entry, head), lane == 0)
             number = self.draw(lane)
 
     def draw(self, lane: Int32) -> Int32:
         return cute.arch.shuffle_sync(one_more(self.counter.iterator + 1, lane == 0), 0)
-
-    def clear(self, tile: cute.Tensor, width: int, lane: Int32) -> None:
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        for chunk in range(width // (4 * LANES)):
-            place = aligned(tile.iterator + (chunk * LANES + lane) * 4)
-            cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
-        # additions to it may be bulk copies
-        cute.arch.inline_ptx("fence.proxy.async.global;")
 
     def wait(self, entry: Int32, head: Int32) -> None:
         """For the warp that loads queries: until the head's dQ is clear."""

@@ -8,6 +8,7 @@ from ....primitives.delta import row_statistics
 from ....primitives.exponential import exp2
 from ....primitives.lanes import add, neighbours, over_lanes
 from ....primitives.padded_tiles import PaddedTiles, cleared_of, counter_of, query_grid, query_tile, statistics_of
+from ....primitives.register_chunks import clear
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, permuted
 from ..architecture import Kernel
@@ -90,7 +91,8 @@ class Preprocess(Kernel):
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
             rows.append((q, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
         if const_expr(not (self.tiling.clears or self.tiling.first_writes)):
-            self.clear(dq_accum[padded.b, head, padded.first + tile, None], thread)
+            numbers = self.tiling.tile_m * self.tiling.d
+            clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
@@ -101,15 +103,6 @@ class Preprocess(Kernel):
             if const_expr(sink is not None):  # 2^(sink - inf) is 0
                 share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
         return share
-
-    def clear(self, whole: cute.Tensor, thread: Int32) -> None:
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        numbers = self.tiling.tile_m * self.tiling.d
-        assert numbers % (4 * THREADS) == 0, "a tile of dQ that whole accesses of all threads do not clear"
-        for chunk in range(numbers // (4 * THREADS)):
-            place = aligned(whole.iterator + (chunk * THREADS + thread) * 4)
-            cute.autovec_copy(zeros, cute.make_tensor(place, cute.make_layout(4)))
 
 
 def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, inside: Boolean) -> Float32:
