@@ -6,23 +6,26 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch._C import _are_functorch_transforms_active
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .call.checks import refuse_keywords
-from .call.inputs import OUT_ALONE, InputOptions, Inputs
+from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
 from .dispatch.held import Held
 from .dispatch.kept import planned_for
 from .dispatch.planned import CallOptions, asked_for
-from .dispatch.spoken import Spoken, spoken
+from .dispatch.spoken import Mods, Spoken, spoken
 from .errors import UnsupportedOption
+from .graph.dynamo import is_traced
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
 from .mods.score import Score
 from .mods.sink import Sink
-from .parallel import Shard, active
+from .parallel import Shard, active, context
 from .parallel import operators as shared_operators
 
 if TYPE_CHECKING:
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
-
 
 _Off = Literal[False]
 Tensor = torch.Tensor
@@ -137,17 +139,27 @@ class Attention(Held):
         asked = OUT_ALONE
         if return_lse is not False or return_max_scores is not False:
             asked = asked_for(return_lse, return_max_scores)
-        inputs = Inputs(q, k, v, varlen, paged)
         keep = self._state[0][3]
-        compiling = torch.compiler.is_compiling()
-        shard = active(q, compiling) if context_parallel is None else context_parallel
+        compiling = is_traced() if q.__class__ is torch.Tensor else torch.compiler.is_compiling()
+        shard = context_parallel
+        if shard is None and (context.entered or context.left):
+            shard = active(q, compiling)
+        eager = not compiling and shard is None and q.__class__ is not FakeTensor
+        alone = eager and asked is OUT_ALONE and varlen is None and paged is None and keep is None
+        if alone and not _are_functorch_transforms_active() and forward_ad._current_level < 0:
+            if self._seen:
+                self._watch()
+            out = self.at_once(q, k, v, None)
+            if out is not None:
+                return out
+        inputs = Inputs(q, k, v, varlen, paged)
         if shard is not None:
             _refuse_dropout(keep)
             if compiling:
                 return shared_operators.call(shard.number, inputs, self.spoken, asked)
             mods, options = self._state
             return shard.attend(mods[:3], options, inputs, asked)
-        if compiling or q.__class__ is FakeTensor:
+        if not eager:
             said = self.spoken if keep is None else self._spoken_with(keep.on_device(q.device))
             return operators.call(inputs, said, self.number, asked)  # type: ignore[no-any-return]
         if keep is not None:
@@ -235,29 +247,43 @@ def attention(
     """
     if unknown:
         refuse_keywords(unknown)
-    score = score_mod if score_mod is None or type(score_mod) is Score else Score.of(score_mod)
-    mask = mask_mod if mask_mod is None or type(mask_mod) is Mask else Mask.of(mask_mod)
-    sink = None if sinks is None else Sink.of(sinks)
     options = (scale, backend, deterministic, schedule)
     asked = OUT_ALONE
     if return_lse is not False or return_max_scores is not False:
         asked = asked_for(return_lse, return_max_scores)
-    inputs = Inputs(q, k, v, varlen, paged)
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
-    compiling = torch.compiler.is_compiling()
-    shard = active(q, compiling) if context_parallel is None else context_parallel
-    if shard is not None:
-        _refuse_dropout(keep)
-        if compiling:
-            return shared_operators.call(shard.number, inputs, spoken((score, mask, sink, None), options), asked)
-        return shard.attend((score, mask, sink), options, inputs, asked)
-    if compiling or q.__class__ is FakeTensor:
-        keep = None if keep is None else keep.on_device(q.device)
-        return operators.call(inputs, spoken((score, mask, sink, keep), options), -1, asked)  # type: ignore[no-any-return]
+    compiling = is_traced() if q.__class__ is torch.Tensor else torch.compiler.is_compiling()
+    shard = context_parallel
+    if shard is None and (context.entered or context.left):
+        shard = active(q, compiling)
+    if compiling or shard is not None or q.__class__ is FakeTensor:
+        inputs = Inputs(q, k, v, varlen, paged)
+        score = None if score_mod is None else Score.of(score_mod)
+        mask = None if mask_mod is None else Mask.of(mask_mod)
+        sink = None if sinks is None else Sink.of(sinks)
+        return _spoken_or_shared(inputs, (score, mask, sink, keep), options, asked, shard, compiling)
     if keep is not None:
         keep.draw()
-    planned, lending = planned_for((score, mask, sink, keep), options)
-    return planned(inputs, asked, lending)  # type: ignore[no-any-return]
+    planned, lending = planned_for(score_mod, mask_mod, sinks, keep, options)
+    if asked is OUT_ALONE and varlen is None and paged is None:
+        out = planned.at_once(q, k, v, lending)
+        if out is not None:
+            return out
+    return planned(Inputs(q, k, v, varlen, paged), asked, lending)  # type: ignore[no-any-return]
+
+
+def _spoken_or_shared(
+    inputs: Inputs, mods: Mods, options: tuple[Any, ...], asked: Asked, shard: Shard | None, compiling: bool
+) -> Any:
+    """A call that an operator stands for, as torch compiles it or only asks for shapes; or one that ranks share."""
+    score, mask, sink, keep = mods
+    if shard is None:
+        keep = None if keep is None else keep.on_device(inputs.q.device)
+        return operators.call(inputs, spoken((score, mask, sink, keep), options), -1, asked)
+    _refuse_dropout(keep)
+    if compiling:
+        return shared_operators.call(shard.number, inputs, spoken((score, mask, sink, None), options), asked)
+    return shard.attend((score, mask, sink), options, inputs, asked)
 
 
 def _refuse_dropout(keep: Dropout | None) -> None:

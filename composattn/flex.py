@@ -12,6 +12,7 @@ import torch
 from . import errors
 from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
+from .graph.dynamo import is_traced
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.fingerprint import Fingerprint, fingerprint
@@ -57,8 +58,10 @@ def flex_attention(
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
+    mask: Mask | None = None
     try:
-        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
+        shape, of_key = query.shape, key.shape
+        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = shape, of_key
     except (AttributeError, RuntimeError, ValueError):  # as below
         pass
     else:
@@ -68,7 +71,11 @@ def flex_attention(
             )
         if kv_batch == 1 and batch > 1 and _are_dense(query, key):
             key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
-    mask = None if block_mask is None else mask_of(block_mask, query, key)
+            of_key = key.shape
+        if block_mask is not None and query.__class__ is torch.Tensor and not is_traced():
+            mask = _known_mask(block_mask, shape, of_key, query.device)
+    if block_mask is not None and mask is None:
+        mask = mask_of(block_mask, query, key)
     if return_aux is None:
         return attention(
             query, key, value, score_mod=score_mod, mask_mod=mask, scale=scale, return_lse=return_lse, backend=backend
@@ -170,6 +177,29 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     return known.mask
 
 
+def _known_mask(given: object, shape: torch.Size, of_key: torch.Size, device: torch.device) -> Mask | None:
+    """The mask that it means, if all is as it was and the latest call was one of these shapes; in one function."""
+    block_mask: Any = given
+    known = _known.get(object.__hash__(block_mask))
+    if known is None or known.of() is not given or not known.fits:
+        return None
+    mod, then, lists = known.mask_mod, known.said, known.lists
+    if (
+        then is None
+        or block_mask.mask_mod is not mod
+        or block_mask.kv_num_blocks is not lists[0]
+        or block_mask.kv_indices is not lists[1]
+        or block_mask.full_kv_num_blocks is not lists[2]
+        or block_mask.full_kv_indices is not lists[3]
+        or known.fits[0] != (shape, of_key, device, *block_mask.seq_lengths)
+    ):
+        return None
+    said = fingerprint(mod, _ARGUMENTS)
+    if said is None or said[0] != then[0] or not all(map(operator.is_, said[1], then[1])):
+        return None
+    return known.mask if _stamp(known.decided, known.numbers) == known.stamp else None
+
+
 def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
     place = object.__hash__(block_mask)
 
@@ -190,13 +220,12 @@ def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
 
 
 _lists_of = operator.attrgetter(*LISTS)
-_writes = operator.attrgetter("_version")
+_writes, _place = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 def _stamp(decided: tuple[torch.Tensor, ...], numbers: tuple[Scalar, ...]) -> tuple[Any, ...]:
     """Another one after a write to what decided."""
-    places = [t.data_ptr() for t in decided]
-    return sum(map(_writes, decided)), places, [s.value for s in numbers] if numbers else None
+    return sum(map(_writes, decided)), [*map(_place, decided)], [s.value for s in numbers] if numbers else None
 
 
 def _known_still(block_mask: Any) -> _Known | None:
@@ -207,8 +236,9 @@ def _known_still(block_mask: Any) -> _Known | None:
     mod, before = known.mask_mod, known.inner
     if block_mask.mask_mod is not mod or not all(map(operator.is_, _lists_of(block_mask), known.lists)):  # type: ignore[union-attr]
         return None
-    said = fingerprint(mod, _ARGUMENTS)
-    now = before if said is not None and _are_the_same(said, known.said) else Mask.of(mod)
+    said, then = fingerprint(mod, _ARGUMENTS), known.said
+    is_same = said is not None and then is not None and said[0] == then[0] and all(map(operator.is_, said[1], then[1]))
+    now = before if is_same else Mask.of(mod)
     if now is before or _are_the_same((now.form, now.leaves), (before.form, before.leaves)):
         if _stamp(known.decided, known.numbers) == known.stamp:
             return known

@@ -30,6 +30,7 @@ from .api import MaskMod, ScoreMod, attention
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .graph import copies
+from .graph.dynamo import is_traced
 from .mods.mask import Mask
 from .mods.mod import Mod
 from .mods.score import Score
@@ -113,20 +114,23 @@ class Attention(torch.nn.Module):
     def _mods(self) -> list[Any]:
         """Score mod, mask and sinks as the module has them now, None where it has none."""
         mods: list[Any] = []
-        if torch.compiler.is_dynamo_compiling():
+        if is_traced():
             mods = [getattr(self, name, None) for name in _NAMES]
             return [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
         kind, own = self.__class__, self.__dict__
         is_plain = kind.__getattr__ is _GETATTR and kind.__getattribute__ is _GETATTRIBUTE
+        parameters, buffers, modules = own["_parameters"], own["_buffers"], own["_modules"]
         for name in _NAMES:
             found = own.get(name)
-            if found is None:
-                # torch takes 1 µs to say that there is no such attribute, which is sure here
-                is_absent = is_plain and not (
-                    name in own["_parameters"] or name in own["_buffers"] or name in own["_modules"] or name in own
-                )
-                if not is_absent or getattr(kind, name, None) is not None:
-                    found = getattr(self, name, None)
+            if found is None and (
+                # torch takes 1 µs to say that there is no such attribute, which is sure otherwise
+                getattr(kind, name, None) is not None
+                or not is_plain
+                or name in parameters
+                or name in buffers
+                or name in modules
+            ):
+                found = getattr(self, name, None)
             mods.append(found.now(self) if found.__class__ is _Held else found)
         return mods
 

@@ -42,6 +42,11 @@ class Derived(Capture):
     __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
 
     @property
+    def says_visible(self) -> bool:
+        """Whether it says of blocks of a mask what is visible there, as looking at each pair found."""
+        return False
+
+    @property
     def version(self) -> int:
         """How often it was computed again."""
         return self._made.version

@@ -135,9 +135,10 @@ class _Recorded:
     def __init__(self, recorder: _Recorder, results: Sequence[T]) -> None:
         self.slots, self.results = len(recorder.held), recorder.spoken(list(results))
         needed = {leaf for leaf in self.results if isinstance(leaf, Slot)}
+        once = _without_repetitions(recorder.steps, needed)
         # each with the arguments that change from run to run, and the slots that nobody reads any more
         self.steps: list[tuple[Step, list[tuple[int, Any]], set[int]]] = []
-        for step in reversed(recorder.steps):
+        for step in reversed(once):
             if needed.isdisjoint(step.results) and not step.func._schema.is_mutable:
                 continue
             over = step.reads.union(step.results) - needed
@@ -166,6 +167,45 @@ class _Recorded:
             for gone in over:  # its memory is free for the next
                 values[gone] = None
         return [_filled(r, values) for r in self.results]
+
+
+def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
+    """The steps, but for those whose results an earlier one gave already.
+
+    All of them where some step writes, or where what is given out is a view: whoever writes there must reach no other.
+    """
+    made_by = {slot: step for step in steps for slot in step.results}
+    if any(s.func._schema.is_mutable for s in steps) or any(_gives_views(made_by[r]) for r in given_out & set(made_by)):
+        return steps
+    kept: list[Step] = []
+    known: dict[Hashable, list[Slot]] = {}
+    same: dict[Slot, Slot] = {}
+    for step in steps:
+        args = [_replaced(a, same) for a in step.args]
+        key = (step.func, _key(args), *[(name, _key(v)) for name, v in step.kwargs.items()])
+        before = known.setdefault(key, step.results)
+        if before is step.results or not given_out.isdisjoint(step.results):
+            kept.append(step._replace(args=args))
+        else:
+            same.update(zip(step.results, before, strict=True))
+    return kept
+
+
+def _gives_views(step: Step) -> bool:
+    return any(r.alias_info is not None for r in step.func._schema.returns)
+
+
+def _replaced(value: Any, same: dict[Slot, Slot]) -> Any:
+    if isinstance(value, Slot):
+        return same.get(value, value)
+    return [_replaced(v, same) for v in value] if isinstance(value, list) else value
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for arguments that are the same; 1, 1.0 and True are not, nor are tensors of equal contents."""
+    if isinstance(value, T):
+        return T, id(value)
+    return tuple(map(_key, value)) if isinstance(value, list) else (type(value), repr(value), value)
 
 
 def _filled(value: Any, values: list[Any]) -> Any:

@@ -28,7 +28,7 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
-from .derived import behind, plain_tensors, refresh, value_of
+from .derived import Derived, behind, plain_tensors, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_cache, recording, version
@@ -137,7 +137,9 @@ class TileLists(ABC):
     def __init__(self, mask: Expr, extent: Extent, tile: tuple[int, int], reason: str = "asked for") -> None:
         self.mask, self.extent, self.tile, self.reason = mask, extent, tile, reason
         bands = tile_intervals(mask)
-        self.bands: tuple[TileInterval, ...] = () if all(i.tells_nothing for i in bands) else bands
+        # blocks that were found pair by pair say what is visible better than bands do
+        told = any(isinstance(c, Derived) and c.says_visible for c in captures(mask))
+        self.bands: tuple[TileInterval, ...] = () if told or all(i.tells_nothing for i in bands) else bands
         self.ends = ends_of(self.bands)
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call

@@ -192,6 +192,11 @@ class Table(Derived, Formed):
         super().__init__(functools.partial(_framed, recipe=_RECIPES[source[0]], numbers=source[2]), sources)
 
     @property
+    def says_visible(self) -> bool:
+        """torch's lists do."""
+        return self.source[0] == "listed"
+
+    @property
     def form(self) -> tuple[str, tuple[Any, ...]]:
         return "blocks", self.source
 
@@ -284,10 +289,12 @@ def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
     kinds = None
     for kind, (count, indices) in enumerate(zip(lists[::2], lists[1::2], strict=True), start=TESTED):
         used = torch.arange(indices.shape[-1], device=count.device) < count[..., None]
-        there = _scattered(torch.where(used, indices, -1), width)[..., :height, :].to(torch.int8) * kind
+        # one place before the blocks and one behind them are for numbers that name none
+        place = torch.where(used, indices, -1).clamp(-1, width).long() + 1
+        there = place.new_zeros((*place.shape[:-1], width + 2), dtype=torch.int8).scatter(-1, place, kind)
         kinds = there if kinds is None else torch.maximum(kinds, there)
     assert kinds is not None
-    return kinds
+    return kinds[..., :height, 1:-1]
 
 
 def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,31 +17,111 @@ from torch.autograd import forward_ad
 from ..analysis.program import Program
 from ..analysis.refreshed import memory_is_ours
 from ..graph import copies
+from ..graph.fingerprint import Fingerprint, fingerprint
 from ..graph.form import graphs_of
-from ..graph.lent import Lending, Lent, lend
+from ..graph.lent import Lending, Lent, lend, lent_before
+from ..graph.trace import trace_mask, trace_score
+from ..mods.dropout import Dropout
+from ..mods.mask import Mask
+from ..mods.mod import told
+from ..mods.score import Score
+from ..mods.sink import Sink
 from .planned import Options, Planned, refuse_flattened
-from .spoken import Mods
 
 KEPT_LIMIT = 1024  # plans; the oldest go first
-_plans: dict[Hashable, tuple[Planned, tuple[Lent, ...], list[int]]] = {}  # with what they read, and its epochs
+Kept = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs
+_plans: dict[Hashable, Kept] = {}  # by what the mods are: their forms, or what their functions say
 _lock = threading.Lock()
+_NOTHING_SAID: Fingerprint = None, ()
+_SINKS = Sink.of(torch.zeros(1)).form
 
 
-def planned_for(mods: Mods, options: tuple[Any, ...]) -> tuple[Planned, Lending | None]:
+def planned_for(
+    score_mod: Any, mask_mod: Any, sinks: Any, keep: Dropout | None, options: tuple[Any, ...]
+) -> tuple[Planned, Lending | None]:
     """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
+
+    Functions that say what they said before, of tensors that are lent, are not made into a `Score` or a `Mask`.
 
     Raises: what `Attention` raises.
     """
-    score, mask, sink, keep = mods
-    forms: tuple[str | None, ...] = (None if score is None else score.form, None if mask is None else mask.form)
-    leaves = (() if score is None else score.leaves) + (() if mask is None else mask.leaves)
+    said: Fingerprint | None = _NOTHING_SAID
+    masked: Fingerprint | None = _NOTHING_SAID
+    if score_mod is not None:
+        said = (score_mod.form, score_mod.leaves) if score_mod.__class__ is Score else fingerprint(score_mod, 5)
+    if mask_mod is not None:
+        masked = (mask_mod.form, mask_mod.leaves) if mask_mod.__class__ is Mask else fingerprint(mask_mod, 4)
+    key: tuple[Any, ...] | None = None
+    if (
+        not (said is None or masked is None or keep is not None)
+        and not _are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    ):
+        leaves = said[1] + masked[1] if sinks is None else (*said[1], *masked[1], sinks)
+        if copies.made and leaves:
+            copies.refuse_outdated(leaves)
+        lending = lent_before(leaves) if leaves else None
+        if lending is not None or not leaves:
+            key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None), options)
+        if key is not None:
+            if lending is not None:
+                key += lending.captures
+            found = _plans.get(key)
+            if found is not None and (lending is None or found[2][0] == lending.epoch):
+                return found[0], lending
+    of_score, of_mask = _formed(Score, trace_score, score_mod, said), _formed(Mask, trace_mask, mask_mod, masked)
+    return _planned_by_form(of_score, of_mask, sinks, keep, options, key)
+
+
+def _formed(kind: type[Score] | type[Mask], trace: Any, mod: Any, mark: Fingerprint | None) -> Fingerprint:
+    """Form and leaves. A function is not read again: what a parametrization computes is computed once."""
+    if mark is not None:
+        if mod is None or mod.__class__ is kind:
+            return mark
+        known = told(trace, mark)
+        if known is not None:
+            return known[:2]
+    made = kind.of(mod)
+    return made.form, made.leaves
+
+
+def _asked(forms: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a plan is known by but the captured tensors; None where an option can't be hashed, which is none."""
+    scale, backend, deterministic, schedule = options
+    if scale is None and backend is None and deterministic is None and schedule is None:
+        return forms
+    try:
+        hash(options)
+    except TypeError:
+        return None
+    return forms, options, *map(type, options)  # the types too, as True is 1
+
+
+def _planned_by_form(
+    score: Fingerprint,
+    mask: Fingerprint,
+    sinks: Any,
+    keep: Dropout | None,
+    options: tuple[Any, ...],
+    said: tuple[Any, ...] | None,
+) -> tuple[Planned, Lending | None]:
+    """The same by the forms and leaves of the mods; from now on known by what functions `said` too."""
+    sink = None if sinks is None else Sink.of(sinks)
+    forms: tuple[Any, ...] = (score[0], mask[0])
+    leaves = score[1] + mask[1]
     if sink is not None or keep is not None:
         for mod in (sink, keep):
             forms = (*forms, None if mod is None else mod.form)
             leaves += () if mod is None else mod.leaves
     if copies.made and leaves:
         copies.refuse_outdated(leaves)
-    return planned_of(forms, leaves, options)
+    planned, lending = planned_of(forms, leaves, options)
+    if said is not None and said not in _plans:
+        captures, by_form = () if lending is None else lending.captures, _asked(forms, options)
+        found = None if by_form is None else _plans.get(by_form + captures)
+        if found is not None and said[len(said) - len(captures) :] == captures == found[1]:
+            _keep(said, found)
+    return planned, lending
 
 
 def planned_of(
@@ -55,12 +135,11 @@ def planned_of(
     # `transforms.active`: their backward comes when nothing is lent any more
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _made(forms, leaves, options), None
-    scale, backend, deterministic, schedule = options
-    key: Hashable = forms
-    if not (scale is None and backend is None and deterministic is None and schedule is None):
-        key = (forms, options, *map(type, options))  # the types too, as True is 1
+    key = _asked(forms, options)
+    if key is None:
+        return _made(forms, leaves, options), None  # refused by name
     lending: Lending | None = None
-    captures: Sequence[Lent] = ()
+    captures: tuple[Lent, ...] = ()
     if leaves:
         tensors = []
         for leaf in leaves:
@@ -72,18 +151,15 @@ def planned_of(
         if lending is None:
             return _made(forms, leaves, options), None
         captures = lending.captures
-        key = (key, captures)
+        key += captures
         if len(tensors) < len(leaves):
             key = (key, *[leaf.number for leaf in leaves if not isinstance(leaf, torch.Tensor)])
-    try:
-        found = _plans.get(key)
-    except TypeError:  # an option that can't be hashed is none: refused by name
-        return _made(forms, leaves, options), None
+    found = _plans.get(key)
     if found is not None:
         planned, _, seen = found
-        if captures and seen != [capture.epoch for capture in captures]:
+        if lending is not None and seen[0] != lending.epoch:
             planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
-            seen[:] = [capture.epoch for capture in captures]
+            seen[0] = lending.epoch
         return planned, lending
     if lending is None:
         planned = _made(forms, leaves, options)
@@ -91,7 +167,7 @@ def planned_of(
         with lending:
             planned = _made(forms, leaves, options)
     if memory_is_ours():
-        _keep(key, planned, captures)
+        _keep(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
     return planned, lending
 
 
@@ -100,12 +176,12 @@ def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[A
     return Planned(Program(*graphs_of(forms, leaves)), checked)
 
 
-def _keep(key: Hashable, planned: Planned, captures: Sequence[Lent]) -> None:
+def _keep(key: Hashable, found: Kept) -> None:
     with _lock:
         while len(_plans) >= KEPT_LIMIT:
             forget(next(iter(_plans)))
-        _plans[key] = planned, tuple(captures), [capture.epoch for capture in captures]
-        for capture in captures:
+        _plans[key] = found
+        for capture in found[1]:
             capture.dependents[key] = forget
 
 

@@ -91,7 +91,8 @@ class Planned:
 
     def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
         """out and what else is `asked` for. `lending`: what is lent for the call, to be entered where that matters."""
-        if torch._C._is_any_autocast_enabled():
+        autocast = torch._C._is_any_autocast_enabled()
+        if autocast:
             inputs = inputs.autocast
         q, k, v, varlen, paged = inputs
         call: backends.Call | None = None
@@ -107,12 +108,29 @@ class Planned:
                     break
             else:
                 call, short_way = self._met(inputs, lending)
-            if short_way is not None and asked is OUT_ALONE and not checks.are_on:
+            # a backward below autocast reads captured tensors with it off
+            apart = autocast and torch.is_grad_enabled() and self.program.captures
+            if short_way is not None and asked is OUT_ALONE and not checks.are_on and not apart:
                 out = short_way(q, k, v, lending)
                 if out is not None:
                     return out
         with _NOTHING if lending is None else lending:
             return asked_of(self._called(call, inputs, asked), asked)
+
+    def at_once(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None) -> Any:
+        """The output of a dense call that asks for nothing else, where its form is known; else None.
+
+        Not to be asked below a transform: a plan that was made there knows no forms.
+        """
+        try:  # as above
+            if checks.are_on or q.is_nested or k.is_nested or v.is_nested or torch._C._is_any_autocast_enabled():
+                return None
+        except AttributeError:
+            return None
+        for is_q, is_k, is_v, lie, _, short_way in self._latest:
+            if is_q(q) and is_k(k) and is_v(v) and lie is None and short_way is not None:
+                return short_way(q, k, v, lending)
+        return None
 
     def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.Call, backends.ShortWay | None]:
         """The call of inputs of this form, and its short way, from now on among the latest."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_BARRIERS = 192  # mbarriers a cluster may initialise
 SPIN = 1_000  # nodes a gang may run without blocking before the others get a turn
-IDLE = 10_000  # nodes a cluster may run with no barrier, copy or global store before other clusters get a turn
+IDLE = 2_000  # nodes a cluster may run with no barrier, copy or global store before other clusters get a turn
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Cluster:
         self.pending: list[Pending] = []
         self.random = random.Random(mode.seed)
         self.progress = 0
+        self.idle = 0  # nodes since then
         self.blocks = [
             Block(self, r, (origin[0] + r % cx, origin[1] + r // cx % cy, origin[2] + r // (cx * cy)))
             for r in self.ranks
@@ -149,11 +150,21 @@ class Cluster:
 
     # --- the scheduler -------------------------------------------------------------------------------------
 
-    def run(self) -> bool:
-        """True when all gangs are done, False when all that can run only spin: other blocks may have to go on."""
-        idle = 0
+    @property
+    def spins(self) -> bool:
+        """Whether all that can run only spin: other blocks may have to go on."""
+        return self.idle > IDLE
+
+    def run(self, steps: int | None = None) -> bool:
+        """True when all gangs are done, False when it only spins, or has taken so many steps."""
+        if self.spins:
+            self.idle = 0
         gave_up_at = -1
         while self.gangs:
+            if steps is not None:
+                steps -= 1
+                if steps < 0:
+                    return False
             ready = [g for g in self.gangs if g.wait is None or g.wait.ready()]
             if self.mode.seed is not None and self.pending and self.random.random() < 0.2:
                 self._complete_one()
@@ -171,10 +182,10 @@ class Cluster:
             before = self.progress
             for gang in ready:
                 gang.wait = None
-                idle += self._advance(gang, self._budget())
+                self.idle += self._advance(gang, self._budget())
             if self.progress != before:
-                idle = 0
-            if idle > IDLE:
+                self.idle = 0
+            if self.spins:
                 return False
         self._at_exit()
         return True

@@ -1,4 +1,4 @@
-"""Runs a kernel over its grid: parameters, memory, clusters one after the other (or together where they wait)."""
+"""Runs a kernel over its grid: parameters, memory, clusters one after the other, or in turns (`Order`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from composattn.emulator.cluster import EAGER, Cluster, Mode
 from composattn.emulator.findings import Livelock
 from composattn.emulator.memory import GlobalMemory
+from composattn.emulator.order import Order
 from composattn.emulator.program import Program
 from composattn.emulator.tensormap import TensorMap
 
@@ -85,8 +86,8 @@ class Stream:
 def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | None = None) -> Result:
     """Runs all blocks. Raises the first `Finding`.
 
-    Clusters run to the end one after the other; one that only spins on global memory makes room for the next, up to
-    `resident` clusters at a time (default: as many as there are SMs).
+    One that only spins on global memory makes room for the next, up to `resident` clusters at a time (default: as many
+    as there are SMs).
     """
     started = time.perf_counter()
     launch.bind(program)
@@ -96,25 +97,22 @@ def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | No
     room = resident or max(1, launch.sms // (cx * cy * cz))
     warps = (int(np.prod(launch.block)) + 31) // 32
     visits = np.zeros((warps, len(program.nodes)), np.int64)
-    waiting: list[Cluster] = []
-    rounds = 0
+    order = Order(mode, room, program)
+    running: list[Cluster] = []
     with np.errstate(all="ignore"):
-        while origins or waiting:
-            if origins and len(waiting) < room:
-                waiting.append(Cluster(program, launch, origins.pop(0), mode))
-                turn = waiting[-1:]
-            else:
-                turn = list(waiting)
-            before = sum(c.progress for c in waiting)
-            for cluster in turn:
-                if cluster.run():
-                    waiting.remove(cluster)
-                    rounds = 0
-                    for g in cluster.finished:
-                        visits[g.low : g.high] += np.array(g.visits)
-            if len(turn) > 1 or not origins:
-                rounds = rounds + 1 if sum(c.progress for c in waiting) == before else 0
-                if rounds > 4 and waiting:
-                    at = [f"{g} at {program.place(g.stack[-1].node, g)}" for c in waiting for g in c.gangs]
-                    raise Livelock("all blocks spin and nothing changes:\n    " + "\n    ".join(at[:20]))
+        while origins or running:
+            while origins and order.starts_another(running):
+                running.append(Cluster(program, launch, origins.pop(0), mode))
+                order.started()
+            cluster, steps = order.next(running)
+            before = cluster.progress
+            done = cluster.run(steps)
+            order.note(cluster, done or cluster.progress != before)
+            if done:
+                running.remove(cluster)
+                for g in cluster.finished:
+                    visits[g.low : g.high] += np.array(g.visits)
+            elif order.is_hopeless(running):
+                at = [f"{g} at {program.place(g.stack[-1].node, g)}" for c in running for g in c.gangs]
+                raise Livelock("all blocks spin and nothing changes:\n    " + "\n    ".join(at[:20]))
     return Result(program, visits, gx * gy * gz, time.perf_counter() - started)

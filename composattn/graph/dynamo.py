@@ -11,7 +11,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
+
 from .ops import MIRRORED
+
+is_traced = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo follows what is run: all that can be asked of plain tensors, as `torch.export` gives fake ones."""
 
 
 class Varying:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .dynamo import is_traced
 from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
 from .lent import capture_of
 from .ops import apply
@@ -253,7 +254,7 @@ def as_graph(value: Any) -> Expr:
 
 def joined(kind: str, *forms: str) -> str:
     """The form of mods joined by one of `JOINS`; its leaves are theirs, one after the other."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         return _written(kind, *forms)
     key = (kind, *forms)
     found = JOINED.get(key)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,18 @@ from .forms import of_the_form
 
 _lock = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
+
+
+class Unwritten(NamedTuple):
+    """Stands for the time between two writes to a tensor."""
+
+    stamp: tuple[int, int, weakref.ref[Any]]  # its counter, where its elements begin, its memory
+    epoch: int  # of who follows it
+
+    @property
+    def version(self) -> int:
+        """Of the tensor, meanwhile."""
+        return self.stamp[0]
 
 
 class Lent(Capture):
@@ -43,7 +55,7 @@ class Lent(Capture):
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
         self._address = 0  # of its elements
         self._version = 0  # by its counter
-        self.unwritten: object | None = None  # unequal after each write; None: `version` has to be asked
+        self.unwritten: Unwritten | None = None  # another one after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
 
@@ -86,6 +98,7 @@ class Lent(Capture):
         if self.is_lent(tensor):
             return
         with _lock:
+            _forget_tensor(self)
             before = self._last, self._address, self._version, self.epoch
             plain, alone = tensor.__class__ in _PLAIN, not is_shared(tensor.untyped_storage())
             self._last, self._address = tensor._cdata, tensor.data_ptr()
@@ -104,7 +117,8 @@ class Lent(Capture):
     def _mark(self, tensor: torch.Tensor) -> None:
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
         self._version = tensor._version
-        self.unwritten = (self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())), self.epoch
+        stamp = self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
+        self.unwritten = Unwritten(stamp, self.epoch)
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
@@ -131,13 +145,17 @@ _local = _Local()
 class Lending:
     """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run, here."""
 
-    __slots__ = ("captures", "outer", "tensors", "unwritten")
+    __slots__ = ("captures", "epoch", "outer", "tensors", "unwritten")
 
     def __init__(
-        self, captures: Sequence[Lent], tensors: Sequence[torch.Tensor], unwritten: Sequence[object | None]
+        self,
+        captures: tuple[Lent, ...],
+        tensors: Sequence[torch.Tensor],
+        unwritten: Sequence[Unwritten | None],
+        epoch: int = 0,
     ) -> None:
-        """`unwritten`: those of the captures, as they are now."""
-        self.captures, self.tensors, self.unwritten = captures, tensors, unwritten
+        """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back."""
+        self.captures, self.tensors, self.unwritten, self.epoch = captures, tensors, unwritten, epoch
 
     def __enter__(self) -> None:
         self.outer, _local.now = _local.now, self
@@ -152,12 +170,21 @@ class Lending:
                 return False
         return True
 
+    def refuse_written(self) -> None:
+        """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to since."""
+        for tensor, then in zip(self.tensors, self.unwritten):  # noqa: B905  as above
+            if then is not None and tensor._version != then.version:
+                raise RuntimeError(
+                    f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
+                    f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
+                )
+
     def again(self) -> Lending:
         """The same for another time: a backward may run in another thread, or beside a second one."""
         if not self.stands():
             for capture, tensor in zip(self.captures, self.tensors, strict=True):
                 capture.follow(tensor)
-        return Lending(self.captures, self.tensors, [capture.unwritten for capture in self.captures])
+        return Lending(self.captures, self.tensors, [capture.unwritten for capture in self.captures], self.epoch)
 
 
 def current() -> Lending | None:
@@ -247,7 +274,8 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[Lent] = []
-    unwritten: list[object | None] = []
+    unwritten: list[Unwritten | None] = []
+    epoch = 0
     known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
         capture = known.get(tensor._cdata)
@@ -257,19 +285,36 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
                 return None
         captures.append(capture)
         unwritten.append(capture.unwritten)
-    return Lending(tuple(captures), tensors, unwritten)
+        epoch += capture.epoch
+    return Lending(tuple(captures), tensors, unwritten, epoch)
+
+
+def lent_before(leaves: Sequence[Any]) -> Lending | None:
+    """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now."""
+    captures: list[Lent] = []
+    unwritten: list[Unwritten | None] = []
+    epoch = 0
+    for leaf in leaves:
+        capture = _of_tensor.get(leaf._cdata) if leaf.__class__ in _PLAIN else None
+        if capture is None or not capture.is_lent(leaf) or getattr(leaf, "_fsdp_flattened", False):
+            return None
+        captures.append(capture)
+        unwritten.append(capture.unwritten)
+        epoch += capture.epoch
+    return Lending(tuple(captures), leaves, unwritten, epoch)
 
 
 class TensorsOf:
     """What captures stand for, now: those of a lending at once where others, whose tensors stay, come behind them."""
 
-    __slots__ = ("_captures", "_lent", "_others")
+    __slots__ = ("_captures", "lent", "others")
 
     def __init__(self, captures: tuple[Capture, ...]) -> None:
         lent = sum(isinstance(capture, Lent) for capture in captures)
         in_front = all(isinstance(capture, Lent) for capture in captures[:lent])
-        self._captures, self._lent = captures, captures[:lent]
-        self._others = [capture.tensor for capture in captures[lent:]] if in_front else None
+        self._captures, self.lent = captures, captures[:lent]
+        # behind those of a lending of these; None where they are not all in front
+        self.others = tuple([capture.tensor for capture in captures[lent:]]) if in_front else None
 
     def __call__(self) -> Sequence[torch.Tensor]:
         found = None if _local.now is None else self.of(_local.now)
@@ -277,9 +322,9 @@ class TensorsOf:
 
     def of(self, lending: Lending) -> Sequence[torch.Tensor] | None:
         """Those of a lending that is not entered; None where it has to be."""
-        if self._others is None or lending.captures != self._lent:
+        if self.others is None or lending.captures != self.lent:
             return None
-        return (*lending.tensors, *self._others) if self._others else lending.tensors
+        return (*lending.tensors, *self.others) if self.others else lending.tensors
 
 
 def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
@@ -296,7 +341,6 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
     if capture is None:
         capture = _begin(key, (*key[2:], tensor.device, place), storage)
     with _lock:
-        _forget_tensor(capture)
         capture.follow(tensor)
         if user == EAGER:
             _of_tensor[tensor._cdata] = capture

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.copies import copy_of
-from ..graph.dynamo import teach_dynamo
+from ..graph.dynamo import is_traced, teach_dynamo
 from ..graph.expr import const, size
 from ..graph.lent import capture_of
 from ..graph.ops import apply
@@ -36,7 +36,7 @@ def causal(align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for another `align`.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         teach_dynamo()  # nothing is traced here, and `~causal()` may follow
     if align.__class__ is not str or align not in _CAUSAL:
         choice(align, "align", *_CAUSAL)

@@ -19,9 +19,10 @@ from torch.nn.utils.parametrize import cached
 from .. import errors
 from ..analysis.symbolic import definition
 from ..graph import copies
+from ..graph.dynamo import is_traced
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
-from ..graph.fingerprint import fingerprint, places_of
+from ..graph.fingerprint import Fingerprint, fingerprint, places_of
 from ..graph.form import JOINED, form_of, graph_of, joined
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
@@ -63,7 +64,7 @@ class Mod:
     def joined(cls, kind: str, sign: str, a: Mod, b: Mod) -> Self:
         """Two mods joined by one of `graph.form.JOINS`, which is written as `sign`."""
         made = cls.__new__(cls)
-        known = None if torch.compiler.is_dynamo_compiling() else JOINED.get((kind, a.form, b.form))
+        known = None if is_traced() else JOINED.get((kind, a.form, b.form))
         made.form = joined(kind, a.form, b.form) if known is None else known
         made.leaves, made.name, made._expr = a.leaves + b.leaves, f"({a.name} {sign} {b.name})", None
         return made
@@ -205,6 +206,15 @@ _TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no ten
 _lock = threading.Lock()
 
 
+def told(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[Any, ...], str] | None:
+    """(form, leaves, name) of a function of this fingerprint, if such a one was traced before."""
+    known = _traced.get((trace, mark[0]))
+    if known is None:
+        return None
+    form, places, name = known
+    return form, mark[1] if places is None else tuple([mark[1][n] for n in places]), name
+
+
 def formed(
     fn: Callable[..., Any],
     name: str | None,
@@ -212,15 +222,13 @@ def formed(
     names: Sequence[str],
 ) -> tuple[str, tuple[Any, ...], str]:
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         return *record(fn, names), name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
-    if mark is not None:
-        said, reads = mark
-        known = _traced.get((trace, said))
-        if known is not None:
-            form, places, own = known
-            return form, reads if places is None else tuple([reads[n] for n in places]), name or own
+    known = None if mark is None else told(trace, mark)
+    if known is not None:
+        form, leaves, own = known
+        return form, leaves, name or own
     own = str(getattr(fn, "__name__", None) or type(fn).__name__)
     with cached():  # what parametrizations compute is computed here, and while tracing it is the same tensor
         mark = None if mark is None else fingerprint(fn, len(names))

@@ -20,10 +20,10 @@ from .visits import Visits, grain_for, tile_for, visits_of
 
 Method = Literal["auto", "exchange", "gather", "heads"]
 
-_entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
+entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
 
 
-_left: list[int] = []  # rows of shards whose `with cp:` is over
+left: list[int] = []  # rows of shards whose `with cp:` is over
 
 
 def active(q: torch.Tensor, compiling: bool) -> Shard | None:
@@ -31,9 +31,9 @@ def active(q: torch.Tensor, compiling: bool) -> Shard | None:
 
     Raises: `NotPlanned`; `OutsideContextParallel` where a backward computes again what ranks may have shared.
     """
-    if _entered:
-        return _entered[-1].shard
-    if not compiling and _left and torch._C._current_graph_task_id() != -1:
+    if entered:
+        return entered[-1].shard
+    if not compiling and left and torch._C._current_graph_task_id() != -1:
         _refuse_recomputed(q)
     return None
 
@@ -42,7 +42,7 @@ def _refuse_recomputed(q: torch.Tensor) -> None:
     if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
         return  # which is refused by the call itself
     rows = q.shape[-2] if q.ndim == 4 else q.shape[0]
-    if rows in _left:
+    if rows in left:
         raise errors.OutsideContextParallel(
             f"a backward computes an attention of {rows} rows again (activation checkpointing), after the "
             "`with cp:` of as many rows was left; this rank would attend to its own rows only. Keep loss.backward() "
@@ -155,13 +155,13 @@ class ContextParallel:
 
     def __enter__(self) -> ContextParallel:
         self.shard  # noqa: B018  raises where there is none
-        _entered.append(self)
+        entered.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _entered.remove(self)
-        if self.shard.rows not in _left:
-            _left.append(self.shard.rows)
+        entered.remove(self)
+        if self.shard.rows not in left:
+            left.append(self.shard.rows)
 
     def __repr__(self) -> str:
         ranks = self.ranks

@@ -19,6 +19,7 @@ from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
+from composattn.backends.fused.kernels import dq_semaphore
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -288,11 +289,44 @@ def test_whose_turn_is_not_the_first_does_not_write_over_dq(
         check(("plain", torch.bfloat16, 1, 1, 100, 270, 96, 96, True, True), tmp_path, generator)
 
 
-def test_pairs_in_a_fixed_order_give_the_same_bits_whoever_runs_first(folder: Path, generator: torch.Generator) -> None:
-    state, case = generator.get_state(), ("plain", torch.bfloat16, 1, 1, 100, 500, 256, 256, False, True)
-    modes = [EAGER, LATE, random_mode(1), random_mode(2)]
-    for found in (runs := [check(case, folder, generator.set_state(state), mode=mode) for mode in modes]):
-        assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True))
+# facts as above: pairs, in bulk with a warp that waits, and with consumers that do
+FIXED_ORDER: dict[str, tuple[Any, ...]] = {
+    "pairs-d256": ("plain", torch.float16, 1, 1, 100, 500, 256, 256, False, True),
+    "bulk-d96": ("plain", torch.float16, 1, 1, 200, 400, 96, 96, False, True),
+    "registers-d64": ("relative", torch.float16, 1, 1, 150, 400, 64, 64, False, True),
+}
+ORDERS = EAGER, LATE, random_mode(1), random_mode(2)  # other blocks go on first
+
+
+@pytest.mark.parametrize("case", sampled(FIXED_ORDER))
+def test_a_fixed_order_gives_the_same_bits_whichever_block_goes_on(
+    case: str, folder: Path, generator: torch.Generator
+) -> None:
+    assert not _differ(case, folder, generator)
+
+
+@pytest.mark.parametrize("case", sampled(FIXED_ORDER))
+def test_who_does_not_wait_for_its_turn_gives_other_bits(
+    case: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dq_semaphore, "wait_for", lambda turn, wanted: None)
+    assert _differ(case, tmp_path, generator)
+
+
+def test_who_adds_before_the_first_has_written_is_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dq_semaphore, "wait_for", lambda turn, wanted: None)
+    with pytest.raises(AssertionError, match="dq"):
+        check(FIXED_ORDER["bulk-d96"], tmp_path, generator, mode=LATE)
+
+
+def _differ(case: str, folder: Path, generator: torch.Generator) -> list[str]:
+    """The modes in which gradients have other bits than in eager mode."""
+    state, facts, adding = generator.get_state(), FIXED_ORDER[case], {"first_writes": False}
+    first, *others = (check(facts, folder, generator.set_state(state), mode=mode, **adding) for mode in ORDERS)
+    pairs = zip(ORDERS[1:], others, strict=True)
+    return [str(mode) for mode, found in pairs if not all(map(torch.equal, first, found))]
 
 
 PAIR_CASES: dict[str, tuple[Any, ...]] = {

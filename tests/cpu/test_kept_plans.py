@@ -21,6 +21,7 @@ from composattn.graph import lent
 from composattn.graph.counters import Counter
 from composattn.graph.fingerprint import fingerprint
 from composattn.mods import alibi, causal, document, global_tokens, mod, padding, relative_bias, sliding_window, softcap
+from composattn.mods.score import Score
 
 LENGTH = 48
 
@@ -608,3 +609,31 @@ def test_what_is_recomputed_in_the_backward_finds_its_tensors(
     found = gradient(lambda **mods: ca.attention(q, k, v, **mods))
     for x, y in zip(found, gradient(lambda **mods: ca.Attention(**mods)(q, k, v)), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_functions_that_say_the_same_share_a_plan_by_what_they_say(
+    inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slopes, others, factor = SLOPES.clone(), SLOPES.clone() + 1, ca.scalar(2.0)
+
+    def made(by: float, of: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        return ca.attention(*inputs, score_mod=lambda s, b, h, q, kv: s + by * of[h] * (kv - q), scale=scale)
+
+    def numbered(by: Any) -> torch.Tensor:
+        return ca.attention(*inputs, score_mod=lambda s, b, h, q, kv: s * by)
+
+    calls = [
+        lambda: made(1.0, slopes), lambda: made(1.5, slopes), lambda: made(1.0, others), lambda: made(1.0, slopes, 0.5),
+        lambda: numbered(factor), lambda: numbered(ca.scalar(3.0)), lambda: numbered(4.0),
+    ]  # fmt: skip
+    first = [call() for call in calls]
+    for _ in range(3):
+        for call, found in zip(calls, first, strict=True):
+            torch.testing.assert_close(call(), found, rtol=0, atol=0)
+    assert all(not torch.equal(x, y) for n, x in enumerate(first) for y in first[:n])
+    with monkeypatch.context() as patch:  # known by what the function says: no `Score` is made of it
+        patch.setattr(Score, "of", None)
+        torch.testing.assert_close(made(1.0, others), first[2], rtol=0, atol=0)
+        torch.testing.assert_close(made(1.0, slopes, 0.5), first[3], rtol=0, atol=0)
+    slopes.mul_(2)
+    assert not torch.equal(made(1.0, slopes), first[0])

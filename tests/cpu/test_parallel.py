@@ -35,7 +35,7 @@ def assert_same(found: list[list[tuple[str, float, bool]]]) -> None:
 
 @pytest.mark.parametrize("during", ["a call", "a backward"])
 def test_bad_input_keeps_its_name_after_sequences_were_shared(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_left", [8])
+    monkeypatch.setattr(context, "left", [8])
     k = torch.zeros(1, 1, 8, 16)
 
     def call(*_: Any) -> None:

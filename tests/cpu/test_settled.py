@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
-from benchmarks.host_work import without_kernels
+from benchmarks.host_work import copied, without_kernels
 from composattn.backends.fused import call as fused_call
 from composattn.backends.fused.arguments import ForwardArguments, MainArguments
 from composattn.errors import GradientUnsupported
-from composattn.mods import alibi, causal
+from composattn.mods import alibi, causal, document
 
 Given = list[tuple[Any, ...]]
 
@@ -161,3 +162,89 @@ def test_sums_in_a_fixed_order_follow_torchs_setting_at_the_time(given: Given) -
     finally:
         torch.use_deterministic_algorithms(False)
     assert turns() is None
+
+
+@pytest.mark.usefixtures("given")
+def test_a_lent_tensor_that_learns_nothing_is_no_input_of_autograd_and_its_writes_are_refused() -> None:
+    qkv = rows(4), rows(2), rows(2)
+    ids, slopes = torch.arange(qkv[0].shape[2]) // 5, torch.rand(4)
+
+    def call(of: torch.Tensor) -> torch.Tensor:
+        return ca.attention(*qkv, score_mod=alibi(slopes), mask_mod=lambda b, h, q, kv: of[q] == of[kv])
+
+    for _ in range(3):
+        torch.autograd.grad(call(ids), qkv, torch.randn_like(qkv[0]))
+    out: Any = call(ids)
+    assert len(out.grad_fn.next_functions) == 3
+    assert len(out.grad_fn.saved_tensors) == 5
+    other = ids.clone()
+    other.add_(1)
+    torch.autograd.grad(call(other), qkv, torch.randn_like(qkv[0]))
+    torch.autograd.grad(out, qkv, torch.randn_like(qkv[0]), retain_graph=True)
+    ids.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, qkv, torch.randn_like(qkv[0]))
+    torch.autograd.grad(call(ids), qkv, torch.randn_like(qkv[0]))
+
+
+@pytest.mark.usefixtures("given")
+def test_a_lent_tensor_that_learns_is_an_input_of_autograd() -> None:
+    qkv = rows(4), rows(2), rows(2)
+    slopes, ids = torch.rand(4, requires_grad=True), torch.arange(qkv[0].shape[2]) // 5
+    for _ in range(3):
+        out: Any = ca.attention(*qkv, score_mod=alibi(slopes), mask_mod=document(ids))
+    assert len(out.grad_fn.next_functions) > 3
+    slopes.requires_grad_(False)
+    for _ in range(3):
+        out = ca.attention(*qkv, score_mod=alibi(slopes), mask_mod=document(ids))
+    assert len(out.grad_fn.next_functions) == 3
+
+
+def drawn(seed: int) -> torch.Tensor:
+    """Documents that descend."""
+    cuts = torch.rand(128, generator=torch.Generator().manual_seed(seed)) < 0.05
+    return -cuts.cumsum(0)
+
+
+def read_by(given: Given) -> list[torch.Tensor]:
+    """What a backward's main kernel read of masks, as it was then."""
+    (main,) = (MainArguments(*arguments) for arguments in given if len(arguments) == len(MainArguments._fields))
+    return [main.work, *main.captured]
+
+
+BETWEEN: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]] = {
+    "nothing": lambda call, ids: None,
+    "another tensor": lambda call, ids: [call(drawn(seed)) for seed in (7, 8)],
+    "a view of the same memory": lambda call, ids: call(ids.view(-1)),
+    "the same without a gradient": lambda call, ids: call(ids.detach()),
+}
+
+
+@pytest.mark.parametrize("is_freed", [False, True], ids=["kept", "freed by the caller"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_later_backward_reads_what_its_call_read(name: str, is_freed: bool) -> None:
+    given: Given = []
+    qkv, dout = (rows(4), rows(2), rows(2)), torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
+
+    def call(ids: torch.Tensor) -> torch.Tensor:
+        return ca.attention(*qkv, mask_mod=causal() & document(ids))
+
+    def backward(out: torch.Tensor) -> list[torch.Tensor]:
+        given.clear()
+        torch.autograd.grad(out, qkv, dout)
+        return read_by(given)
+
+    with without_kernels(lambda plan: lambda *arguments: given.append(copied(arguments))):
+        ids = drawn(1)
+        for seed in (2, 3, 1):
+            wanted = backward(call(drawn(seed)))
+        out = call(ids)
+        out = call(ids)
+        BETWEEN[name](call, ids)
+        if is_freed:
+            del ids
+            gc.collect()
+            call(drawn(9))  # which may take over its memory, were it free
+        found = backward(out)
+    assert len(found) == len(wanted) > 1
+    assert all(map(torch.equal, found, wanted))

@@ -183,9 +183,11 @@ class FusedAttend:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         call, gradient = self.call, self.call.known_gradient
         plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
-        ready = gradient.ready(dlse is not None, wanted[3:], self.lending) if gradient and plain else None
+        lending = self.lending
+        standing = lending if lending is not None and lending.stands() else None
+        ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
         if gradient is None or ready is None:
-            with lent_again(self.lending):
+            with lent_again(lending):
                 return call.gradient(known, self.scalars, self.sequences)
         launcher, tables = ready
         of_sinks: SinkGradient | None = None

@@ -108,12 +108,10 @@ class Standing:
         self._device = device_number(device) if has_streams(device) else None
         self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
 
-    def find(self, lending: Lending | None, is_over: bool = False) -> Any:
-        """The tables, if they stand for what is lent; None if not. `is_over`: the call is, and others came since."""
+    def find(self, lending: Lending | None) -> Any:
+        """The tables, if they stand for what is lent; None if not. Of a call that is over the lending has to stand."""
         kept = self._kept
         if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
-            return None
-        if is_over and not lending.stands():
             return None
         on = self._device
         if on is not None and (

@@ -112,7 +112,7 @@ class FusedGradient:
     ) -> tuple[BackwardLauncher, Tables | None] | None:
         """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again.
 
-        Kernels that sum nothing; sinks may want a gradient.
+        Kernels that sum nothing; sinks may want a gradient. `lending`: if it stands.
         """
         if True in of_captured and of_captured != self._sinks_alone:
             return None
@@ -122,14 +122,15 @@ class FusedGradient:
         launcher = self._launchers.get((has_dlse, in_order, NOTHING, True in of_captured))
         if launcher is None:
             return None
-        tables = None if launcher.standing is None else launcher.standing.find(lending, True)
+        tables = None if launcher.standing is None else launcher.standing.find(lending)
         return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
 
     def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
         """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""
-        sinks = captured[self._sinks_alone.index(True)]
+        at = self._sinks_alone.index(True)
+        sinks = captured[at]
         made = torch.empty_like(sinks)
-        return (sinks, made), tuple([made if is_asked else None for is_asked in self._sinks_alone])
+        return (sinks, made), (*[None] * at, made, *[None] * (len(captured) - at - 1))
 
     def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""

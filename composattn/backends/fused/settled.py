@@ -55,12 +55,19 @@ def never(_: Any) -> bool:
 class Settled:
     """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
 
-    __slots__ = ("call", "has_captures", "is_learned", "known", "lse", "made", "numbers")
+    __slots__ = (
+        "call", "has_captures", "is_learned", "known", "learns_captured", "lent", "lse", "made", "numbers", "others",
+        "with_lse",
+    )  # fmt: skip
 
     def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.numbers = call, call.program.scalars
         self.has_captures = bool(call.program.captures)
         self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
+        # of those that are lent, whose forms are the plan's
+        self.lent, self.others = call.captured.lent, call.captured.others
+        self.with_lse: ForwardLauncher | None = None
+        self.learns_captured = True in [t.requires_grad for t in call.captured()]
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
@@ -72,20 +79,25 @@ class Settled:
         call = self.call
         captured: Sequence[torch.Tensor] = ()
         if self.has_captures:
-            found = call.captured() if lending is None else call.captured.of(lending)
-            if found is None:
+            if lending is None:
+                captured = call.captured()
+            elif self.others is not None and lending.captures == self.lent:  # `TensorsOf.of`, without the call
+                captured = (*lending.tensors, *self.others) if self.others else lending.tensors
+            else:
                 return None
-            captured = found
         numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
-            # what a hook gives back may lie in another way
-            if _top_saved_tensors_default_hooks(False) or (captured and torch._C._is_any_autocast_enabled()):
+            if _top_saved_tensors_default_hooks(False):  # what a hook gives back may lie in another way
                 return None
             if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
                 return None
-            call.checks_gradient  # noqa: B018  raises where there is none
-            launcher = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
-            return _recorded((self, launcher, numbers, lending), q, k, v, *captured)  # type: ignore[no-any-return]
+            launcher = self.with_lse
+            if launcher is None:
+                call.checks_gradient  # noqa: B018  raises where there is none
+                launcher = self.with_lse = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
+            if lending is None or self.learns_captured or None in lending.unwritten:
+                return _recorded((self, launcher, numbers, lending, None), q, k, v, *captured)  # type: ignore[no-any-return]
+            return _recorded((self, launcher, numbers, lending, captured), q, k, v)  # type: ignore[no-any-return]
         launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, lending)
         out = self.made[0](q)
         launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers, NO_SEQUENCES, lending)
@@ -105,7 +117,8 @@ def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) ->
     return launcher
 
 
-_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None]
+# the last: what is read of a lending that tells of its writes; autograd has to know of other captured tensors
+_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None, Sequence[torch.Tensor] | None]
 
 
 class _Settled(torch.autograd.Function):
@@ -113,9 +126,10 @@ class _Settled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        settled, launcher, numbers, lending = known
+        settled, launcher, numbers, lending, lent = known
+        read = captured if lent is None else lent
         out, lse = settled.made[0](q), torch.empty_like(settled.lse)
-        launcher.fill(q, k, v, out, lse, None, settled.call.scale, captured, numbers, NO_SEQUENCES, lending)
+        launcher.fill(q, k, v, out, lse, None, settled.call.scale, read, numbers, NO_SEQUENCES, lending)
         ctx.known = known
         ctx.materialize_grads = False
         ctx.to_save = (q, k, v, out, lse, *captured)
@@ -125,27 +139,41 @@ class _Settled(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        settled, _, numbers, lending = ctx.known
-        call, saved, wanted = settled.call, ctx.saved_tensors, ctx.needs_input_grad
-        q, k, v, out, lse, *captured = saved
+        settled, _, numbers, lending, lent = ctx.known
+        call, saved, of_captured = settled.call, ctx.saved_tensors, ()
+        stands = lending is not None and lending.stands()
+        if lent is None:
+            q, k, v, out, lse, *captured = saved
+            of_captured = ctx.needs_input_grad[4:] if captured else ()
+        else:
+            q, k, v, out, lse = saved
+            captured = lent
+            if not stands:
+                lending.refuse_written()
         gradient, ready = call.known_gradient, None
         if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
             settled.learn(dout)
         elif gradient is not None:
-            ready = gradient.ready(False, wanted[4:], lending)
+            ready = gradient.ready(False, of_captured, lending if stands else None)
         if ready is None:
-            return None, *gradients_of(call.begun(captured, numbers, lending), wanted[1:], saved, dout, None)
+            begun, wanted = call.begun(captured, numbers, lending), ctx.needs_input_grad[1:]
+            if lent is None:
+                return None, *gradients_of(begun, wanted, saved, dout, None)
+            wanted = (*wanted, *[False] * len(lent))
+            return None, *gradients_of(begun, wanted, (*saved, *lent), dout, None)[:3]
         launcher, tables = ready
         _, like_q, like_k, like_v = settled.made
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
         of_sinks: SinkGradient | None = None
-        of_captured: Grads = (None,) * len(captured) if captured else ()
-        if captured and True in wanted[4:]:
-            assert gradient is not None
-            of_sinks, of_captured = gradient.memory_of_sinks(captured)
+        of_learned: Grads = ()
+        if of_captured:
+            of_learned = (None,) * len(captured)
+            if True in of_captured:
+                assert gradient is not None
+                of_sinks, of_learned = gradient.memory_of_sinks(captured)
         given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
         launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
-        return (None, dq, dk, dv, *of_captured)
+        return (None, dq, dk, dv, *of_learned) if of_learned else (None, dq, dk, dv)
 
 
 # without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
 from ...analysis.derived import stamps
-from ...analysis.refreshed import Refreshed, may_cache, recording, version
+from ...analysis.refreshed import Refreshed, may_cache, memory_is_ours, recording, version
 from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
 from ...call.schedule import Order
@@ -161,6 +161,7 @@ class WorkTables:
         # tiles in their own order are the same whatever the mask leaves them
         self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
         self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
+        self.lying: dict[int | None, torch.Tensor] = {}  # by the stream
         self._on_gpu = problem.device.type == "cuda"  # 0.2 µs to ask
         self._own = _OfThread()
 
@@ -175,6 +176,8 @@ class WorkTables:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
         if self._on_gpu and torch._C._cuda_isCurrentStreamCapturing():
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
+        if self.order == "in_order" and sequences.cu_q is None:
+            return self._as_they_lie()
         sources: list[torch.Tensor] = []
         if sequences is not NO_SEQUENCES or counts is not None:
             read = sequences.queries if self.order == "in_order" else (*sequences, counts)
@@ -198,6 +201,16 @@ class WorkTables:
             if len(made) > MOST_TABLES:
                 made.popitem(last=False)
         return table  # type: ignore[return-value]
+
+    def _as_they_lie(self) -> torch.Tensor:
+        """Dense tiles in their own order, which hangs on no tensor: kept also by calls that keep nothing else."""
+        stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
+        found = self.lying.get(stream)
+        if found is None:
+            found = self._make(NO_SEQUENCES, None, None)
+            if memory_is_ours():
+                self.lying[stream] = found
+        return found
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         with torch.no_grad():

@@ -53,6 +53,45 @@ def test_from_the_third_run_on_only_what_hangs_on_the_inputs_is_dispatched() -> 
     assert not {"arange.default", "flip.default", "remainder.Scalar"} & set(counts[2])
 
 
+def twice(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The same read and comparison twice, of numbers that only look alike too."""
+    (x,) = inputs
+    both = [x.detach().view(4, 5).amin(1) != n for n in (1, 1, 1.0)]
+    return [both[0] | both[1], both[2] & (x.sum() > 0)]
+
+
+def test_what_was_computed_before_is_not_computed_again() -> None:
+    run, counts = Rerun(twice), []
+    for _ in range(4):
+        x = drawn(20)
+        with Operations() as operations:
+            found = run((x,))
+        counts.append(operations.counts)
+        assert all(map(torch.equal, found, twice((x,))))
+    assert (counts[0]["amin.default"], counts[0]["ne.Scalar"]) == (3, 3)
+    assert (counts[3]["amin.default"], counts[3]["ne.Scalar"]) == (1, 2)
+
+
+def twice_given_out(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [x + 1, x + 1]
+
+
+def views_given_out(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    (x,) = inputs
+    return [(x + 1).view(4, 5), (x + 1).view(4, 5)]
+
+
+@pytest.mark.parametrize("compute", [twice_given_out, views_given_out])
+def test_what_is_given_out_shares_no_memory(compute: Any) -> None:
+    run = Rerun(compute)
+    for _ in range(4):
+        one, other = run((drawn(20),))
+        before = other.clone()
+        one.add_(1)
+        assert torch.equal(other, before)
+
+
 def looks(inputs: Sequence[Any]) -> list[torch.Tensor]:
     (x,) = inputs
     return [x + 1 if bool((x > 4).any()) else x - 1]

@@ -8,13 +8,16 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 import composattn as ca
+from benchmarks.host_work import Operations
 from composattn import errors
 from composattn.analysis import tile_lists as block_map
 from composattn.analysis.picture import dense, tiles_of
 from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, made_lists, reason_for_lists
 from composattn.analysis.tiles import EMPTY, FULL
+from composattn.call.block_sparse import Table
 from composattn.mods import masks
 from composattn.mods.mask import Mask
 from tests.cpu.analysis.random_masks import RandomMask
@@ -229,3 +232,37 @@ def test_a_mask_that_nothing_is_known_of_is_let_go() -> None:
     del mask, lists
     gc.collect()
     assert seen() is None
+
+
+IDS = torch.arange(1000) // 170
+OF_BLOCKS = {
+    "causal documents": lambda b, h, q, kv: (q >= kv) & (IDS[q] == IDS[kv]),
+    "a window": lambda b, h, q, kv: (q >= kv) & (q - kv < 300),
+}
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_blocks_that_torch_lists_say_what_bands_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of the mask_mod add nothing to them, and cost operations for each new BlockMask."""
+    made = flex_attention.create_block_mask(OF_BLOCKS[name], None, None, 1000, 1000, device="cpu")
+    mask = ca.BlockSparse.from_block_mask(made).expr
+    extent, cuts = Extent(1000, 1000, 1, 1, torch.device("cpu")), ((KeyLists, (64, 64)), (QueryLists, (80, 128)))
+    lean = [kind(mask, extent, tile) for kind, tile in cuts]
+    monkeypatch.setattr(Table, "says_visible", False)
+    for few, (kind, tile) in zip(lean, cuts, strict=True):
+        more = kind(mask, extent, tile)
+        assert more.bands and not few.bands
+        assert all(map(torch.equal, few.of_call(), more.of_call()))
+
+
+def test_lists_of_a_new_block_mask_take_few_operations() -> None:
+    mask = ca.BlockSparse.from_block_mask(
+        flex_attention.create_block_mask(OF_BLOCKS["causal documents"], None, None, 1000, 1000, device="cpu")
+    )
+    lists, counted = KeyLists(mask.expr, Extent(1000, 1000, 1, 1, torch.device("cpu")), (64, 64)), 0
+    for _ in range(4):
+        mask.leaves[0].add_(0)  # counts as written to
+        with Operations() as operations:
+            lists.of_call()
+        counted = operations.counts.total()
+    assert counted <= 90  # 130 with bands, and all operations as they stand

@@ -40,12 +40,15 @@ def execute(
     mode: Mode = EAGER,
     dynamic_shared: int = 0,
     stream: Stream | None = None,
+    sms: int = 132,
 ) -> Result:
     """Runs it with arrays as its 64-bit parameters (numbers pass as they are); in a stream, it starts early."""
     arrays, maps = arrays or [], maps or []
     params = [b""] * len(maps)
     params += [struct.pack("<Q", a.ctypes.data if isinstance(a, np.ndarray) else a) for a in arrays]
-    launch = Launch((grid, 1, 1), (threads, 1, 1), params, (cluster, 1, 1), dynamic_shared, dict(enumerate(maps)))
+    launch = Launch(
+        (grid, 1, 1), (threads, 1, 1), params, (cluster, 1, 1), dynamic_shared, dict(enumerate(maps)), sms=sms
+    )
     for i, a in enumerate(arrays):
         if isinstance(a, np.ndarray):
             launch.memory.add(a.ctypes.data, a.reshape(-1).view(np.uint8), f"array {i}")
