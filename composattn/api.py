@@ -20,7 +20,6 @@ from .dispatch.kept import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.spoken import Mods, Spoken, spoken
 from .errors import UnsupportedOption
-from .graph.dynamo import is_traced
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
 from .mods.score import Score
@@ -140,7 +139,7 @@ class Attention(Held):
         if return_lse is not False or return_max_scores is not False:
             asked = asked_for(return_lse, return_max_scores)
         keep = self._state[0][3]
-        compiling = is_traced() if q.__class__ is torch.Tensor else torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         shard = context_parallel
         if shard is None and (context.entered or context.left):
             shard = active(q, compiling)
@@ -252,7 +251,7 @@ def attention(
     if return_lse is not False or return_max_scores is not False:
         asked = asked_for(return_lse, return_max_scores)
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
-    compiling = is_traced() if q.__class__ is torch.Tensor else torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
     shard = context_parallel
     if shard is None and (context.entered or context.left):
         shard = active(q, compiling)

@@ -195,7 +195,10 @@ def _known_mask(given: object, shape: torch.Size, of_key: torch.Size, device: to
     ):
         return None
     said = fingerprint(mod, _ARGUMENTS)
-    if said is None or said[0] != then[0] or not all(map(operator.is_, said[1], then[1])):
+    # as `_are_the_same`, without the call
+    if said is None or said[0] != then[0] or len(said[1]) != len(then[1]):
+        return None
+    if not all(map(operator.is_, said[1], then[1])):
         return None
     return known.mask if _stamp(known.decided, known.numbers) == known.stamp else None
 
@@ -236,9 +239,8 @@ def _known_still(block_mask: Any) -> _Known | None:
     mod, before = known.mask_mod, known.inner
     if block_mask.mask_mod is not mod or not all(map(operator.is_, _lists_of(block_mask), known.lists)):  # type: ignore[union-attr]
         return None
-    said, then = fingerprint(mod, _ARGUMENTS), known.said
-    is_same = said is not None and then is not None and said[0] == then[0] and all(map(operator.is_, said[1], then[1]))
-    now = before if is_same else Mask.of(mod)
+    said = fingerprint(mod, _ARGUMENTS)
+    now = before if said is not None and _are_the_same(said, known.said) else Mask.of(mod)
     if now is before or _are_the_same((now.form, now.leaves), (before.form, before.leaves)):
         if _stamp(known.decided, known.numbers) == known.stamp:
             return known

@@ -43,7 +43,9 @@ class Attention(torch.nn.Module):
     score_mod, mask_mod: as in `ca.attention`. Without them, the methods `score_mod` and `mask_mod` of a subclass are
         used, if it has them. Tensors that a given `Score` or `Mask` captured become parameters (if they require a
         gradient) or buffers of this module: `score_mod_0`, `mask_mod_0` and so on. They move, load and train with it.
-        What a plain function closes over stays where it is, as in `ca.attention`.
+        What a plain function closes over stays where it is, as in `ca.attention`. A table that a mask made of a tensor
+        (`document(offsets=)`) is as it was made after the module has moved to another device or type: a write to the
+        moved offsets is not seen. Where they change, make the mask in `forward`.
     sinks: (Hq,) as in `ca.attention`; becomes the parameter (or buffer) `sinks` of this module. Without it, the
         attribute `sinks` of a subclass is used, if it has one.
     dropout_p: as in `ca.attention`, while the module is in training mode.
@@ -165,8 +167,9 @@ class _Held:
 
     def now(self, owner: torch.nn.Module) -> Mod:
         """The mod of the tensors that the module holds now. Raises: `CapturedTensorChanged`, see `graph.copies`."""
-        for sources in self.sources:
-            sources.refuse_outdated()
+        if not is_traced():  # compiled code looks at the tables of each call
+            for sources in self.sources:
+                sources.refuse_outdated()
         leaves = tuple([getattr(owner, leaf) if isinstance(leaf, str) else leaf for leaf in self.leaves])
         return self.kind.formed(self.form, leaves, self.name)
 

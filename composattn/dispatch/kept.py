@@ -28,7 +28,7 @@ from ..mods.score import Score
 from ..mods.sink import Sink
 from .planned import Options, Planned, refuse_flattened
 
-KEPT_LIMIT = 1024  # plans; the oldest go first
+KEPT_LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
 Kept = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs
 _plans: dict[Hashable, Kept] = {}  # by what the mods are: their forms, or what their functions say
 _lock = threading.Lock()

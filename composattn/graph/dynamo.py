@@ -16,7 +16,7 @@ import torch
 from .ops import MIRRORED
 
 is_traced = torch.compiler.is_dynamo_compiling
-"""Whether Dynamo follows what is run: all that can be asked of plain tensors, as `torch.export` gives fake ones."""
+"""Whether Dynamo follows what is run. `torch.export` need not: its inputs are fake ones, its constants plain ones."""
 
 
 class Varying:

@@ -145,7 +145,7 @@ _local = _Local()
 class Lending:
     """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run, here."""
 
-    __slots__ = ("captures", "epoch", "outer", "tensors", "unwritten")
+    __slots__ = ("captures", "epoch", "numbers", "outer", "tensors", "unwritten")
 
     def __init__(
         self,
@@ -153,9 +153,14 @@ class Lending:
         tensors: Sequence[torch.Tensor],
         unwritten: Sequence[Unwritten | None],
         epoch: int = 0,
+        numbers: Sequence[int] = (),
     ) -> None:
-        """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back."""
+        """`unwritten`: those of the captures, as they are now; `epoch`: the sum of theirs, which never go back.
+
+        `numbers`: what torch knows the tensors by, now: `torch.utils.swap_tensors` puts others in their place.
+        """
         self.captures, self.tensors, self.unwritten, self.epoch = captures, tensors, unwritten, epoch
+        self.numbers = numbers
 
     def __enter__(self) -> None:
         self.outer, _local.now = _local.now, self
@@ -166,13 +171,23 @@ class Lending:
     def stands(self) -> bool:
         """Whether nothing was written to what was lent, and the captures stand for it still."""
         for capture, tensor, then in zip(self.captures, self.tensors, self.unwritten):  # noqa: B905  as above
-            if then is None or capture.unwritten is not then or tensor._version != capture._version:
+            if (
+                then is None
+                or capture.unwritten is not then
+                or tensor._version != capture._version
+                or tensor._cdata != capture._last
+            ):
                 return False
         return True
 
     def refuse_written(self) -> None:
-        """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to since."""
-        for tensor, then in zip(self.tensors, self.unwritten):  # noqa: B905  as above
+        """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to, or swapped."""
+        for tensor, then, number in zip(self.tensors, self.unwritten, self.numbers):  # noqa: B905  as above
+            if tensor._cdata != number:
+                raise RuntimeError(
+                    f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been swapped for "
+                    "another one since the call (torch.utils.swap_tensors)"
+                )
             if then is not None and tensor._version != then.version:
                 raise RuntimeError(
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
@@ -184,7 +199,8 @@ class Lending:
         if not self.stands():
             for capture, tensor in zip(self.captures, self.tensors, strict=True):
                 capture.follow(tensor)
-        return Lending(self.captures, self.tensors, [capture.unwritten for capture in self.captures], self.epoch)
+        unwritten = [capture.unwritten for capture in self.captures]
+        return Lending(self.captures, self.tensors, unwritten, self.epoch, self.numbers)
 
 
 def current() -> Lending | None:
@@ -275,33 +291,41 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     """
     captures: list[Lent] = []
     unwritten: list[Unwritten | None] = []
+    numbers: list[int] = []
     epoch = 0
     known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
-        capture = known.get(tensor._cdata)
+        number = tensor._cdata
+        capture = known.get(number)
         if capture is None or not capture.is_lent(tensor):
             capture = _found(tensor, user, (reader, len(captures)))
             if capture is None:
                 return None
         captures.append(capture)
         unwritten.append(capture.unwritten)
+        numbers.append(number)
         epoch += capture.epoch
-    return Lending(tuple(captures), tensors, unwritten, epoch)
+    return Lending(tuple(captures), tensors, unwritten, epoch, numbers)
 
 
 def lent_before(leaves: Sequence[Any]) -> Lending | None:
     """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now."""
     captures: list[Lent] = []
     unwritten: list[Unwritten | None] = []
+    numbers: list[int] = []
     epoch = 0
     for leaf in leaves:
-        capture = _of_tensor.get(leaf._cdata) if leaf.__class__ in _PLAIN else None
+        if leaf.__class__ not in _PLAIN:
+            return None
+        number = leaf._cdata
+        capture = _of_tensor.get(number)
         if capture is None or not capture.is_lent(leaf) or getattr(leaf, "_fsdp_flattened", False):
             return None
         captures.append(capture)
         unwritten.append(capture.unwritten)
+        numbers.append(number)
         epoch += capture.epoch
-    return Lending(tuple(captures), leaves, unwritten, epoch)
+    return Lending(tuple(captures), leaves, unwritten, epoch, numbers)
 
 
 class TensorsOf:

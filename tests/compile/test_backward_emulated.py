@@ -98,6 +98,10 @@ SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
     "transposed-all-cut", "transposed-last-cut", "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
+    # of tilings that no plan chooses
+    "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",
+    # in a fixed order, and in the order backwards, these have the rest
+    "causal-gqa2-d192", "window-d192-in-order",
 }  # fmt: skip
 # whoever runs ahead shows what no wait holds back; in the order of the program others find as much
 MODES = [pytest.param(EAGER, marks=pytest.mark.slow), LATE, random_mode(1)]
@@ -205,7 +209,7 @@ TRANSPOSED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("case", sampled(TRANSPOSED_CASES))
+@pytest.mark.parametrize("case", often(TRANSPOSED_CASES))
 def test_sums_of_transposed_products_match_fp64(
     case: str, mode: Mode, folder: Path, generator: torch.Generator
 ) -> None:

@@ -133,3 +133,25 @@ def test_a_run_time_number_of_this_process_is_refused_by_name() -> None:
 
     with pytest.raises(Exception, match="0-d tensor"):
         torch.export.export(Capped(), draw())
+
+
+class OfConstants(torch.nn.Module):
+    """Attends from queries that are no input, parameter or buffer."""
+
+    def __init__(self, is_held: bool) -> None:
+        super().__init__()
+        self.given = [torch.randn(1, 2, LENGTH, 16) for _ in range(3)]
+        self.attention = ca.Attention(mask_mod=causal()) if is_held else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.attention is not None:
+            return x + self.attention(*self.given)
+        return x + ca.attention(*self.given, mask_mod=causal())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["ca.Attention", "ca.attention"])
+def test_attention_of_constants_is_an_operator_of_what_export_runs_as_it_stands(is_held: bool) -> None:
+    module, x = OfConstants(is_held), torch.zeros(1, 2, LENGTH, 16)
+    program = torch.export.export(module, (x,), strict=False)
+    assert any("composattn" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(x), module(x))

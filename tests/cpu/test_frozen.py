@@ -274,6 +274,7 @@ ENTRIES: dict[str, Callable[[Mask], Callable[..., Any]]] = {
     "attention": lambda mask: lambda *x: ca.attention(*x, mask_mod=mask),
     "Attention": lambda mask: ca.Attention(mask_mod=mask),
     "a compiled region": lambda mask: torch.compile(lambda *x: ca.attention(*x, mask_mod=mask), backend="eager"),
+    "a compiled module": lambda mask: torch.compile(ca.nn.Attention(mask_mod=mask), fullgraph=True, backend="eager"),
     "weights": lambda mask: lambda q, k, v: ca.attention_weights(q, k, [1], mask_mod=mask),
     "tiles": lambda mask: lambda q, k, v: mask.tiles(20, 20, (4, 4)),
 }

@@ -37,7 +37,8 @@ def test_they_are_found() -> None:
     assert len(RECIPES) >= 7
 
 
-@pytest.mark.parametrize("name", ALONE)
+# the second takes 15 s: three imports of torch, and what it shows tests/cpu/test_parallel.py shows too
+@pytest.mark.parametrize("name", [ALONE[0], pytest.param(ALONE[1], marks=pytest.mark.slow)])
 def test_runs_in_a_process_of_its_own(name: str) -> None:
     assert run(name).strip()
 

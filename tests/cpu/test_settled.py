@@ -187,6 +187,26 @@ def test_a_lent_tensor_that_learns_nothing_is_no_input_of_autograd_and_its_write
     torch.autograd.grad(call(ids), qkv, torch.randn_like(qkv[0]))
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["the other stays", "the other is freed"])
+@pytest.mark.usefixtures("given")
+def test_a_lent_tensor_that_was_swapped_for_another_is_refused_in_the_backward(is_kept: bool) -> None:
+    qkv, slopes = (rows(4), rows(2), rows(2)), torch.rand(4)
+    for _ in range(3):
+        out: Any = ca.attention(*qkv, score_mod=alibi(slopes))
+        torch.autograd.grad(out, qkv, torch.randn_like(qkv[0]))
+    out, other = ca.attention(*qkv, score_mod=alibi(slopes)), torch.rand(4)
+    torch.utils.swap_tensors(slopes, other)
+    if is_kept:
+        other.mul_(2)
+        ca.attention(*qkv, score_mod=alibi(other))
+    else:
+        del other
+        gc.collect()
+    with pytest.raises(RuntimeError, match="swapped"):
+        torch.autograd.grad(out, qkv, torch.randn_like(qkv[0]))
+    torch.autograd.grad(ca.attention(*qkv, score_mod=alibi(slopes)), qkv, torch.randn_like(qkv[0]))
+
+
 @pytest.mark.usefixtures("given")
 def test_a_lent_tensor_that_learns_is_an_input_of_autograd() -> None:
     qkv = rows(4), rows(2), rows(2)

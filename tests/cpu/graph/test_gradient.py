@@ -50,7 +50,7 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor, value: torch.Tensor, what: s
     torch.testing.assert_close(ours[compared], theirs[compared], rtol=1e-7, atol=1e-7, msg=lambda m: f"{what}: {m}")
 
 
-@hypothesis.settings(max_examples=2500)
+@hypothesis.settings(max_examples=1200)
 @hypothesis.given(code=st.lists(st.integers(0, 255), max_size=14), seed=st.integers(0, 99))
 def test_random_score_mods_differentiate_as_torch(code: list[int], seed: int) -> None:
     program = ScoreProgram(code, seed)
