@@ -17,7 +17,6 @@ from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
 from .kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
-from .seqlen import Sequence
 from .values import Fixed, choose, larger, smaller
 
 
@@ -115,11 +114,10 @@ class BandQueries(Fixed):
     mods: BackwardMods
     tile_m: int
 
-    def of(self, leaves: Leaves, n: Any, queries: Sequence) -> list[QueryRun]:
-        """The query tiles of kv tile `n`, counted as `queries` are; `leaves` are of the tile of keys and a head."""
-        intervals = counted_from(queries.origin, self.mods.intervals(leaves))
-        length = _less(queries.end, queries.origin)
-        return query_runs(intervals, length, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
+    def of(self, leaves: Leaves, n: Any) -> list[QueryRun]:
+        """The query tiles of kv tile `n`; `leaves` are those of the tile of keys and a head."""
+        intervals = self.mods.intervals(leaves)
+        return query_runs(intervals, leaves.q_len, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
 
 
 @dataclasses.dataclass
@@ -130,7 +128,7 @@ class ListedQueries(Fixed):
     tile_m: int
     slot: int
 
-    def of(self, leaves: Leaves, n: Any, queries: Sequence) -> list[ListedQueryRun]:
+    def of(self, leaves: Leaves, n: Any) -> list[ListedQueryRun]:
         """As of `BandQueries`."""
         counts, tiles, before = leaves.captured[self.slot : self.slot + 3]
         b, h = _entry(tiles, leaves)

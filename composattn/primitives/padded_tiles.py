@@ -2,7 +2,7 @@
 
 Dense workspaces are (B, H, tiles, ...). Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
 start // tile + b: it ends at most at (start + length) // tile + b + 1, where the next one begins: no two overlap, and
-no sum over the sequences is needed to find a place. So do the stretches of a dense sequence in its tiles.
+no sum over the sequences is needed to find a place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .seqlen import DenseSequence, PackedSequence, Sequence
-from .tile_scheduler import Stretch
 from .values import Fixed
 
 
@@ -29,8 +28,7 @@ class PaddedTiles(Fixed):
     def of(sequence: Sequence, b: Any, tile: int) -> PaddedTiles:
         """Those of sequence `b` in tiles of `tile` rows."""
         if isinstance(sequence, DenseSequence):
-            stretch = sequence.stretch
-            return PaddedTiles(b, 0 if stretch is None else stretch.start // tile + stretch.number)
+            return PaddedTiles(b, 0)
         assert isinstance(sequence, PackedSequence), "keys in pages have no workspaces"
         return PaddedTiles(0, sequence.start // tile + b)
 
@@ -83,8 +81,8 @@ def query_grid(workspace: cute.Tensor, work: cute.Tensor | None, parts: int = 1)
     return (tiles * parts, heads, entries) if work is None else (work.shape[0] * parts, heads, 1)
 
 
-def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, Int32, Stretch | None]:
-    """(number of the tile, or part, in its sequence, head, sequence, stretch) of this block; sequence -1: no work.
+def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, Int32]:
+    """(number of the tile, or part, in its sequence, head, sequence) of this block; sequence -1: there is no work.
 
     The last heads come first: the main kernel goes from the first to the last, and what was written before it, or is
     read behind it, is in L2 so far as it fits.
@@ -93,11 +91,11 @@ def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, 
     _, heads, entries = cute.arch.grid_dim()
     head, b = heads - 1 - head, entries - 1 - b
     if work is None:
-        return number, head, b, None
+        return number, head, b
     if parts == 1:
-        return work[number, 1], head, work[number, 0], Stretch.of(work, number)
+        return work[number, 1], head, work[number, 0]
     entry = number // parts
-    return work[entry, 1] * parts + number % parts, head, work[entry, 0], Stretch.of(work, entry)
+    return work[entry, 1] * parts + number % parts, head, work[entry, 0]
 
 
 __all__ = ["PaddedTiles", "cleared_of", "counter_of", "query_grid", "query_tile", "shares_of", "statistics_of"]

@@ -113,7 +113,6 @@ SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Sche
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
 PERSISTENT = Schedule(persistent=True, split_kv=1)
 LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
-STEPS = ("preprocess", "main", "postprocess")
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
 
 PLANS: dict[str, Callable[[], Any]] = {
@@ -168,7 +167,6 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-cut-full-d128": backward("main", lengths=FEW_TILES),
     "backward-window-d64": backward("main", mask="window", d=64, lengths=(2048, 2048)),
     "backward-documents-d128": backward("main", mask="documents"),
-    **{f"{step}-stretches-d128": backward(step, mask="documents", lengths=LONG) for step in STEPS},
     "backward-alibi-causal-d128": backward("main", "alibi", "causal"),
     "backward-softcap-causal-d64": backward("main", "softcap", "causal", d=64),
     "backward-bias-d64": backward("main", "bias", d=64),

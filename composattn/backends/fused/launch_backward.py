@@ -18,7 +18,6 @@ from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
 from .scratch import Memory, Scratch, leave
-from .stretches import most_stretches
 
 _STRIDES_LIMIT = 64
 
@@ -261,8 +260,7 @@ class BackwardLauncher:
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
-            in_stretches = self.plans.main.has_stretches
-            tiles = q_len // tile_m + most_stretches(q_len) if in_stretches else -(-q_len // tile_m)
+            tiles = -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1

@@ -18,19 +18,11 @@ from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .order import Ordered, exchanged, mirror, order_in_stretches, order_of_keys
-from .plan import CompiledIn, TiledPlan, compiled_in, extent_of
-from .stretches import Stretches, stretches_of
+from .order import exchanged, mirror, order_of_keys
+from .plan import TiledPlan, compiled_in, extent_of
 from .target import Target
 from .tiling import BackwardTiling
-from .work import WorkTables, fixed_visits, stretch_tables, work_tables
-
-
-class Known(CompiledIn):
-    """What of a problem and its mask each of the kernels is compiled for."""
-
-    has_stretches: bool
-
+from .work import WorkTables, fixed_visits, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -153,11 +145,10 @@ def plan_backward(
     elif cut == "auto":
         cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     ordered_by = intervals if lists is None else None
-    # whose turn it is goes by tiles of whole sequences, and shares of sinks too
-    apart = chosen.in_stretches and lists is None and cut is None and not deterministic and sinks is None
-    stretches = stretches_of(problem, program) if apart else None
-    (order, keys), rows = _ordered(problem, ordered_by, stretches, chosen, deterministic, at_once)
-    known = Known(**compiled_in(problem, target), has_stretches=stretches is not None)
+    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
+    packed = problem.layout.q == "packed"
+    rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
+    known = compiled_in(problem, target)
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
         **known,
@@ -176,31 +167,11 @@ def plan_backward(
         cut=cut,
     )
     return BackwardPlans(
-        PreprocessPlan(
-            **known, has_order_table=rows is not None, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows
-        ),
+        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows),
         main,
-        PostprocessPlan(**known, has_order_table=rows is not None, tiling=chosen, sinks=sinks),
+        PostprocessPlan(**known, has_order_table=packed, tiling=chosen, sinks=sinks),
         None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
-
-
-def _ordered(
-    problem: Problem,
-    intervals: tuple[TileInterval, ...] | None,
-    stretches: Stretches | None,
-    tiling: BackwardTiling,
-    deterministic: bool,
-    at_once: int,
-) -> tuple[Ordered, WorkTables | None]:
-    """The order of the tiles of keys, and the table of the tiles of queries, if there is one."""
-    tile_m, tile_n = tiling.tile_m, tiling.tile_n
-    if stretches is not None:
-        keys = order_in_stretches(problem, stretches, tile_n, problem.kv_heads, at_once, of_keys=True)
-        return keys, stretch_tables(problem, tile_m, "in_order", stretches, of_keys=False)
-    ordered = order_of_keys(problem, intervals, tile_m, tile_n, deterministic, at_once)
-    packed = problem.layout.q == "packed"
-    return ordered, work_tables(problem, EVERYTHING, tile_m, tile_n, "in_order") if packed else None
 
 
 def _cut(

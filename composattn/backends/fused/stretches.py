@@ -52,8 +52,23 @@ class Stretches:
         return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
 
 
+def falls_apart(problem: Problem, program: Program) -> bool:
+    """Whether `stretches_of` a call are some."""
+    return _ends(problem, program) is not None
+
+
 def stretches_of(problem: Problem, program: Program) -> Stretches | None:
     """Those of a dense call whose mask leaves each row one run of keys, by tensors; None of others."""
+    ends = _ends(problem, program)
+    if ends is None:
+        return None
+    recipe = _Told(ends, problem.q_len, problem.batch)
+    told: Derived = derive(("stretches", *ends, recipe.length, recipe.batch), recipe, *inputs(*ends)[0])
+    return Stretches(problem.q_len, problem.batch, told)
+
+
+def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
+    """Of the keys that a row sees, and of the queries that see it as a key; None where no tensors decide."""
     limits, of_keys = program.limits, program.of_keys[1]
     if limits is None or of_keys is None or not problem.layout.is_dense:
         return None
@@ -63,10 +78,7 @@ def stretches_of(problem: Problem, program: Program) -> Stretches | None:
     captures, scalars = inputs(*ends)
     if not LONG < problem.q_len == problem.kv_len or not captures or scalars or any(e.deps & Dep.H for e in ends):
         return None
-    recipe = _Told(ends, problem.q_len, problem.batch)
-    return Stretches(
-        problem.q_len, problem.batch, derive(("stretches", *ends, recipe.length, recipe.batch), recipe, *captures)
-    )
+    return ends
 
 
 def most_stretches(length: int) -> int:

@@ -177,7 +177,7 @@ class WorkTables:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
         if self._on_gpu and torch._C._cuda_isCurrentStreamCapturing():
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
-        if self.order == "in_order" and sequences.cu_q is None:
+        if self.order == "in_order" and sequences.cu_q is None and not self.captures:
             return self._as_they_lie()
         sources: list[torch.Tensor] = []
         if sequences is not NO_SEQUENCES or counts is not None:

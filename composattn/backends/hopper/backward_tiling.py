@@ -75,10 +75,6 @@ class HopperBackwardTiling(BackwardTiling):
     distances: int = 0
 
     @property
-    def in_stretches(self) -> bool:
-        return self.kernel == "backward" and self.passing
-
-    @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
 

@@ -80,8 +80,8 @@ class DqSender(Fixed):
         for which in (1, 0):
             mine = Slot(1, self.number, slot.phase)
             box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
+            tiles = work.keys.tiles(call.tensors.results[which], work.kv_head, box)
             number = work.n * block.parts + self.number
-            tiles, number = work.keys.stored(call.tensors.results[which], work.kv_head, box, number)
             block.dq_edge.wait(mine)
             start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), tiles, number)
             wait_read(Boolean(True))

@@ -39,7 +39,7 @@ class Preprocess(Kernel):
         given = self.arguments(*arguments)
         queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
         out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
-        if const_expr(not self.plan.layout.is_dense):
+        if const_expr(work is not None):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
@@ -58,22 +58,22 @@ class Preprocess(Kernel):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(cleared is not None):
             _clear_of_head(counter, cleared)
-        tile, head, b, stretch = query_tile(work)
+        tile, head, b = query_tile(work)
         sink = None if sinks is None else sinks.of_rows(head, b)
         share = Float32(0.0)
         if const_expr(work is None):
-            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b, stretch)
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
         else:
             if b >= 0:
-                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b, stretch)
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
         if const_expr(sinks is not None):
             sinks.leave(share, head, b, THREADS)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b, stretch):
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b):
         """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
         thread = cute.arch.thread_idx()[0]
-        sequence = queries.sequence(b).within(stretch)
+        sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
         out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
         member = thread % self.lanes
@@ -81,16 +81,15 @@ class Preprocess(Kernel):
         rows = []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
             local = step * at_once + thread // self.lanes
-            number = tile * self.tiling.tile_m + local
-            q = sequence.from_start(number)
-            inside = (q < sequence.end) & (local < self.tiling.tile_m)
+            q = tile * self.tiling.tile_m + local
+            inside = (q < sequence.length) & (local < self.tiling.tile_m)
             product = Float32(0.0)
             for chunk in cutlass.range_constexpr(self.passes):
                 column = (chunk * self.lanes + member) * ELEMENTS
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
-            rows.append((number, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
+            rows.append((q, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
         if const_expr(not (self.tiling.clears or self.tiling.first_writes)):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
@@ -98,9 +97,9 @@ class Preprocess(Kernel):
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
         for step in cutlass.range_constexpr(len(rows)):
-            number, mine, row_lse, product, row_dlse = rows[step]
+            q, mine, row_lse, product, row_dlse = rows[step]
             log2, delta = row_statistics(row_lse, over_lanes(add, product, neighbours(self.lanes)), row_dlse)
-            _store_if(mine, found, first + number, (log2, delta))
+            _store_if(mine, found, first + q, (log2, delta))
             if const_expr(sink is not None):  # 2^(sink - inf) is 0
                 share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
         return share
