@@ -89,7 +89,8 @@ def modelled() -> dict[str, dict[str, float]]:
     for _, case, implementation, _ in measured_rows():
         if key(case, implementation) not in known:
             pattern, packed = case.pattern(case, CPU), implementation == PACKED
-            mine = times(case, pattern, kernels.ours(case, pattern, ARCH, packed), packed)
+            kernel = kernels.ours(case, pattern, ARCH, packed)
+            mine = times(case, pattern, kernel, packed or kernel.in_stretches)
             theirs = times(case, pattern, kernels.peers(case, pattern, ARCH), bool(pattern.document_starts))
             known[key(case, implementation)] = {reading: theirs[reading] / mine[reading] for reading in READINGS}
     return known

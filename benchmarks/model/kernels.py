@@ -34,7 +34,8 @@ class Kernel:
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
     tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys, but for the
     first `whole`.
-    `transposed`: see `roofline.backward_rows`. `together`: blocks that share a multiprocessor.
+    `transposed`: see `roofline.backward_rows`. `together`: blocks that share a multiprocessor. `in_stretches`: tiles
+    begin with documents, as those of packed sequences do.
     """
 
     cubin: Path
@@ -51,6 +52,7 @@ class Kernel:
     transposed: bool = False
     together: int = 1
     whole: int = 0
+    in_stretches: bool = False
 
     @property
     def code(self) -> tuple[Instruction, ...]:
@@ -95,7 +97,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
         pieces=pieces, transposed=arch != "sm_90a" and plan.step in ("backward_wide", "backward_query_pair"),
-        together=getattr(cut, "blocks", 1), whole=whole,
+        together=getattr(cut, "blocks", 1), whole=whole, in_stretches=plan.has_stretches,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .values import Bundle, Fixed
+from .values import Bundle, Fixed, smaller
 
 FAR = 1 << 30  # rows; a copy's coordinates have 31 bits
 
@@ -45,6 +45,17 @@ class DenseRows(Bundle):
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [2, 3, 1, 0]))
 
     for_loads = for_copies  # an entry ends where its tensor does
+
+    @staticmethod
+    def for_stores(tensor: cute.Tensor, box: int) -> cute.Tensor:
+        """(B, H, S, D) as (box, D, H, B, S - box + 1), for stores of so many rows that may end with a stretch.
+
+        The last mode says at which row the others begin. A box with n rows before the stretch's end begins at row
+        box - n of those that end there, so that the copy leaves out what is behind it.
+        """
+        (batch, heads, length, columns), (entry, head, row, column) = tensor.shape, tensor.stride
+        shape, stride = (box, columns, heads, batch, length - box + 1), (row, column, head, entry, row)
+        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
     def sequence(self, b: Int32) -> DenseSequence:
         return DenseSequence(b, self.length)
@@ -96,12 +107,29 @@ class PagedRows(Bundle):
 
 @dataclasses.dataclass
 class DenseSequence(Fixed):
-    """Entry `b` of dense tensors. `origin`: the row from which tiles are counted, see `counted_from`."""
+    """Entry `b` of dense tensors. `origin`: the row from which tiles are counted, see `counted_from`.
+
+    `stretch`: the part of the entry that is meant, with `start`, `stop` and a `number`; None: all.
+    """
 
     b: Int32
     length: Int32
     start: int = 0
     origin: Int32 | int = 0
+    stretch: Any = None
+
+    @property
+    def end(self) -> Int32:
+        """The row behind the last one."""
+        return self.length if self.stretch is None else self.stretch.stop
+
+    def from_start(self, row: Any) -> Any:
+        """The row that is the `row`-th of the tiles."""
+        return row if isinstance(self.origin, int) and self.origin == 0 else self.origin + row
+
+    def within(self, stretch: Any) -> DenseSequence:
+        """Its rows of a stretch, from the first of which tiles are counted; None: all."""
+        return self if stretch is None else dataclasses.replace(self, origin=stretch.start, stretch=stretch)
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor.
@@ -113,19 +141,50 @@ class DenseSequence(Fixed):
             rows = cute.domain_offset((self.origin, 0), rows)
         return cute.local_tile(rows, tile, (_along(tile, None), column))
 
+    def stored(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0) -> Stored:
+        """The `number`-th of such `tiles`, and which one of those that are given with it."""
+        if cute.rank(tensor) == 4:
+            return self.tiles(tensor, h, tile, column), number
+        box = tile[0]
+        first = self.from_start(number * box)
+        there = smaller(self.end - first, box)
+        rows = cute.domain_offset((box - there, 0), tensor[None, None, h, self.b, first + there - box])
+        return cute.local_tile(rows, tile, (None, column)), 0
+
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """(S, ...) of a plain tensor (B, H, S, ...)."""
         of_head = (self.b, h, *(None,) * (cute.rank(tensor) - 2))
         return tensor[of_head]
 
 
+class WholeSequence(Fixed):
+    """One that has `length` rows and no stretches."""
+
+    length: Int32
+    origin: ClassVar[int] = 0
+
+    @property
+    def end(self) -> Int32:
+        """As of a `DenseSequence`, likewise what follows."""
+        return self.length
+
+    def from_start(self, row: Any) -> Any:
+        return row
+
+    def within(self, stretch: Any) -> Any:
+        return self
+
+
 @dataclasses.dataclass
-class PackedSequence(Fixed):
+class PackedSequence(WholeSequence):
     """`length` rows from row `start` of packed tensors."""
 
     start: Int32
     length: Int32
-    origin: ClassVar[int] = 0
+
+    def stored(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0) -> Stored:
+        """As of a `DenseSequence`."""
+        return self.tiles(tensor, h, tile, column), number
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` or `for_loads` and a descriptor.
@@ -146,13 +205,12 @@ class PackedSequence(Fixed):
 
 
 @dataclasses.dataclass
-class PagedSequence(Fixed):
+class PagedSequence(WholeSequence):
     """`length` rows in the pages of `table` (pages of a sequence,)."""
 
     table: cute.Tensor
     length: Int32
     page_size: int
-    origin: ClassVar[int] = 0
 
 
 def _along(tile, x):
@@ -160,6 +218,7 @@ def _along(tile, x):
     return (0, x) if isinstance(tile[0], tuple) else x
 
 
+Stored = tuple[cute.Tensor, Any]
 Rows = DenseRows | PackedRows | PagedRows
 Sequence = DenseSequence | PackedSequence | PagedSequence
 

@@ -10,10 +10,27 @@ from .values import Bundle, Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
+class Stretch(Fixed):
+    """Rows [start, stop) of a sequence, the `number`-th stretch of it: tiles begin with it, and none goes on behind."""
+
+    start: Int32
+    stop: Int32
+    number: Int32
+
+    @staticmethod
+    def of(table: cute.Tensor, entry: Int32) -> "Stretch | None":
+        """That of an entry of a table of work, if the table has such."""
+        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4]) if table.shape[1] == WIDE else None
+
+
+WIDE = 6  # numbers of an entry of a table that has stretches; the last one is not for kernels
+
+
+@dataclasses.dataclass
 class WorkTile(Fixed):
     """Row block `m` of one query head `h` of one sequence `b`, with the head's key/value head.
 
-    `exists` is False where a table of work ends before its last entry.
+    `exists` is False where a table of work ends before its last entry. `stretch`: of which the tile is the m-th.
     """
 
     m: Int32
@@ -21,6 +38,7 @@ class WorkTile(Fixed):
     h: Int32
     kv_head: Int32
     exists: Any = True
+    stretch: Stretch | None = None
 
 
 class TileScheduler(Bundle):
@@ -32,7 +50,7 @@ class TileScheduler(Bundle):
 
     Row blocks run from the last to the first (longest first where the visible interval grows with q), each batch entry
     like a head of its own; or as a table says, int32 (entries, 2): the sequence and the row block of each, in order.
-    Entries that are too many have sequence -1.
+    Entries that are too many have sequence -1. In tables of 6 numbers an entry has a `Stretch` as well.
     """
 
     def __init__(
@@ -93,7 +111,7 @@ class TileScheduler(Bundle):
         if self.table is not None:
             kv_head, _ = divmod(head, self.group)
             b, m = self.table[at, 0], self.table[at, 1]
-            return WorkTile(m, b, Int32(head), Int32(kv_head), b >= 0)
+            return WorkTile(m, b, Int32(head), Int32(kv_head), b >= 0, Stretch.of(self.table, at))
         b, h = divmod(head, self.heads)
         kv_head, _ = divmod(h, self.group)
         return WorkTile(Int32(self.blocks - 1 - at), Int32(b), Int32(h), Int32(kv_head))

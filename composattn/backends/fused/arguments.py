@@ -289,6 +289,8 @@ def _sequences(layout: Layout) -> Sequences | None:
 
 def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.work`."""
+    if plan.has_stretches:
+        return TensorForm(torch.int32, ("", 6), align=8)
     return TensorForm(torch.int32, ("", 2), align=8) if plan.has_order_table else None
 
 

@@ -10,7 +10,8 @@ from ...analysis.program import Program
 from ...call.problem import DENSE, Problem
 from ...call.schedule import Order
 from ...graph.expr import index
-from .work import WorkTables, ascends, descends, entries, visits_now, work_tables
+from .stretches import Stretches, most_tiles
+from .work import StretchTables, WorkTables, ascends, descends, entries, stretch_tables, visits_now, work_tables
 
 Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
 Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: lists say which
@@ -73,6 +74,19 @@ def order_of(
         return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
     made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
     return made, work_tables(problem, intervals, tile_m, tile_n, order)
+
+
+def order_in_stretches(
+    problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False
+) -> tuple[str, StretchTables]:
+    """Of tiles of so many queries, or keys, that begin with stretches."""
+    wanted = problem.schedule.order
+    order: Order = "longest_first" if wanted == "auto" else wanted
+    words = order.replace("_", " ")
+    if wanted == "auto" and problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once:
+        order, words = "in_order", "in order, as all tiles run at once"
+    made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
+    return made, stretch_tables(problem, tile, order, stretches, of_keys)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

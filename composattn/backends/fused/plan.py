@@ -20,7 +20,8 @@ from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
 from .few_queries import splits
-from .order import LAST_QUERIES_FIRST, order_of
+from .order import LAST_QUERIES_FIRST, order_in_stretches, order_of
+from .stretches import stretches_of
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -72,12 +73,20 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledPlan(Plan, Generic[AnyTiling]):
-    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table."""
+    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table.
+
+    `has_stretches`: tiles begin with the stretches that the table says.
+    """
 
     head_dim: int
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
+    has_stretches: bool = dataclasses.field(default=False, compare=False)  # in the key of those that have them
+
+    @property
+    def key(self) -> str:
+        return super().key + " in stretches" * self.has_stretches
 
     @property
     def step(self) -> str:
@@ -196,11 +205,16 @@ def plan_forward(
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
+    stretches = stretches_of(problem, program) if tiling.in_stretches and lists is None else None
+    if stretches is None:
+        order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
+    else:
+        order, work = order_in_stretches(problem, stretches, tiling.queries, heads, target.sms)
     parts = splits(problem, tiling, target)
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,
+        has_stretches=stretches is not None,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,

@@ -42,6 +42,11 @@ class Tiling(abc.ABC):
     heads_together: int | None = None
     persistent: bool = False
 
+    @property
+    def in_stretches(self) -> bool:
+        """Whether tiles of its kernel can begin with stretches of rows that see only each other, if there are such."""
+        return False
+
     @abc.abstractmethod
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""

@@ -28,6 +28,7 @@ from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
 from ...graph.expr import Dep, Expr, captures, inputs
+from .stretches import Stretches
 
 
 class QueryTiles(NamedTuple):
@@ -176,7 +177,7 @@ class WorkTables:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
         if self._on_gpu and torch._C._cuda_isCurrentStreamCapturing():
             return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
-        if self.order == "in_order" and sequences.cu_q is None:
+        if self.order == "in_order" and sequences.cu_q is None and not self.captures:
             return self._as_they_lie()
         sources: list[torch.Tensor] = []
         if sequences is not NO_SEQUENCES or counts is not None:
@@ -235,6 +236,26 @@ class WorkTables:
         return visits
 
 
+class StretchTables(WorkTables):
+    """The same of tiles that begin with stretches: int32 (entries, 6), see `Stretches.tiles`.
+
+    The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
+    """
+
+    def __init__(self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> None:
+        super().__init__(problem, None, tile, tile, order)
+        self.captures = stretches.told.sources
+        self.tiles, self.seen = stretches.tiles(tile), stretches.seen[of_keys]
+
+    def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
+        self.tiles.refresh()
+        tiles = self.tiles.tensor
+        if self.order == "in_order":
+            return tiles.clone()
+        work = self.seen[tiles[:, 5]]
+        return tiles[work.argsort(descending=self.order == "longest_first", stable=True)]
+
+
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.made: OrderedDict[Hashable, Refreshed[torch.Tensor | None]] = OrderedDict()
@@ -254,6 +275,15 @@ def work_tables(
     if found is None:
         found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order)
     return found
+
+
+def stretch_tables(problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> StretchTables:
+    """The `StretchTables` of tiles of queries, or of keys, which layers of one mask share."""
+    key = (stretches.told, tile, order, of_keys)
+    found = _forms.get(key)
+    if found is None:
+        found = _forms[key] = StretchTables(problem, tile, order, stretches, of_keys)
+    return found  # type: ignore[return-value]
 
 
 def ascends(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> bool | None:

@@ -136,7 +136,7 @@ class HopperForwardApart(HopperForward):
         """For the bands of its rows; one whose rows are beyond the last query sees no keys."""
         m = work.m * self.tiling.warpgroups + warpgroup
         leaves = call.leaves(dataclasses.replace(work, m=m), ROWS)
-        return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))
+        return dataclasses.replace(leaves, kv_len=choose(leaves.first < work.queries.end, leaves.kv_len, 0))
 
 
 class HopperForwardGuessing(HopperForwardApart):

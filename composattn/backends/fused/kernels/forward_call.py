@@ -67,7 +67,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     elif plan.direct_store:
         tO = permuted(given.out, 1, 0, 2)
     else:
-        mO = heads.view(queries.for_copies(given.out))
+        in_stretches = plan.has_stretches  # of one head
+        mO = queries.for_stores(given.out, rows) if in_stretches else heads.view(queries.for_copies(given.out))
         columns = tiling.output_columns
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, columns), (box, columns))
     kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
@@ -105,13 +106,14 @@ class Call(Fixed):
         """The work tile with this number, which exists."""
         tile = self.tile(number)
         part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
-        queries, keys = self.queries.sequence(tile.b), self.keys.sequence(tile.b)
+        # keys begin where they are first seen (`Forward.placed`), which is not before the stretch
+        queries, keys = self.queries.sequence(tile.b).within(tile.stretch), self.keys.sequence(tile.b)
         return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
 
     def leaves(self, work, tile_queries: int) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
-        first = work.m * tile_queries
-        last = cutlass.min(first + tile_queries, q_len) - 1
+        first = work.queries.from_start(work.m * tile_queries)
+        last = cutlass.min(first + tile_queries, work.queries.end) - 1
         return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
 
 

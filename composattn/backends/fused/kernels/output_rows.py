@@ -120,8 +120,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     def outputs(self, call: Call, sO: cute.Tensor) -> Iterator[tuple[Any, ...]]:
         work: Any = self.work
         box = (self.me.heads.box(self.me.rows), self.tiling.output_columns)
-        gO = work.queries.tiles(call.tensors.out, work.h, box, self.beside)
-        tile = self.row_tile()
+        gO, tile = work.queries.stored(call.tensors.out, work.h, box, self.row_tile(), self.beside)
         yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
 
     def store_rows(self, call: Call) -> None:

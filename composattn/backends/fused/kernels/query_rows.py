@@ -22,13 +22,14 @@ class Places(Fixed, Generic[AnyForwardTiling]):
 
     def __init__(self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: Work, row: Any) -> None:
         self.tiling, self.shape, self.work = tiling, shape, work
-        self.first_q, self.slot = heads.place(row)
+        first_q, self.slot = heads.place(row)
+        self.first_q = work.queries.from_start(first_q)
         self.head = work.h * tiling.packed_heads + self.slot
 
     def row_place(self, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
         q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
-        inside = q < self.work.queries.length
+        inside = q < self.work.queries.end
         if self.tiling.packed_heads < self.tiling.slots:
             inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.packed_heads)
         return q, h, inside

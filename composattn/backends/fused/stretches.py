@@ -1,0 +1,156 @@
+"""Stretches of rows that see only each other, as documents do: tiles begin with them, as with packed sequences.
+
+Where no row before a place sees a key behind it, and none behind it one before, the mask falls apart there, whatever it
+was made of. A mask of ids is told apart so on the device, by its contents: ids that come again later join all between.
+Results never depend on it: a mask that does not fall apart is one stretch, whose tiles are as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from ...analysis.derived import Derived, derive
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.evaluate import Env, evaluate_all
+from ...graph.expr import Dep, Expr, index, inputs, substitute
+
+LONG = 4096  # rows of sequences above which stretches are looked for; fewer were not timed
+# Rows that a stretch has at least, as short ones share tiles with what follows; copies of rows that end with a stretch
+# need as many above its end.
+SHORT = 128
+MOST = 512  # as many stretches of a sequence as if they had so many rows each, but 8 at least; of more there is one
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """Of the sequences of a call; `told`, int64, has three parts.
+
+    Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
+    begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
+    How many keys each row sees, or spans, (B|1 * S + 1,), and how many queries each key; a last one that sees fewest.
+    """
+
+    length: int
+    batch: int
+    told: Derived
+
+    @property
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many keys each row sees, and how many queries each key."""
+        keys, queries = self.told.tensor[5 * _entries(self.length, self.batch) :].chunk(2)
+        return keys, queries
+
+    def tiles(self, tile: int) -> Derived:
+        """int32 (entries, 6): sequence, number in the stretch, its first row, the row behind its last one, its number,
+        where `seen` has the tile's last row. Sequence -1: no tile.
+        """
+        shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
+        return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
+
+
+def falls_apart(problem: Problem, program: Program) -> bool:
+    """Whether `stretches_of` a call are some."""
+    return _ends(problem, program) is not None
+
+
+def stretches_of(problem: Problem, program: Program) -> Stretches | None:
+    """Those of a dense call whose mask leaves each row one run of keys, by tensors; None of others."""
+    ends = _ends(problem, program)
+    if ends is None:
+        return None
+    recipe = _Told(ends, problem.q_len, problem.batch)
+    told: Derived = derive(("stretches", *ends, recipe.length, recipe.batch), recipe, *inputs(*ends)[0])
+    return Stretches(problem.q_len, problem.batch, told)
+
+
+def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
+    """Of the keys that a row sees, and of the queries that see it as a key; None where no tensors decide."""
+    limits, of_keys = program.limits, program.of_keys[1]
+    if limits is None or of_keys is None or not problem.layout.is_dense:
+        return None
+    # a key is a row as well: what both read is read once
+    at_row = {index("kv"): index("q"), index("q_len"): index("kv_len")}
+    ends = limits.begin, limits.end, *(substitute(end, at_row) for end in (of_keys.begin, of_keys.end))
+    captures, scalars = inputs(*ends)
+    if not LONG < problem.q_len == problem.kv_len or not captures or scalars or any(e.deps & Dep.H for e in ends):
+        return None
+    return ends
+
+
+def most_stretches(length: int) -> int:
+    """Of a sequence."""
+    return max(8, length // MOST)
+
+
+def most_tiles(length: int, tile: int) -> int:
+    """Of all stretches of a sequence."""
+    return (length + most_stretches(length) * (tile - 1)) // tile
+
+
+def _entries(length: int, batch: int) -> int:
+    return batch * most_stretches(length) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """What `Stretches` are told by, from captured tensors: rows see keys, and keys are seen, from end to end."""
+
+    ends: tuple[Expr, ...]
+    length: int
+    batch: int
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        n, batch, device = self.length, self.batch, tensors[0].device
+        by_sequence = any(end.deps & Dep.B for end in self.ends)
+        row, b = torch.arange(n, device=device)[None], torch.arange(batch, device=device)[:, None]
+        at = {"b": b if by_sequence else 0, "h": 0, "q": row, "q_len": n, "kv_len": n}
+        read = {id(c.tensor): t for c, t in zip(inputs(*self.ends)[0], tensors, strict=True)}
+        found = evaluate_all(list(self.ends), Env(index=at, device=device, tensors=read))
+        begin, end, first, stop = (e.expand(batch if by_sequence else 1, n) for e in found)
+        seen = [pad((e.clamp(max=n) - b).flatten(), (0, 1), value=-n) for b, e in ((begin, end), (first, stop))]
+        entry = torch.arange(_entries(n, batch), device=device)
+        b, number = entry // most_stretches(n), entry % most_stretches(n)
+        place = b * n if by_sequence else b // batch * n
+        stretch = pad(runs(begin, end).expand(batch, -1, -1).reshape(-1, 2), (0, 0, 0, 1)).t()
+        return torch.cat([b.masked_fill(b == batch, -1), stretch.flatten(), number, place, *seen])
+
+
+def runs(begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """(B, stretches, 2) of the keys [begin, end) that each row sees, (B, S); of a row that sees none in any order."""
+    n, most = begin.shape[-1], most_stretches(begin.shape[-1])
+    row = torch.arange(n, device=begin.device)
+    # a row joins all from its first key, or itself, to its last one
+    first, last = torch.minimum(begin, row).clamp_(min=0), torch.maximum(end - 1, row)
+    ends_here = row.expand_as(first).scatter_reduce(-1, first, last, "amax").cummax(-1).values == row
+    # where the mask falls apart once more may be an end again; the first one needs rows, too
+    again = torch.where(ends_here, row + SHORT, SHORT - 1).cummax(-1).values
+    ends_here[:, 1:] &= again[:, :-1] <= row[1:]
+    ends_here &= row >= SHORT - 1
+    number = ends_here.cumsum(-1)
+    ends_here &= number[:, -1:] <= most
+    # those behind the last one are empty, and what is no start goes to a place that nobody reads
+    start = (torch.arange(most + 2, device=row.device).clamp(max=1) * n).expand(len(begin), -1)
+    start = start.scatter(1, torch.where(ends_here, number, most + 1), (row + 1).expand_as(first))
+    return start[:, : most + 1].unfold(1, 2, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _TilesOf:
+    stretches: int
+    tile: int
+    most: int
+
+    def __call__(self, told: torch.Tensor) -> torch.Tensor:
+        table = told[: 5 * self.stretches].view(5, -1)
+        _, start, stop, _, _ = table.unbind()
+        after = ((stop - start + (self.tile - 1)) // self.tile).cumsum(0)
+        at = torch.arange(self.most, device=told.device)
+        stretch = torch.searchsorted(after[:-1], at, right=True)
+        b, start, stop, number, place = table[:, stretch].unbind()
+        m = at - pad(after, (1, 0))[stretch]
+        last = torch.minimum(start + (m + 1) * self.tile, stop).sub_(1).clamp_(min=0)
+        return torch.stack([b, m, start, stop, number, last + place], 1).to(torch.int32)

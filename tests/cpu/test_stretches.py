@@ -1,0 +1,140 @@
+"""Stretches of rows that see only each other: told by contents alone, and tiles of them that cover each row once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from composattn.analysis.derived import refresh
+from composattn.analysis.program import Program
+from composattn.backends.fused import stretches
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.stretches import Stretches, most_stretches, runs, stretches_of
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.work import stretch_tables
+from composattn.call.problem import Problem
+from composattn.call.sequences import NO_SEQUENCES
+from composattn.mods import causal, document, sliding_window
+from composattn.mods.mask import Mask
+
+ROWS = 597
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of some hundred rows have stretches too."""
+    monkeypatch.setattr(stretches, "LONG", 100)
+
+
+def documents(*lengths: int) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def problem(length: int = ROWS, batch: int = 2, kv_length: int | None = None) -> Problem:
+    kv_len, cpu = kv_length or length, torch.device("cpu")
+    return Problem(batch, 16, 8, length, kv_len, 128, 128, torch.bfloat16, cpu)
+
+
+def found(mask: Mask, length: int = ROWS, **how: int) -> Stretches | None:
+    return stretches_of(problem(length, **how), Program(None, mask.expr))
+
+
+def told(visible: torch.Tensor) -> list[tuple[int, int]]:
+    """The stretches of a mask (S, S), by where the keys of each row begin and end."""
+    n = len(visible)
+    some = visible.any(1)
+    begin = torch.where(some, visible.int().argmax(1), n + 3)
+    end = torch.where(some, n - visible.flip(1).int().argmax(1), 0)
+    return [(a, b) for a, b in runs(begin[None], end[None])[0].tolist() if b > a]
+
+
+def test_documents_are_told_apart_and_short_ones_share_tiles_with_what_follows() -> None:
+    ids = documents(150, 1, 1, 199, 40, 206)
+    same = ids[:, None] == ids
+    apart = [(0, 150), (150, 351), (351, 597)]
+    assert told(same) == told(same.tril()) == told(same.triu()) == apart
+    hidden = torch.arange(ROWS) % 5 == 0
+    assert told(same & ~hidden[:, None]) == apart
+
+
+def test_what_any_row_sees_across_a_place_joins_both_sides() -> None:
+    same = documents(200, 200, 197)
+    visible = same[:, None] == same
+    assert told(visible) == [(0, 200), (200, 400), (400, 597)]
+    visible[450, 10] = True  # a row behind sees a key before
+    assert told(visible) == [(0, 597)]
+    visible[450, 10], visible[10, 300] = False, True  # a row before sees a key behind
+    assert told(visible) == [(0, 400), (400, 597)]
+    again = documents(200, 200, 197) % 2
+    assert told(again[:, None] == again) == [(0, 597)]
+
+
+def test_of_too_many_there_is_one() -> None:
+    most = most_stretches(2000)
+    assert most == 8
+    for count, stretched in ((8, 8), (9, 1)):
+        ids = torch.arange(2000) * count // 2000
+        assert len(told((ids[:, None] == ids).tril())) == stretched
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool) -> None:
+    """The tables are made by operations that are recorded in the second run, and repeated from the third on."""
+    contents = [
+        documents(150, 1, 1, 199, 40, 206), documents(300, 297), documents(597), torch.arange(ROWS),
+        documents(200, 200, 197).roll(50), documents(128, 128, 128, 213), documents(590, 7),
+    ]  # fmt: skip
+    ids = torch.stack(contents[:2])
+    program = Program(None, (causal() & document(ids) if bounded else document(ids)).expr)
+    of_call = stretches_of(problem(), program)
+    assert of_call is not None
+    tables = [stretch_tables(problem(), 128, "longest_first", of_call, of_keys) for of_keys in (False, True)]
+    tables.append(stretch_tables(problem(), 64, "in_order", of_call, False))
+    for first, second in zip(contents, contents[3:] + contents[:3], strict=True):
+        ids.copy_(torch.stack([first, second]))
+        refresh(program.captures)
+        meant = []
+        for table, tile in zip(tables, (128, 128, 64), strict=True):
+            times = torch.zeros(2, ROWS, dtype=torch.int32)
+            found = [entry for entry in table(NO_SEQUENCES).tolist() if entry[0] >= 0]
+            for b, m, start, stop, *_ in found:
+                assert start + m * tile < stop
+                times[b, start + m * tile : min(start + (m + 1) * tile, stop)] += 1
+            assert bool((times == 1).all())
+            meant.append({(b, start, stop) for b, _, start, stop, *_ in found})
+        assert meant[0] == meant[1] == meant[2], "tables of other contents"
+
+
+def test_the_tiles_that_see_most_come_first() -> None:
+    ids = documents(150, 300, 147)
+    of_call = found(document(ids), batch=1)
+    assert of_call is not None
+    table = stretch_tables(problem(batch=1), 128, "longest_first", of_call, False)(NO_SEQUENCES)
+    assert [row[2] for row in table.tolist() if row[0] >= 0] == [150, 150, 150, 0, 0, 450, 450]
+    assert bool((table[7:, 0] == -1).all())
+
+
+def test_masks_that_no_tensor_tells_have_none() -> None:
+    ids = documents(300, 297)
+    assert found(document(ids) & sliding_window(100)) is not None
+    assert found(causal()) is None and found(sliding_window(100)) is None
+    assert found(document(ids), kv_length=ROWS + 1) is None
+    heads = torch.stack([ids, ids.roll(5)] * 8)
+    assert found(Mask.of(lambda b, h, q, kv: heads[h, q] == heads[h, kv])) is None
+
+
+def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:
+    ids = torch.repeat_interleave(torch.arange(6), torch.tensor([700, 1500, 300, 2500, 1192, 2000]))
+    program, long = Program(None, (causal() & document(ids)).expr), problem(8192)
+    plan = plan_forward(long, program, HOPPER)
+    assert plan.has_stretches and plan.key.endswith(" in stretches")
+    assert "as tiles begin where the mask falls apart" in str(plan)
+    full = plan_forward(long, Program(None, document(ids).expr), HOPPER)
+    assert full.has_stretches and full.tiling.persistent and full.tiling.tile_n == 128
+    listed = Program(None, document(ids.roll(5)).expr)  # matching values lie apart: lists of tiles
+    assert not plan_forward(long, listed, HOPPER).has_stretches
+    shorter = dataclasses.replace(long, q_len=4096, kv_len=4096)
+    fewer = Program(None, document(ids[:4096]).expr)
+    assert not plan_forward(shorter, fewer, HOPPER).has_stretches

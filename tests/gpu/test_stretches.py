@@ -1,0 +1,34 @@
+"""Long documents by ids, whose tiles begin with them, on a GPU: as the ids say now, in every sequence of a batch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.mods import causal, document
+from composattn.testing import Case, check
+from tests.support import gpu_backend, outlier_normal
+
+pytestmark = pytest.mark.gpu
+LENGTHS = 700, 1500, 300, 1105, 1, 1, 640
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_ids_that_are_written_to(is_causal: bool, generator: torch.Generator) -> None:
+    """Plans and memory are kept from one batch of documents to the next."""
+    lie = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    ids = torch.stack([lie, lie.flip(0)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    draw = partial(outlier_normal, generator=generator, dtype=torch.bfloat16, device="cuda")
+    q, k, v, dout = (draw(2, heads, len(lie), 128) for heads in (2, 1, 1, 2))
+    attention = ca.Attention(mask_mod=mask, backend=gpu_backend())
+
+    def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, **_: object) -> object:
+        return attention(q, k, v, return_lse=return_lse)
+
+    for now in (ids.clone(), ids.roll(333, 1), torch.zeros_like(ids), ids.clone()):
+        ids.copy_(now)
+        check(planned, Case(q, k, v, mask_mod=mask, dout=dout))
