@@ -2,7 +2,7 @@
 
 The sums of a product lie with groups of `THREADS` threads, and each group has a part of the memory: its threads' chunks
 of 16 bytes, chunk j of thread t at 4 * (j * THREADS + t) of the part. Whoever reads them must have registers of the
-same product.
+same product. A group may be a warp, of 32 `threads`.
 """
 
 import cutlass.cute as cute
@@ -37,19 +37,19 @@ def add_chunks_if(condition, address, registers: cute.Tensor) -> None:
         )
 
 
-def first_number(count: int, group, thread):
+def first_number(count: int, group, thread, threads: int = THREADS):
     """Where the first chunk of a thread with `count` numbers lies."""
-    return group * (count * THREADS) + thread * 4
+    return group * (count * threads) + thread * 4
 
 
-def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
+def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread, threads: int = THREADS) -> None:
     """Registers to memory that nobody else writes."""
-    move(_fours(registers.iterator, registers, 4), _of_thread(target, registers, group, thread))
+    move(_fours(registers.iterator, registers, 4), _of_thread(target, registers, group, thread, threads))
 
 
-def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
+def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread, threads: int = THREADS) -> None:
     """What `add_part` and `store_part` have left."""
-    move(_of_thread(source, registers, group, thread), _fours(registers.iterator, registers, 4))
+    move(_of_thread(source, registers, group, thread, threads), _fours(registers.iterator, registers, 4))
 
 
 def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
@@ -63,9 +63,9 @@ def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
     move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
 
 
-def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:
-    start = memory.iterator + first_number(cute.size(registers), group, thread)
-    return _fours(aligned(start), registers, 4 * THREADS)
+def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread, threads: int) -> cute.Tensor:
+    start = memory.iterator + first_number(cute.size(registers), group, thread, threads)
+    return _fours(aligned(start), registers, 4 * threads)
 
 
 def _fours(start: cute.Pointer, registers: cute.Tensor, apart: int) -> cute.Tensor:

@@ -164,6 +164,8 @@ PLANS: dict[str, Callable[[], Any]] = {
     "gather-d512": backward("gather", d=512, lengths=FEW_TILES),
     **{f"backward-causal-d{d}": backward("main", mask="causal", d=d) for d in (64, 96, 128, 192, 256)},
     "backward-causal-d192-dv128": backward("main", mask="causal", d=192, dv=128),
+    "backward-full-d96": backward("main", d=96),
+    "postprocess-full-d96": backward("postprocess", d=96),
     "backward-cut-full-d128": backward("main", lengths=FEW_TILES),
     "backward-window-d64": backward("main", mask="window", d=64, lengths=(2048, 2048)),
     "backward-documents-d128": backward("main", mask="documents"),

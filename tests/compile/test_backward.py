@@ -156,17 +156,20 @@ def test_dq_is_added_while_dk_runs(d: int, folder: Path) -> None:
         assert "0x1" in kinds[first - 1] and "0x0" in kinds[first + additions]
 
 
+# columns of D 96 as two warpgroups compute them: 64 each
+@pytest.mark.parametrize(("d", "queries", "columns"), [(128, 80, 64), (96, 96, 64)])
 @pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])
-def test_dq_of_long_calls_leaves_in_bulk(mods: str, folder: Path) -> None:
-    plan = plans(mods, 128, length=8192).main
+def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, queries: int, columns: int, folder: Path) -> None:
+    plan = plans(mods, d, length=8192).main
     made = compile_offline(plan, folder)
     t = plan.tiling
-    assert (t.tile_m, t.dq_in_bulk, t.persistent) == (80, True, True) and made.shared_memory <= HOPPER.shared_memory
+    assert (t.tile_m, t.dq_in_bulk, t.persistent) == (queries, True, True)
+    assert made.shared_memory <= HOPPER.shared_memory
     if made.instructions:
         (loop,) = loops_over_queries(made)
         assert made.spills == 0 and made.mnemonics["WARPGROUP"] <= 14
         assert made.mnemonics["REDG"] == t.clears and made.mnemonics["UBLKRED"] == 1
-        assert loop["STS"] == t.tile_m * t.d // (4 * 128 * t.warpgroups)  # 16 bytes each
+        assert loop["STS"] == queries * columns // (4 * 128)  # 16 bytes each
         assert loop["BAR"] == loop["NANOSLEEP"] == 0
 
 
@@ -393,6 +396,20 @@ def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
     assert all(later) and not timed(FULL, 256, 8192).tiling.dv_later
 
 
+def test_at_timed_sizes_d96_has_tiles_of_96_queries_where_a_key_is_seen_by_many() -> None:
+    """3 to 6 %; causal calls of 2k lose 3, a fixed order was not timed."""
+    tilings = {(m, n): timed(m, 96, n).tiling for m in (FULL, CAUSAL) for n in (2048, 8192)}
+    overlapping = {key for key, t in tilings.items() if (t.tile_m, t.dq_split) == (96, "overlapping")}
+    assert overlapping == {(FULL, 2048), (FULL, 8192), (CAUSAL, 8192)}
+    assert tilings[CAUSAL, 2048].tile_m == timed(CAUSAL, 96, 8192, in_order=True).tiling.tile_m == 64
+
+
+def test_parts_of_dq_that_pairs_add_one_after_the_other() -> None:
+    """7 % at 192/128; at D 192 not timed."""
+    parts = {(d, dv): timed(FULL, d, 8192, dv=dv).tiling.part_columns for d, dv in ((192, 128), (192, 192), (256, 256))}
+    assert parts == {(192, 128): 48, (192, 192): 96, (256, 256): 64}
+
+
 def test_at_timed_sizes_the_rest_of_a_last_round_is_cut() -> None:
     """1 to 5 %; nobody adds in pieces where a fixed order is asked for, or tiles differ."""
     cut = {64: (2048, 8192, 32768), 96: (2048, 8192), 128: (32768,), 192: (2048, 8192)}
@@ -572,7 +589,8 @@ def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int
         assert cleared == in_order.tiling.tile_m * tile.d // (4 * preprocess.THREADS)
         assert made["preprocess"].threads == 512  # 1 to 2 us, of fewer
         assert tile.clears and cleared_inside == tile.tile_m * tile.d // (4 * 32)
-        assert loaded == tile.tile_m * tile.d // (4 * 128 * tile.warpgroups)
+        held = 64 * tile.warpgroups if tile.dq_split == "overlapping" else tile.d
+        assert loaded == tile.tile_m * held // (4 * 128 * tile.warpgroups)
 
 
 class Traced(Exception):

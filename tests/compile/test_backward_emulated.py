@@ -135,6 +135,9 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
 CLEARING, PASSING = {"clears": True}, {"passing": True}
+OVERLAPPING: dict[str, Any] = {
+    "tile_m": 96, "dq_split": "overlapping", "dq_later": True, "persistent": True, "dq_in_bulk": True, "clears": True,
+}  # fmt: skip
 BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -173,6 +176,13 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         ("window", torch.float16, 2, 1, 250, 300, 96, 96, True, False),
         LEAVE | CLEARING,
         None,
+    ),
+    "overlapping-clearing": (("causal", torch.bfloat16, 3, 3, 300, 300, 96, 96, True, False), OVERLAPPING, None),
+    "overlapping-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 80, 64, True, False), OVERLAPPING, None),
+    "overlapping-clearing-cut": (
+        ("plain", torch.bfloat16, 4, 2, 250, 270, 96, 80, False, False),
+        OVERLAPPING,
+        (6, 4, 2),
     ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }

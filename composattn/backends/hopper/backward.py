@@ -21,7 +21,7 @@ from ..fused.kernels.dq_sender import DqSender
 from ..fused.kernels.key_tile import KeyTile
 from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
-from .dq import DqPart
+from .dq import DqPart, WarpColumns
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
@@ -250,12 +250,19 @@ class Consumer(KeyWarpgroup):
         else:
             mine = Slot(1, self.number, dq_slot.phase)
             edge.wait_empty(mine)
-            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
+            self.put_dq(tQrdQ)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             edge.fill(mine, self.lane)
         # here, as a branch of one lane that the compiler makes of two releases moves additions behind the next wait
         self.block.ds_edge.release(ds_slot, self.lane)
+
+    def put_dq(self, tQrdQ) -> None:
+        """To the place that it leaves from."""
+        if self.tiling.dq_split == "overlapping":
+            WarpColumns(self.number, self.thread).store(self.block.sdQ, tQrdQ)
+        else:
+            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
 
     def starts(self, slots):
         return (*slots, LastDq.none()) if self.tiling.dq_later else slots

@@ -17,6 +17,7 @@ from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, pad
 from ..fused.work import fixed_visits
 
 ROWS = 64  # of one warpgroup's product
+OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
@@ -40,15 +41,15 @@ class HopperBackwardTiling(BackwardTiling):
     or (`transposed`) each has rows of dVᵀ and dKᵀ of all keys, see `shares`.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
-    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). `p_early`: P is computed while dPᵀ
-    runs, and dS written before the product for dV starts; else P and dS are computed together. `bends_early`: so is P,
-    with what dP - D is multiplied by, where the derivative of a score looks at the score, and a tanh near 0 is a
-    polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
+    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ; of 96 `overlapping`, 64 each).
+    `p_early`: P is computed while dPᵀ runs, and dS written before the product for dV starts; else P and dS are computed
+    together. `bends_early`: so is P, with what dP - D is multiplied by, where the derivative of a score looks at the
+    score, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
     warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
     starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
-    from registers. `dq_pieces` of a warpgroup's part then pass through the same place one after the other.
-    `lse_ahead`: rows of LSE that are read under their scores, as many as there are registers for. `dv_later`, of pairs
-    that exchange dS: the product for dV of a query tile starts behind that for the next one's scores.
+    from registers. `dq_pieces` of a warpgroup's part then pass through the same place one after the other. `lse_ahead`:
+    rows of LSE that are read under their scores, as many as there are registers for. `dv_later`, of pairs that exchange
+    dS: the product for dV of a query tile starts behind that for the next one's scores.
     `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
     `Edge`.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
@@ -59,7 +60,7 @@ class HopperBackwardTiling(BackwardTiling):
     do_stages: int
     ds_stages: int
     warpgroups: int
-    dq_split: Literal["columns", "rows", "transposed"]
+    dq_split: Literal["columns", "rows", "transposed", "overlapping"]
     consumer_registers: int
     producer_registers: int
     p_early: bool
@@ -103,6 +104,12 @@ class HopperBackwardTiling(BackwardTiling):
         return 512 - self.producer_registers - 2 * self.consumer_registers
 
     @property
+    def dq_numbers(self) -> int:
+        """Of shared memory through which dQ leaves in bulk; `overlapping`, what nobody sends is behind it."""
+        unsent = 2 * ROWS - OVERLAPPING if self.dq_split == "overlapping" else 0
+        return self.tile_m * (self.d + unsent) // self.dq_pieces
+
+    @property
     def dk_parts(self) -> int:
         """Blocks that have columns of dK and dV side by side."""
         return 1
@@ -134,7 +141,7 @@ class HopperBackwardTiling(BackwardTiling):
         statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
         weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
-        dq = 4 * self.tile_m * self.d // self.dq_pieces if self.dq_in_bulk else 0
+        dq = 4 * self.dq_numbers if self.dq_in_bulk else 0
         if self.persistent and not self.dq_in_bulk:
             stationary *= 2
         return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
@@ -230,10 +237,7 @@ def _differ(problem: Problem, program: Program) -> bool:
 
 
 def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
-    """Of each kernel.
-
-    dK and dV of 64 keys take (d + dv) / 2 registers per thread, Sᵀ and dPᵀ tile_m / 2 each, dQ tile_m * d / 256.
-    """
+    """Of each kernel."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if max(d, dv) > 256:
         return _halves(problem, target)
@@ -249,6 +253,16 @@ def _tiles(problem: Problem, program: Program, target: Target, deterministic: bo
         tiling = dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True, clears=clears)
         halves = deterministic and d == dv and program.score is None and not has_opaque_test(program)
         return _by_halves(tiling) if halves else tiling
+    return _keys_apart(d, dv, problem, program, target, deterministic)
+
+
+def _keys_apart(
+    d: int, dv: int, problem: Problem, program: Program, target: Target, deterministic: bool
+) -> HopperBackwardTiling:
+    """Of 64 keys a warpgroup, whose dK and dV are in its registers, (d + dv) / 2 a thread.
+
+    Sᵀ and dPᵀ take tile_m / 2 each, dQ tile_m * d / 256.
+    """
     # taller tiles read K and V less often a score, and leave no registers for addresses of captured tensors or tests
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
@@ -260,18 +274,20 @@ def _tiles(problem: Problem, program: Program, target: Target, deterministic: bo
     tall = d <= 64 and dv <= 64 and not reads
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)
-    # where a mask leaves a key few queries, tiles that end on no multiple of 64 visit more than they save
-    wide = d == 128 and not reads and program.score is None and not has_costly_test(program.mask)
+    plain = not reads and program.score is None and not has_costly_test(program.mask)
+    # where a mask leaves a key few queries, tiles that end on no multiple of 64 visit more than they save (D 96, causal
+    # calls: 3 % gained at 8k, lost at 2k)
     seen = queries_of_a_key(problem, program)
-    wide = wide and (deterministic or program.mask is None or seen > SHORT)
+    many = program.mask is None or seen > SHORT
+    wide = d == 128 and plain and (deterministic or many)
+    overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
     # in a fixed order each turn comes a tile later, which only senders of dQ wait for (D 64 and 96 gain 3 to 11 %)
-    plain = not reads and program.score is None and not has_costly_test(program.mask)
-    sends = wide or (deterministic and plain and (tall or max(d, dv) == 96))
+    sends = wide or overlapping or (deterministic and plain and (tall or max(d, dv) == 96))
     # D 96 gains nothing by it, and what is read of a listed tile takes the registers of 128 queries
     later = sends or (max(d, dv) != 96 and not deterministic and not (tall and listed))
     tiling = HopperBackwardTiling(
-        tile_m=128 if tall else 80 if wide else 64,
+        tile_m=128 if tall else 80 if wide else 96 if overlapping else 64,
         tile_n=128,
         d=d,
         dv=dv,
@@ -279,7 +295,7 @@ def _tiles(problem: Problem, program: Program, target: Target, deterministic: bo
         do_stages=2,
         ds_stages=2,
         warpgroups=2,
-        dq_split="rows" if tall else "transposed" if wide else "columns",
+        dq_split="rows" if tall else "transposed" if wide else "overlapping" if overlapping else "columns",
         consumer_registers=240,
         producer_registers=24,
         p_early=True,
@@ -404,10 +420,12 @@ def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
 def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> ExchangeBackwardTiling:
     """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO.
 
+    Two parts of dQ at 192/128, 48 columns each, are 7 % faster than one: the first is added under the other's product.
+
     Where there are two, dV comes later: 2 to 4 %; with one, dO would stay for too long (D 256 loses 2).
     """
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-    columns = one.d // 2 if one.d == 192 else one.d // 4
+    columns = 96 if one.d == one.dv == 192 else one.d // 4
     own = {
         "kernel": ExchangeBackwardTiling.kernel,
         "tile_n": 2 * one.tile_n,

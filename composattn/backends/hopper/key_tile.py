@@ -114,9 +114,9 @@ class Block(Fixed):
         # dQ on its way out, in the order of registers, a warpgroup's part after the other's
         self.sdQ = None
         if tiling.dq_in_bulk:
-            numbers = tiling.tile_m * tiling.d // tiling.dq_pieces
-            room = smem.allocate_array(Float32, numbers, byte_alignment=1024)
-            self.sdQ = cute.make_tensor(room, cute.make_layout(numbers))
+            room = smem.allocate_array(Float32, tiling.dq_numbers, byte_alignment=1024)
+            self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.dq_numbers))
+            self.part = tiling.tile_m * tiling.d // tiling.dq_pieces // self.parts
             self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
         self.sLines = None
         if tiling.distances:
@@ -147,9 +147,9 @@ class Block(Fixed):
     def result_over_dq(self, which: int, number) -> cute.Tensor:
         """dK (0) or dV of a warpgroup's keys, in the place of its part of dQ."""
         layout = self.results[which]
-        part = cute.size(self.sdQ) // self.parts
-        assert cute.cosize(layout.outer) * self.dtype.width <= part * Float32.width, "a result larger than a part of dQ"
-        place = (self.sdQ.iterator + number * part).toint()
+        room = self.part * Float32.width
+        assert cute.cosize(layout.outer) * self.dtype.width <= room, "a result larger than a part of dQ"
+        place = (self.sdQ.iterator + number * self.part).toint()
         start = cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(start, swizzle_=layout.inner), layout.outer)
 
