@@ -390,7 +390,8 @@ def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
-    assert [cut(128, length, causal()).persistent for length in (256, 1024, 2048)] == [True, True, False]
+    assert [cut(128, length, causal()).drawn for length in (256, 8192, 16384)] == ["early", "early", None]
+    assert [cut(128, length).persistent for length in (4096, 8192)] == [True, False]
     assert not cut(128, 256, causal(), persistent=False).persistent
     assert cut(64, 256, causal(), persistent=True).persistent
 
