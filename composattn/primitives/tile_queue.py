@@ -31,7 +31,7 @@ class TileQueue(Fixed):
 
     def ask(self, lane: Int32) -> Int32:
         """Begins to draw: what comes back, after about 1 µs, is for `drawn`."""
-        return one_more(self.counter.iterator, lane == 0, self.tiles)
+        return one_more(self.counter.iterator, lane == 0, None if self.tiles is None else self.tiles - 1)
 
     def drawn(self, asked: Int32) -> Int32:
         """The number that was asked for, in all lanes."""
@@ -52,11 +52,11 @@ class TileQueue(Fixed):
 
 
 @cute.jit
-def one_more(counter: cute.Pointer, condition: Boolean, laps: Int32 | None = None) -> Int32:
-    """What was there before it grew by one, where the condition holds; of `laps` numbers zero follows the last."""
+def one_more(counter: cute.Pointer, condition: Boolean, last: Int32 | None = None) -> Int32:
+    """What was there before it grew by one, where the condition holds; behind `last` zero follows."""
     found = Int32(0)
     if condition:
-        if const_expr(laps is None):
+        if const_expr(last is None):
             found = cute.arch.inline_ptx(
                 "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[counter]
             )
@@ -64,7 +64,7 @@ def one_more(counter: cute.Pointer, condition: Boolean, laps: Int32 | None = Non
             found = cute.arch.inline_ptx(
                 "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
                 write_only_types=[Int32],
-                read_only_args=[counter, laps - 1],
+                read_only_args=[counter, last],
             )
     return found
 

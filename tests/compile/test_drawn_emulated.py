@@ -1,4 +1,4 @@
-"""Blocks that stay and draw their tiles from a counter give the bits of a block per tile; the counter ends at zero."""
+"""Blocks that stay and draw their tiles give the bits of a block per tile, and leave their counter at zero."""
 
 from __future__ import annotations
 
