@@ -12,8 +12,9 @@ from cutlass.memory import SmemAllocator
 from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.emit_tiles import BandTiles
-from ...primitives.pipelines import Copies, Edge, start_edges
+from ...primitives.pipelines import Copies, Edge, Warps, start_edges
 from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
+from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
@@ -35,7 +36,7 @@ class WarpgroupForward(Forward[AnyTiling]):
     rows = ROWS
 
     @abc.abstractmethod
-    def block(self) -> Any:
+    def block(self, call: Call) -> Any:
         """Shared memory and edges of a block."""
 
     @abc.abstractmethod
@@ -54,7 +55,7 @@ class WarpgroupForward(Forward[AnyTiling]):
     def roles(self, call):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch(call, warp == 0)
-        block = self.block()
+        block = self.block(call)
         start_edges(block.edges, warp)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
@@ -82,8 +83,8 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
-    def block(self):
-        return Block(self.tiling, self.dtype)
+    def block(self, call):
+        return Block(self.tiling, self.dtype, call)
 
     def products(self, block, number):
         return Products(self.tiling, block, number)
@@ -144,8 +145,8 @@ class HopperForwardGuessing(HopperForwardApart):
 
     group_rows = GuessingRows
 
-    def block(self):
-        return BlockWithOnes(self.tiling, self.dtype)
+    def block(self, call):
+        return BlockWithOnes(self.tiling, self.dtype, call)
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
@@ -164,19 +165,25 @@ class HopperForwardFromFirst(HopperForwardApart):
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
-    def __init__(self, tiling, dtype):
+    def __init__(self, tiling, dtype, call):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
         q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
         k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
-        edges = (
+        edges = [
             Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide), consumers),
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
-        )
+        ]
+        if tiling.drawn:  # numbers of the tiles that follow
+            edges.append(Edge(2, Warps(1), consumers))
         smem = SmemAllocator()
-        self.edges = self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
+        self.edges = Edge.allocate(smem, edges)
+        self.rings = self.q_edge, self.k_edge, self.v_edge = self.edges[:3]
+        self.queue = None
+        if tiling.drawn:
+            self.queue = TileQueue(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
         self.turns = barriers.row(4, 2 * WARPGROUP)

@@ -39,10 +39,11 @@ MANY_KEYS_LINE = 1024
 # Keys from which any D guesses behind a score mod where there is no mask: scores may rise towards the diagonal, so that
 # up to three tiles are computed again, of 64 with 8,192 keys (ALiBi to both sides gains 3 to 4 %)
 MANY_KEYS_RISING = 4096
-# Queries up to which D 128 gains from a block that stays, its next tile copied under this one's end (7 % of causal 1k;
-# of causal 2k it loses 7 %, as a fixed stride balances worse than one block per tile)
-SHORT_PERSISTENT = 1024
-LONG_PERSISTENT = 16384  # the same of D 64
+# Keys of a query, on average, up to which D 128 gains from blocks that stay and draw their tiles, the next one copied
+# under this one's end: 4 to 8 % of full 1k to 4k, 15, 8, 1 and 1 % of causal 1k, 2k, 4k and 8k (of full 16k it loses
+# 2 %, of 8k nothing). By a fixed stride causal 2k loses 7 %
+FEW_KEYS_DRAWN = 4224
+LONG_PERSISTENT = 16384  # queries up to which D 64 gains from blocks that stay
 # Keys up to which small blocks of D 64 stay, with 64 keys at a time (causal calls in a graph: 128, 256 and 512 gain 9,
 # 15 and 13 %)
 SHORT_SMALL = 512
@@ -157,7 +158,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # plain D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
         plain = program.score is None and program.mask is None and program.keep is None and not invariant
         many = plain and warpgroups == 3 and widest == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
-        stays = queries(problem) <= SHORT_PERSISTENT if widest == 128 else many
+        stays = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN if widest == 128 else many
         persistent = stays and problem.layout.is_dense
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
@@ -182,6 +183,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
+        drawn="early" if persistent and widest == 128 else None,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
     )

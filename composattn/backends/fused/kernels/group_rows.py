@@ -18,7 +18,26 @@ LOOPS = 3
 
 
 class Load(Role):
-    """The copying warp: Q once per work tile, after the first K, or before it where there is room for two of them."""
+    """The copying warp: Q once per work tile, after the first K, or before it where there is room for two of them.
+
+    It draws the tiles where blocks do so.
+    """
+
+    @cute.jit
+    def draw_tiles(self, number, slots):
+        """Asks for a number before a tile's copies, or behind them."""
+        queue, lane, early = self.block.queue, cute.arch.lane_idx(), self.tiling.drawn == "early"
+        turn, asked = queue.edge.first, Int32(0)
+        while number < self.call.tiles:
+            if const_expr(early):
+                asked = queue.ask(lane)
+            if self.call.tile(number).exists:
+                slots = self.visit(self.work(number), slots)
+            if const_expr(not early):
+                asked = queue.ask(lane)
+            number = queue.drawn(asked)
+            queue.announce(turn, number, lane)
+            turn = turn.next()
 
     @cute.jit
     def visit(self, work, slots):
