@@ -59,6 +59,14 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
+# Columns of Q that registers have room for, by D and Dv, with a mask and with nothing but products (one H200, 8k: D 192
+# causal 1 %, full 4 % in blocks that draw their tiles, D 256 causal 1 %, 192/128 causal 2 %, but full nothing)
+HELD_MASKED = {(192, 192): 64, (192, 128): 192, (256, 256): 64}
+HELD_PLAIN = {(192, 192): 128, (128, 128): 128}
+# Keys of a tile with D 192 and so many columns held: as many as leave the output memory of its own
+HELD_192 = 80
+# Keys from which D 128 holds its queries: 3 % of full 16k, with blocks that draw their tiles
+HELD_KEYS = 16384
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
@@ -77,7 +85,8 @@ class HopperTiling(ForwardTiling):
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
     computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
-    stay, the next work tile's is copied while this one is computed.
+    stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
+    all tiles of keys, so that the matrix unit reads only the other ones from shared memory.
     """
 
     stages: int
@@ -88,6 +97,7 @@ class HopperTiling(ForwardTiling):
     rescale_early: bool = False
     rescale_threshold: float = 8.0
     q_stages: int = 1
+    held: int = 0
 
     @property
     def in_stretches(self) -> bool:
@@ -124,10 +134,12 @@ class HopperTiling(ForwardTiling):
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
+        held = f"; {self.held} columns of Q in registers" if self.held else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}"
+            f"{apart}{guess}{held}",
         }
 
 
@@ -153,18 +165,14 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
-    persistent = problem.schedule.persistent
-    if persistent is None:
-        # plain D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
-        plain = program.score is None and program.mask is None and program.keep is None and not invariant
-        many = plain and warpgroups == 3 and widest == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
-        stays = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN if widest == 128 else many
-        persistent = stays and problem.layout.is_dense
+    asked_to_stay = problem.schedule.persistent
+    persistent = _stays(problem, program, warpgroups) if asked_to_stay is None else asked_to_stay
     rows = d + dv if persistent else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
-    most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
-    tile_n = asked or min(by_registers, by_memory, most)
+    tile_n = asked or min(by_registers, by_memory, _most_keys(problem, program))
+    held = _held(problem, program)
+    held = held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
@@ -183,11 +191,49 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
-        drawn="early" if persistent and widest == 128 else None,
+        drawn="early" if persistent and widest in (128, 192) else None,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
+        held=held,
     )
     return _with_next_queries(tiling, target)
+
+
+def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
+    """Whether large blocks stay for many work tiles, where nothing is asked for."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    plain = program.score is None and program.mask is None and program.keep is None
+    plain = plain and not problem.schedule.batch_invariant
+    if not problem.layout.is_dense:
+        return False
+    if max(d, dv) == 128:
+        return keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN or (plain and keys(problem) >= HELD_KEYS)
+    if d == dv == 192:
+        return plain
+    # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
+    return plain and warpgroups == 3 and d == dv == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
+
+
+def _most_keys(problem: Problem, program: Program) -> int:
+    """Of a large block's tile, whatever there is room for."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if reads_pairs(program.score):
+        return 96
+    if max(d, dv) > 192 and program.mask is not None:
+        return MASKED_256
+    return HELD_192 if d == dv == 192 and _held(problem, program) == HELD_PLAIN[d, dv] else 128
+
+
+def _held(problem: Problem, program: Program) -> int:
+    """Columns of Q that a large block's registers should hold, if they have room beside all others."""
+    if program.keep is not None or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
+        return 0
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    if program.mask is not None:
+        return 0 if reads_pairs(program.score) else HELD_MASKED.get(dims, 0)
+    if program.score is not None or (max(dims) == 128 and not (problem.layout.is_dense and keys(problem) >= HELD_KEYS)):
+        return 0
+    return HELD_PLAIN.get(dims, 0)
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
