@@ -172,6 +172,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-alibi-causal-d128": backward("main", "alibi", "causal"),
     "backward-softcap-causal-d64": backward("main", "softcap", "causal", d=64),
     "backward-bias-d64": backward("main", "bias", d=64),
+    "backward-last-queries-first-d128": backward("main", mask="causal", lengths=(32768, 32768)),
     "backward-in-order-causal-d128": backward("main", mask="causal", deterministic=True),
     "backward-in-order-backwards-d128": backward("main", mask="causal", deterministic=True, lengths=(16384, 16384)),
     "backward-in-order-causal-d256": backward("main", mask="causal", d=256, deterministic=True),

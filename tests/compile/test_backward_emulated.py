@@ -134,7 +134,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
-CLEARING, PASSING = {"clears": True}, {"passing": True}
+CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
 OVERLAPPING: dict[str, Any] = {
     "tile_m": 96, "dq_split": "overlapping", "dq_later": True, "persistent": True, "dq_in_bulk": True, "clears": True,
 }  # fmt: skip
@@ -157,6 +157,12 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "stay-cut": (("plain", torch.bfloat16, 4, 2, 200, 270, 64, 64, False, False), STAY, (6, 4, 2)),
     "stay-bulk": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), BULK | STAY, None),
     "stay-bulk-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 128, 64, True, False), BULK | STAY, None),
+    "last-first": (("causal", torch.bfloat16, 4, 2, 300, 400, 128, 128, True, False), BULK | STAY | LAST_FIRST, None),
+    "last-first-cut": (
+        ("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
+        BULK | STAY | LAST_FIRST,
+        (6, 2, 3),
+    ),
     "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
     "passing-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), PASSING, None),
     "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),

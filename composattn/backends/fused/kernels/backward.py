@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -175,7 +175,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
-        backwards: Boolean | Literal[False] = False
+        backwards: Boolean | bool = self.tiling.last_queries_first
         if self.tiling.ends_backwards:
             backwards = call.order.in_last_section(number)
             n = choose(backwards, count - 1 - n, n)
@@ -212,9 +212,11 @@ class Backward(Kernel, Generic[AnyTiling]):
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
-        if work.piece is None or n is not None:
-            return runs
-        return [run.piece(work.piece.index, work.piece.count) for run in runs]
+        if work.piece is not None and n is None:
+            runs = [run.piece(work.piece.index, work.piece.count) for run in runs]
+        if self.tiling.last_queries_first:
+            return [dataclasses.replace(run, backwards=True) for run in runs if isinstance(run, QueryRun)]
+        return runs
 
     @cute.jit
     def steps(self, call, work):
