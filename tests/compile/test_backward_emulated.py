@@ -19,7 +19,7 @@ from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_semaphore
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -297,6 +297,48 @@ def test_a_fixed_order_that_ends_backwards_is_as_right(
         torch.use_deterministic_algorithms(False)
 
 
+CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
+# facts as above, changes of the tiling, which tiles are cut, batch
+CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None, int]] = {
+    "plain-ragged": (("plain", torch.bfloat16, 2, 2, 250, 270, 128, 128, True, False), CLAIMED, None, 1),
+    "causal-gqa2-batch2": (("causal", torch.bfloat16, 4, 2, 200, 300, 128, 128, True, False), CLAIMED, None, 2),
+    "last-first-gqa2": (
+        ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, False, False),
+        CLAIMED | LAST_FIRST | {"tries_first": True},
+        None,
+        1,
+    ),
+    "plain-cut-batch2": (("plain", torch.bfloat16, 2, 1, 250, 270, 128, 128, False, False), CLAIMED, (6, 2, 2), 2),
+    "blocks-that-leave": (("plain", torch.float16, 1, 1, 170, 400, 128, 128, False, False), CLAIMED | LEAVE, None, 1),
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, *MODES[1:], random_mode(2)], ids=str)
+@pytest.mark.parametrize("case", CLAIMED_CASES)
+def test_who_comes_first_writes_dq_in_any_order(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    facts, changes, cut, batch = CLAIMED_CASES[case]
+    target = dataclasses.replace(HOPPER, sms=3)
+    torch.use_deterministic_algorithms(True)  # memory nobody writes is NaN
+    try:
+        check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, batch, **changes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("what", ["wait_for", "_claim"])
+def test_who_does_not_heed_a_claim_is_found(
+    what: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever adds before the first has written, or writes as the second."""
+    hasty = {"wait_for": lambda place, wanted: None, "_claim": lambda place, condition: Int32(1)}
+    monkeypatch.setattr(dq_claims, what, hasty[what])
+    facts, changes, _, _ = CLAIMED_CASES["blocks-that-leave"]
+    with pytest.raises(AssertionError, match="dq"):
+        check(facts, tmp_path, generator, mode=LATE, **changes)
+
+
 def test_whose_turn_is_not_the_first_does_not_write_over_dq(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,6 +473,7 @@ def check(
     target: Target = HOPPER,
     cut: Cut | Literal["auto"] | None = "auto",
     mode: Mode = EAGER,
+    batch: int = 1,
     **changes: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients, which are as close to fp64 as they have to be."""
@@ -441,10 +484,10 @@ def check(
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
 
     def draw(*shape: int) -> torch.Tensor:
-        return outlier_normal(1, *shape, generator=generator, dtype=dtype)
+        return outlier_normal(batch, *shape, generator=generator, dtype=dtype)
 
     q, k, v = draw(heads, q_len, d), draw(kv_heads, kv_len, d), draw(kv_heads, kv_len, dv)
-    dout, dlse = draw(heads, q_len, dv), torch.randn(1, heads, q_len, generator=generator)
+    dout, dlse = draw(heads, q_len, dv), torch.randn(batch, heads, q_len, generator=generator)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     scale = d**-0.5
     out, lse = reference.attention(*exact, score=program.score, mask=program.mask, scale=scale)
