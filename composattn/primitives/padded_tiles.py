@@ -109,4 +109,13 @@ def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, 
     return work[entry, 1] * parts + number % parts, head, work[entry, 0]
 
 
-__all__ = ["PaddedTiles", "claims_of", "cleared_of", "counter_of", "query_grid", "query_tile", "shares_of", "statistics_of"]
+__all__ = [
+    "PaddedTiles",
+    "claims_of",
+    "cleared_of",
+    "counter_of",
+    "query_grid",
+    "query_tile",
+    "shares_of",
+    "statistics_of",
+]

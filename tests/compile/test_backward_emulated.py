@@ -13,13 +13,14 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_claims, dq_semaphore
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -313,8 +314,8 @@ CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, 
 }
 
 
-@pytest.mark.parametrize("mode", [EAGER, *MODES[1:], random_mode(2)], ids=str)
-@pytest.mark.parametrize("case", CLAIMED_CASES)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", sampled(CLAIMED_CASES))
 def test_who_comes_first_writes_dq_in_any_order(
     case: str, mode: Mode, folder: Path, generator: torch.Generator
 ) -> None:
@@ -327,16 +328,28 @@ def test_who_comes_first_writes_dq_in_any_order(
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("what", ["wait_for", "_claim"])
-def test_who_does_not_heed_a_claim_is_found(
-    what: str, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+def test_who_writes_where_another_one_was_is_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever adds before the first has written, or writes as the second."""
-    hasty = {"wait_for": lambda place, wanted: None, "_claim": lambda place, condition: Int32(1)}
-    monkeypatch.setattr(dq_claims, what, hasty[what])
+    monkeypatch.setattr(dq_claims, "_claim", lambda place, condition: Int32(1))
     facts, changes, _, _ = CLAIMED_CASES["blocks-that-leave"]
     with pytest.raises(AssertionError, match="dq"):
-        check(facts, tmp_path, generator, mode=LATE, **changes)
+        check(facts, tmp_path, generator, mode=random_mode(3), **changes)
+
+
+def test_who_adds_where_another_one_has_not_written_yet_is_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims are made before the part is there, so that there is time for it."""
+
+    def claim(place: Any) -> Any:
+        return cute.arch.make_warp_uniform(dq_claims._claim(place, cute.arch.lane_idx() == 0))
+
+    monkeypatch.setattr(dq_sender, "look", claim)
+    monkeypatch.setattr(dq_sender, "is_first", lambda place, first, lane: first)
+    facts, changes, _, _ = CLAIMED_CASES["blocks-that-leave"]
+    with pytest.raises(AssertionError, match="dq"):
+        check(facts, tmp_path, generator, mode=random_mode(3), **changes)
 
 
 def test_whose_turn_is_not_the_first_does_not_write_over_dq(
