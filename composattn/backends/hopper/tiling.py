@@ -211,7 +211,7 @@ def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
     if d == dv == 192:
         return plain
     # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
-    return plain and warpgroups == 3 and d == dv == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
+    return plain and warpgroups == 3 and max(d, dv) == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
 
 
 def _most_keys(problem: Problem, program: Program) -> int:
