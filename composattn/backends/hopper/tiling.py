@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -43,6 +43,8 @@ MANY_KEYS_RISING = 4096
 # under this one's end: 4 to 8 % of full 1k to 4k, 15, 8, 1 and 1 % of causal 1k, 2k, 4k and 8k (of full 16k it loses
 # 2 %, of 8k nothing). By a fixed stride causal 2k loses 7 %
 FEW_KEYS_DRAWN = 4224
+# Keys up to which D 256 gains from them with no mask: 1.1 % of 2k, 0.5 % of 8k
+LONG_DRAWN_256 = 8192
 LONG_PERSISTENT = 16384  # queries up to which D 64 gains from blocks that stay
 # Keys up to which small blocks of D 64 stay, with 64 keys at a time (causal calls in a graph: 128, 256 and 512 gain 9,
 # 15 and 13 %)
@@ -86,7 +88,8 @@ class HopperTiling(ForwardTiling):
     computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
-    all tiles of keys, so that the matrix unit reads only the other ones from shared memory.
+    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
+    that draw their tiles put the output where Q is, and the next Q comes once it has left.
     """
 
     stages: int
@@ -98,6 +101,15 @@ class HopperTiling(ForwardTiling):
     rescale_threshold: float = 8.0
     q_stages: int = 1
     held: int = 0
+    output_over_q: bool = dataclasses.field(default=False, repr=False)  # in the key by `dealt`
+
+    def __post_init__(self) -> None:
+        if self.output_over_q and not (self.drawn and self.kernel in ("forward", "forward_in_order")):
+            raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
+
+    @property
+    def dealt(self) -> str:
+        return super().dealt + ", O over Q" * self.output_over_q
 
     @property
     def in_stretches(self) -> bool:
@@ -106,7 +118,7 @@ class HopperTiling(ForwardTiling):
     @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent
+        return self.persistent and not self.output_over_q
 
     @property
     def ones(self) -> int:
@@ -167,7 +179,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_m = 64 * warpgroups
     asked_to_stay = problem.schedule.persistent
     persistent = _stays(problem, program, warpgroups) if asked_to_stay is None else asked_to_stay
-    rows = d + dv if persistent else widest
+    over_q = persistent and d == dv == 256
+    rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     tile_n = asked or min(by_registers, by_memory, _most_keys(problem, program))
@@ -191,7 +204,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
-        drawn="early" if persistent and widest in (128, 192) else None,
+        drawn=_drawn(widest, program) if persistent else None,
+        output_over_q=over_q,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
         held=held,
@@ -210,8 +224,17 @@ def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
         return keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN or (plain and keys(problem) >= HELD_KEYS)
     if d == dv == 192:
         return plain
+    if d == dv == 256:
+        return plain and keys(problem) <= LONG_DRAWN_256
     # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
     return plain and warpgroups == 3 and max(d, dv) == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
+
+
+def _drawn(widest: int, program: Program) -> Literal["early", "late"] | None:
+    """When blocks that stay draw their next tile: tiles of D 256 that differ take long, and go to whoever is free."""
+    if widest not in (128, 192, 256):
+        return None
+    return "late" if widest == 256 and program.mask is not None else "early"
 
 
 def _most_keys(problem: Problem, program: Program) -> int:
@@ -382,7 +405,7 @@ def _with_next_queries(tiling: HopperTiling, target: Target) -> HopperTiling:
     """With two stages of Q, if the block stays and they fit beside its neighbours' memory."""
     two = dataclasses.replace(tiling, q_stages=2)
     room = target.shared_memory // tiling.blocks - 1024 * (tiling.blocks > 1)
-    return two if tiling.persistent and two.shared_memory(2) <= room else tiling
+    return two if tiling.separate_o and two.shared_memory(2) <= room else tiling
 
 
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
