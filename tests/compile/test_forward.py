@@ -235,7 +235,13 @@ def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
     assert [held(score=score) for score in ("softcap", "bias")] == [64, 0]
     assert held(layout=PACKED) == 64 and held(schedule=Schedule(batch_invariant=True)) == 0
     assert {held(mask, d) for mask in ("causal", "full") for d in (64, 96)} == {0}
-    assert plan(d=192).tiling.tile_n == 80
+    assert held("full", schedule=Schedule(persistent=False)) == held("full", layout=PACKED) == 0
+
+
+def test_plain_blocks_that_hold_queries_stay_and_draw_their_tiles() -> None:
+    for tiling in (cut(192, 8192), cut(128, 16384)):
+        assert tiling.held == 128 and tiling.persistent and tiling.drawn == "early"
+    assert [cut(192, 8192, persistent=stays).tile_n for stays in (None, False)] == [80, 112]
 
 
 @pytest.mark.parametrize("mask", ["blocks", "chunks"])

@@ -61,14 +61,13 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
-# Columns of Q that registers have room for, by D and Dv, with a mask and with nothing but products (one H200, 8k: D 192
-# causal 1 %, full 4 % in blocks that draw their tiles, D 256 causal 1 %, 192/128 causal 2 %, but full nothing)
+# Columns of Q in registers by D and Dv, with a mask (8k causal: D 192 and 256 1 %, 192/128 2 %, of which full 8k
+# gains nothing)
 HELD_MASKED = {(192, 192): 64, (192, 128): 192, (256, 256): 64}
+# The same of plain products in blocks that stay and draw their tiles: 4 % of D 192 8k, whose tiles have 80 keys so, and
+# 3 % of D 128 16k
 HELD_PLAIN = {(192, 192): 128, (128, 128): 128}
-# Keys of a tile with D 192 and so many columns held: as many as leave the output memory of its own
-HELD_192 = 80
-# Keys from which D 128 holds its queries: 3 % of full 16k, with blocks that draw their tiles
-HELD_KEYS = 16384
+HELD_KEYS = 16384  # from which D 128 does so
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
@@ -183,9 +182,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
-    tile_n = asked or min(by_registers, by_memory, _most_keys(problem, program))
+    most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
+    tile_n = asked or min(by_registers, by_memory, most)
     held = _held(problem, program)
-    held = held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
@@ -208,7 +207,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         output_over_q=over_q,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
-        held=held,
+        held=held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0,
     )
     return _with_next_queries(tiling, target)
 
@@ -237,26 +236,15 @@ def _drawn(widest: int, program: Program) -> Literal["early", "late"] | None:
     return "late" if widest == 256 and program.mask is not None else "early"
 
 
-def _most_keys(problem: Problem, program: Program) -> int:
-    """Of a large block's tile, whatever there is room for."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if reads_pairs(program.score):
-        return 96
-    if max(d, dv) > 192 and program.mask is not None:
-        return MASKED_256
-    return HELD_192 if d == dv == 192 and _held(problem, program) == HELD_PLAIN[d, dv] else 128
-
-
 def _held(problem: Problem, program: Program) -> int:
-    """Columns of Q that a large block's registers should hold, if they have room beside all others."""
+    """Columns of Q that a large block's registers should hold, if a tile leaves them room."""
     if program.keep is not None or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
         return 0
-    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if program.mask is not None:
-        return 0 if reads_pairs(program.score) else HELD_MASKED.get(dims, 0)
-    if program.score is not None or (max(dims) == 128 and not (problem.layout.is_dense and keys(problem) >= HELD_KEYS)):
-        return 0
-    return HELD_PLAIN.get(dims, 0)
+        return 0 if reads_pairs(program.score) else HELD_MASKED.get((d, dv), 0)
+    long = d > 128 or keys(problem) >= HELD_KEYS
+    return HELD_PLAIN.get((d, dv), 0) if program.score is None and problem.layout.is_dense and long else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
