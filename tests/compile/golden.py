@@ -101,8 +101,9 @@ def traced(name: str) -> str:
 
 
 def seal(traced: str, kernel: Kernel) -> str:
-    """Ties a traced form to the record of its kernel: with another record it is no longer the recorded one."""
-    return hashlib.sha256(f"{json.dumps(dataclasses.asdict(kernel))}\n{traced}".encode()).hexdigest()[:32]
+    """Ties a traced form to the recorded PTX: with another it is no longer the recorded one. Plans are compared beside."""
+    recorded = json.dumps([kernel.sha256, kernel.counts])
+    return hashlib.sha256(f"{recorded}\n{traced}".encode()).hexdigest()[:32]
 
 
 def key_of(plan: Plan) -> list[str]:
