@@ -166,7 +166,7 @@ def is_traced_as_recorded(name: str, record: Record) -> bool:
     """Whether a plan is the recorded one and traces to the recorded form, so that its PTX is the recorded one too."""
     plan, was = PLANS[name](), record.kernels[name]
     same_plan = key_of(plan) == was.key and plan.shared_memory == was.counts["shared bytes"]
-    return same_plan and record.seals.get(name) == seal(traced(name), was)
+    return same_plan and name in record.seals and record.seals[name] == seal(traced(name), was)
 
 
 def texts(names: list[str], jobs: int) -> Iterator[tuple[str, str]]:
