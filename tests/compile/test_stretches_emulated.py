@@ -14,10 +14,13 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused import stretches
+from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import tiling
 from composattn.call.problem import Problem
+from composattn.emulator.cluster import EAGER, LATE
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from composattn.testing.tolerance import Case, check
@@ -94,6 +97,41 @@ def test_sinks_and_dropout(generator: torch.Generator) -> None:
     case = drawn(generator, document(documents(140, 130)), 1, (2, 1), 270)
     check(ATTENTION, dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_()))
     check(ATTENTION, dataclasses.replace(case, dropout=(0.2, 5)))
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def with_gradients(case: Case, generator: torch.Generator) -> Case:
+    dout = outlier_normal(*case.q.shape, generator=generator, dtype=torch.bfloat16)
+    return dataclasses.replace(case, dout=dout, dlse=torch.randn(case.q.shape[:3], generator=generator))
+
+
+def gradient_of(case: Case, in_order: bool = False) -> BackwardPlan[Any]:
+    return plan_backward(Problem.of(case.q, case.k, case.v), case.program, HOPPER, deterministic=in_order).main
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
+    is_causal: bool, generator: torch.Generator
+) -> None:
+    """Blocks that stay clear dQ of all sequences; keys of one warpgroup, and of both, that end with a document."""
+    ids = torch.stack([documents(150, 1, 1, 190), documents(342), documents(175, 167)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = with_gradients(drawn(generator, mask, 3, (2, 1), 342), generator)
+    plan = gradient_of(case)
+    assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
+    with on_few_multiprocessors(BACKEND):
+        check(ATTENTION, case)
+
+
+def test_gradients_in_a_fixed_order(generator: torch.Generator) -> None:
+    ids = torch.stack([documents(150, 190), documents(340)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (2, 1), 340), generator)
+    assert gradient_of(case, in_order=True).has_stretches
+    for mode in (EAGER, LATE):
+        with emulating(mode):
+            check(partial(ATTENTION, deterministic=True), case)
 
 
 def test_the_same_bits_in_any_schedule(generator: torch.Generator) -> None:

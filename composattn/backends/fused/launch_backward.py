@@ -18,6 +18,7 @@ from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
 from .scratch import Memory, Scratch, leave
+from .stretches import most_places
 
 _STRIDES_LIMIT = 64
 
@@ -260,7 +261,7 @@ class BackwardLauncher:
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
-            tiles = -(-q_len // tile_m)
+            tiles = most_places(q_len, tile_m) if self.plans.main.has_stretches else -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1

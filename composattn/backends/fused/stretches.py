@@ -91,6 +91,11 @@ def most_tiles(length: int, tile: int) -> int:
     return (length + most_stretches(length) * (tile - 1)) // tile
 
 
+def most_places(length: int, tile: int) -> int:
+    """Of whole tiles in an entry of a workspace, where a stretch has its own; see `primitives.padded_tiles`."""
+    return -(-length // tile) + most_stretches(length) - 1
+
+
 def _entries(length: int, batch: int) -> int:
     return batch * most_stretches(length) + 1
 

@@ -76,6 +76,12 @@ class HopperBackwardTiling(BackwardTiling):
     distances: int = 0
 
     @property
+    def in_stretches(self) -> bool:
+        # tiles of more queries have no tests that read ids
+        fits = self.kernel == "backward" and self.d == self.dv == 128 and self.tile_m == ROWS
+        return fits and not self.ends_backwards
+
+    @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
 
