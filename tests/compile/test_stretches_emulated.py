@@ -20,7 +20,7 @@ from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import tiling
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from composattn.testing.tolerance import Case, check
@@ -123,6 +123,40 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
     assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
     with on_few_multiprocessors(BACKEND):
         check(ATTENTION, case)
+
+
+def test_gradients_of_ids_that_are_written_to(generator: torch.Generator) -> None:
+    """Those of a plan that is kept: by one stretch as well, of ids that lie anyhow or come again later."""
+    ids = torch.stack([documents(150, 130), documents(280)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (1, 1), 280), generator)
+    attention = ca.Attention(mask_mod=case.mask_mod, backend=BACKEND)
+
+    def planned_once(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(q, k, v, return_lse=options["return_lse"])
+
+    for now in (ids.clone(), ids.flip(0), torch.stack([documents(130, 150), documents(150, 130).roll(40)])):
+        ids.copy_(now)
+        check(planned_once, case)
+
+
+@pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)
+def test_gradients_through_sinks_of_rows_that_lie_apart(mode: Mode, generator: torch.Generator) -> None:
+    """Padding at the end sees nothing; shares of the sinks' gradient come by the table."""
+    ids = torch.cat([documents(140, 131), torch.full((40,), -1)])
+    seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
+    case = with_gradients(drawn(generator, seen, 1, (2, 1), 311, "sbhd"), generator)
+    case = dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_())
+    assert gradient_of(case).has_stretches
+    with emulating(mode), on_few_multiprocessors(BACKEND, 2):
+        check(ATTENTION, case)
+
+
+def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Generator) -> None:
+    """Its words take the registers, and are of whole tiles: no tiles begin with stretches."""
+    case = with_gradients(drawn(generator, document(documents(140, 130)), 1, (2, 1), 270), generator)
+    case = dataclasses.replace(case, dropout=(0.2, 5))
+    assert not gradient_of(case).has_stretches
+    check(ATTENTION, case)
 
 
 def test_gradients_in_a_fixed_order(generator: torch.Generator) -> None:
