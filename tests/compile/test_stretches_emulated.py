@@ -23,7 +23,10 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
-from composattn.testing.tolerance import Case, check
+from composattn.primitives.padded_tiles import PaddedTiles
+from composattn.primitives.seqlen import DenseSequence
+from composattn.primitives.tile_scheduler import Stretch
+from composattn.testing.tolerance import Case, assert_attention_close, check, run
 from tests.support import on_few_multiprocessors, outlier_normal
 
 BACKEND = "hopper-emulated"
@@ -107,6 +110,23 @@ def test_sinks_and_dropout(generator: torch.Generator) -> None:
     check(ATTENTION, dataclasses.replace(case, dropout=(0.2, 5)))
 
 
+@pytest.mark.parametrize("tile", [64, 80, 128])
+def test_each_stretch_has_places_of_its_own_in_a_workspace(tile: int) -> None:
+    rows = 597
+    whole: Any = (0, rows)  # host numbers for those of a kernel
+    for lengths in ((150, 1, 1, 199, 40, 206), (rows,), (128, 128, 128, 213), (129, 129, 129, 210), (300, 296, 1)):
+        same = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+        begin, end = same.int().argmax(1), rows - same.flip(1).int().argmax(1)
+        found = [(a, b) for a, b in stretches.runs(begin[None], end[None])[0].tolist() if b > a]
+        places: list[int] = []
+        sequence: Any = DenseSequence(*whole)
+        for number, (start, stop) in enumerate(found):
+            row: Any = (start, stop, number)
+            first = PaddedTiles.of(sequence.within(Stretch(*row)), 0, tile).first
+            places += range(first, first - (start - stop) // tile)
+        assert len(set(places)) == len(places) and max(places) < stretches.most_places(rows, tile)
+
+
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +165,24 @@ def test_gradients_of_ids_that_are_written_to(generator: torch.Generator) -> Non
     for now in (ids.clone(), ids.flip(0), torch.stack([documents(130, 150), documents(150, 130).roll(40)])):
         ids.copy_(now)
         check(planned_once, case)
+
+
+def test_a_backward_that_is_given_copies_goes_by_what_they_hold(generator: torch.Generator) -> None:
+    """As hooks that keep what autograd saved elsewhere give it, while the ids hold the next batch's."""
+    ids = documents(150, 130)
+    case = with_gradients(drawn(generator, causal() & document(ids), 1, (1, 1), 280), generator)
+    then, dout, dlse = ids.clone(), case.dout, case.dlse
+
+    def written_between(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        ids.copy_(then)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+            out, lse = ATTENTION(q, k, v, **options)
+        ids.copy_(documents(280))
+        return out, lse
+
+    found = run(written_between, case)
+    ids.copy_(then)
+    assert_attention_close(found, case.q, case.k, case.v, mask_mod=case.mask_mod, dout=dout, dlse=dlse)
 
 
 @pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)

@@ -38,10 +38,9 @@ class Stretches:
     batch: int
     told: Derived
 
-    @property
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many keys each row sees, and how many queries each key."""
-        keys, queries = self.told.tensor[5 * _entries(self.length, self.batch) :].chunk(2)
+        keys, queries = told[5 * _entries(self.length, self.batch) :].chunk(2)
         return keys, queries
 
     def tiles(self, tile: int) -> Derived:
