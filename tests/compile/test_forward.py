@@ -389,8 +389,27 @@ def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
     assert [cut(64, length).persistent for length in (2048, 16384, 32768)] == [False, True, False]
 
 
+def test_small_blocks_of_d_64_stay_where_keys_are_few_and_nothing_is_read() -> None:
+    few = [cut(64, length, mask) for length in (128, 256, 512) for mask in (None, causal())]
+    assert all((t.blocks, t.persistent, t.tile_n, t.q_stages) == (3, True, 64, 2) for t in few)
+    assert not cut(64, 512, persistent=False).persistent and cut(64, 512, persistent=False).q_stages == 1
+    others = (
+        cut(64, 513),
+        cut(96, 512),
+        cut(64, 512, document(torch.arange(512) // 70)),
+        cut(64, 512, batch_invariant=True),
+    )
+    assert not any(t.persistent for t in others)
+
+
+def test_blocks_that_stay_have_room_for_two_tiles_of_queries_if_there_is_any() -> None:
+    assert [cut(64, 8192).q_stages, cut(128, 512).q_stages, cut(128, 512, causal()).q_stages] == [2, 2, 2]
+    assert [cut(64, 2048).q_stages, cut(128, 2048).q_stages, cut(256, 512, persistent=True).q_stages] == [1, 1, 1]
+
+
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
-    assert [cut(128, length, causal()).persistent for length in (256, 1024, 2048)] == [True, True, False]
+    assert [cut(128, length, causal()).drawn for length in (256, 8192, 16384)] == ["early", "early", None]
+    assert [cut(128, length).persistent for length in (4096, 8192)] == [True, False]
     assert not cut(128, 256, causal(), persistent=False).persistent
     assert cut(64, 256, causal(), persistent=True).persistent
 
