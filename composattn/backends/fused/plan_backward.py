@@ -23,6 +23,7 @@ from .plan import TiledPlan, compiled_in, extent_of
 from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
+from .traits import has_costly_test
 from .work import WorkTables, fixed_visits, stretch_tables, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
@@ -192,11 +193,11 @@ class OfRows(TypedDict):
 
 
 def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
-    """Those with which tiles begin, as in the forward where no score mod or dropout takes registers.
+    """Those with which tiles begin, where rows differ by tensors and no score mod or dropout takes registers.
 
     Shares of gradients of sinks by sequence have no place where blocks come by a table.
     """
-    plain = program.score is None and program.keep is None
+    plain = program.score is None and program.keep is None and has_costly_test(program.mask)
     if not (tiling.in_stretches and plain) or (sinks is not None and sinks.by_sequence):
         return None
     return stretches_of(problem, program)

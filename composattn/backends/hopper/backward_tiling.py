@@ -77,9 +77,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_stretches(self) -> bool:
-        # tiles of more queries have no tests that read ids
-        fits = self.kernel == "backward" and self.d == self.dv == 128 and self.tile_m == ROWS
-        return fits and not self.ends_backwards
+        return self.kernel == "backward" and self.d == self.dv == 128 and not self.ends_backwards
 
     @property
     def shared_keys(self) -> bool:
