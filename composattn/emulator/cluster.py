@@ -159,7 +159,9 @@ class Cluster:
         """True when all gangs are done, False when it only spins, or has taken so many steps."""
         if self.spins:
             self.idle = 0
-        gave_up_at = -1
+            if self.pending:  # it may be what they spin for: others have had their turn
+                self._complete_one()
+        gave_up_at = -1, 0
         while self.gangs:
             if steps is not None:
                 steps -= 1
@@ -173,9 +175,11 @@ class Cluster:
                 if self.pending:
                     self._complete_one()
                     continue
-                if gave_up_at == self.progress or not self._give_up():
+                # gangs whose warps wait for different barriers part as they give up, perhaps again at the next ones
+                now = self.progress, len(self.gangs)
+                if now <= gave_up_at or not self._give_up():
                     self._deadlock()
-                gave_up_at = self.progress
+                gave_up_at = now
                 continue
             if self.mode.seed is not None:
                 ready = [self.random.choice(ready)]

@@ -63,7 +63,10 @@ def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
 
 
 def _is_short(nodes: list[Node], start: Node) -> bool:
-    """Whether every way from a branch to where its ways meet passes nodes that can't block, and none exits."""
+    """Whether every way from a branch to where its ways meet passes nodes that can't block, and none exits.
+
+    Who jumps back may go round until another warp has done something: code that is laid out otherwise counts as that.
+    """
     seen: set[int] = {start.meet}
     todo = [n for n in start.successors() if n not in seen]
     while todo:
@@ -72,7 +75,10 @@ def _is_short(nodes: list[Node], start: Node) -> bool:
             return False
         if n not in seen:
             seen.add(n)
-            todo += nodes[n].successors()
+            ways = [s for s in nodes[n].successors() if s != start.meet]
+            if any(s <= n for s in ways):
+                return False
+            todo += ways
     return start.meet != EXIT
 
 

@@ -20,7 +20,7 @@ from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender, preprocess
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -29,13 +29,14 @@ from composattn.backends.hopper.backward_transposed import Sharer
 from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
-from composattn.emulator.findings import SharedRace
+from composattn.emulator.findings import SharedRace, UninitialisedGlobal
 from composattn.emulator.launch import Stream
 from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.primitives.block_pair import BothWarps, PairSums
 from composattn.primitives.pipelines import Warps
+from composattn.testing import poisoned
 from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
 from tests.support import outlier_normal, sampled
 
@@ -210,6 +211,15 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
     check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, **changes)
 
 
+def test_counters_that_nobody_has_set_are_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "_clear_of_head", lambda counter, cleared: None)
+    facts, changes, _ = SHARED["clearing-d64"]
+    with pytest.raises(UninitialisedGlobal, match="a count that nobody has set"):
+        check(facts, tmp_path, generator, dataclasses.replace(HOPPER, sms=2), **changes)
+
+
 # facts as above, changes of the tiling
 TRANSPOSED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "plain-ragged-d192": (("plain", torch.bfloat16, 1, 1, 100, 130, 192, 192, True, False), TRANSPOSED),
@@ -291,11 +301,7 @@ def test_a_fixed_order_that_ends_backwards_is_as_right(
     """A section has one head, so the last one goes from the first keys to the last; memory nobody writes is NaN."""
     facts, cut = BACKWARDS_CASES[case]
     backwards = {"heads_together": 1, "ends_backwards": True}
-    torch.use_deterministic_algorithms(True)
-    try:
-        check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
 
 
 CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
@@ -321,11 +327,7 @@ def test_who_comes_first_writes_dq_in_any_order(
 ) -> None:
     facts, changes, cut, batch = CLAIMED_CASES[case]
     target = dataclasses.replace(HOPPER, sms=3)
-    torch.use_deterministic_algorithms(True)  # memory nobody writes is NaN
-    try:
-        check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, batch, **changes)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, batch, **changes)
 
 
 def test_who_writes_where_another_one_was_is_found(
@@ -520,10 +522,11 @@ def check(
     if changes:
         tiling = retiled(plans.main.tiling, changes)
         plans = plan_backward(Problem.of(q, k, v), program, target, **given, tiling=tiling)
-    found = BackwardLauncher(plans, kernel_of)(
-        q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
-        [c.tensor for c in program.captures], [s.value for s in program.scalars],
-    )  # fmt: skip
+    with poisoned():
+        found = BackwardLauncher(plans, kernel_of)(
+            q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
+            [c.tensor for c in program.captures], [s.value for s in program.scalars],
+        )  # fmt: skip
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         error = float((got.double() - want).norm() / want.norm())
         # P, dS, O and the result are rounded to the type, each by at most eps / 2 of itself

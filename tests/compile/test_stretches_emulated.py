@@ -76,6 +76,14 @@ def test_whole_documents_and_padding_that_sees_nothing(order: str, generator: to
     check(ATTENTION, case)
 
 
+def test_a_short_document_behind_as_many_stretches_as_there_may_be(generator: torch.Generator) -> None:
+    """Its rows lay in no tile, and their output was what memory had held before."""
+    ids = documents(*[128] * 8, 9)
+    case = drawn(generator, causal() & document(ids), 1, (1, 1), len(ids))
+    assert in_stretches(case)
+    check(ATTENTION, case)
+
+
 def test_ids_may_be_written_to_and_lie_anyhow(generator: torch.Generator) -> None:
     ids = documents(140, 130, 60)
     case = drawn(generator, causal() & document(ids), 1, (1, 1), 330)

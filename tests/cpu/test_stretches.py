@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from composattn.analysis.derived import refresh
 from composattn.analysis.program import Program
 from composattn.backends.fused import stretches
 from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.stretches import Stretches, most_stretches, runs, stretches_of
+from composattn.backends.fused.stretches import SHORT, Stretches, most_stretches, runs, stretches_of
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.fused.work import stretch_tables
 from composattn.call.problem import Problem
@@ -79,12 +81,62 @@ def test_of_too_many_there_is_one() -> None:
         assert len(told((ids[:, None] == ids).tril())) == stretched
 
 
+@pytest.mark.parametrize("short", [1, SHORT - 1])
+def test_rows_behind_as_many_stretches_as_there_may_be_are_not_lost(short: int) -> None:
+    """A last document that is too short to begin a stretch belongs to the one before."""
+    ids = documents(*[200] * most_stretches(1600), short)
+    assert told(ids[:, None] == ids) == [(at, at + 200) for at in range(0, 1400, 200)] + [(1400, 1600 + short)]
+    assert told(documents(590, 7)[:, None] == documents(590, 7)) == [(0, 597)]
+
+
+@st.composite
+def ends(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the keys of each row begin and end: of documents, torn ones, rows that see nothing, and ends anywhere."""
+    lengths = draw(st.lists(st.sampled_from([1, 2, 7, 60, 127, 128, 129, 200, 256, 300]), min_size=1, max_size=14))
+    ids = documents(*lengths)
+    n, generator = len(ids), torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    ids = ids.roll(draw(st.sampled_from([0, 0, 5, 150])))
+    same = ids[:, None] == ids
+    begin, end = same.int().argmax(1), n - same.flip(1).int().argmax(1)
+
+    def some() -> torch.Tensor:
+        share = draw(st.sampled_from([0.0, 0.003, 0.3]))
+        return torch.rand(n, generator=generator) < share
+
+    empty, anywhere = some(), some()
+    far = torch.randint(-2 * n, 3 * n, (2, n), generator=generator)
+    begin = torch.where(empty, begin.max() + 3, torch.where(anywhere, far[0], begin))
+    end = torch.where(empty, begin - 5, torch.where(anywhere, far[1], end))
+    if draw(st.booleans()):
+        end = torch.where(some(), end + 3 * n, end)
+    return begin, end
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ends(), ends())
+def test_stretches_have_each_row_once_and_all_its_keys(one: tuple, other: tuple) -> None:
+    """Of sequences of a batch apart from each other; and the ends of a stretch are no closer than `SHORT`."""
+    n = min(len(one[0]), len(other[0]))
+    begin, end = (torch.stack([x[:n], y[:n]]) for x, y in zip(one, other, strict=True))
+    for b, stretches_here in enumerate(runs(begin, end).tolist()):
+        assert len(stretches_here) == most_stretches(n)
+        some = [(start, stop) for start, stop in stretches_here if stop > start]
+        assert some == [(start, stop) for start, stop in stretches_here if (start, stop) != (n, n)]
+        assert [start for start, _ in some] == [0, *(stop for _, stop in some[:-1])] and some[-1][1] == n
+        assert len(some) == 1 or min(stop - start for start, stop in some) >= SHORT
+        for start, stop in some:
+            low, high = begin[b, start:stop].clamp(min=0), end[b, start:stop].clamp(max=n)
+            sees = low < high
+            assert bool(((low >= start) & (high <= stop) | ~sees).all())
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool) -> None:
     """The tables are made by operations that are recorded in the second run, and repeated from the third on."""
     contents = [
         documents(150, 1, 1, 199, 40, 206), documents(300, 297), documents(597), torch.arange(ROWS),
         documents(200, 200, 197).roll(50), documents(128, 128, 128, 213), documents(590, 7),
+        documents(*[66] * 9, 3), documents(1, 596), documents(469, 128), documents(470, 127),
     ]  # fmt: skip
     ids = torch.stack(contents[:2])
     program = Program(None, (causal() & document(ids) if bounded else document(ids)).expr)
@@ -105,6 +157,35 @@ def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool)
             assert bool((times == 1).all())
             meant.append({(b, start, stop) for b, _, start, stop, *_ in found})
         assert meant[0] == meant[1] == meant[2], "tables of other contents"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ends(), st.sampled_from([64, 96, 128]))
+def test_tiles_cover_each_row_once_wherever_keys_begin_and_end(of_rows: tuple, tile: int) -> None:
+    begin, end = of_rows
+    n = len(begin)
+    assume(n > stretches.LONG)
+    of_call = found(Mask.of(lambda b, h, q, kv: (kv >= begin[q]) & (kv < end[q])), n)
+    assert of_call is not None
+    check_covered(of_call, n, tile)
+
+
+def test_there_are_entries_for_as_many_tiles_as_there_can_be() -> None:
+    """Each stretch has one row in its last tile."""
+    for tile in (64, 96, 128):
+        of_call = found(document(documents(*[2 * tile + 1] * 8)), 8 * (2 * tile + 1))
+        assert of_call is not None
+        assert int((check_covered(of_call, 8 * (2 * tile + 1), tile)[:, 0] < 0).sum()) == 0
+
+
+def check_covered(of_call: Stretches, n: int, tile: int) -> torch.Tensor:
+    """Of two sequences; returns the table."""
+    table = of_call.tiles(tile).tensor
+    times = torch.zeros(2, n, dtype=torch.int32)
+    for b, m, start, stop, *_ in (entry for entry in table.tolist() if entry[0] >= 0):
+        times[b, start + m * tile : min(start + (m + 1) * tile, stop)] += 1
+    assert bool((times == 1).all())
+    return table
 
 
 def test_the_tiles_that_see_most_come_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -152,11 +153,42 @@ def test_the_message_names_the_case_and_every_error(generator):
 
 
 def test_new_memory_is_poisoned_inside_only():
+    some = torch.ones(3)
     with poisoned():
-        assert torch.empty(7).isnan().all()
-        assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
-    torch.empty(1)
-    assert not torch.are_deterministic_algorithms_enabled()
+        learned = torch.empty(3, dtype=torch.bfloat16, requires_grad=True)
+        like = torch.empty_like(some), torch.empty_strided((2, 3), (1, 2)), some.new_empty(4)
+        for made in (torch.empty(7), learned, *like, some.new_empty_strided((2,), (1,))):
+            assert made.isnan().all()
+        assert torch.empty(2, dtype=torch.int32).tolist() == [2**31 - 1] * 2
+        assert torch.empty(2, dtype=torch.bool).all()
+        assert torch.ones(1) == 1
+    assert isinstance(torch.empty, types.BuiltinFunctionType) and "new_empty" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_poisoned_memory_leaves_torchs_settings(deterministic, generator):
+    """In deterministic mode other kernels run: fixed orders of sums, where the user asked for none."""
+    seen = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append((torch.are_deterministic_algorithms_enabled(), torch.empty(2).isnan().all().item()))
+            return g
+
+    def attention(q, k, v, **options):
+        return ca.attention(Asks.apply(q), k, v, **options)
+
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        check(attention, a_case(generator))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(deterministic, True)]
 
 
 @pytest.mark.parametrize("make", [make_case, functools.partial(make_varlen_case, q_lens=[5])], ids=["dense", "varlen"])

@@ -120,16 +120,21 @@ class _Told:
 
 
 def runs(begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """(B, stretches, 2) of the keys [begin, end) that each row sees, (B, S); of a row that sees none in any order."""
+    """(B, stretches, 2) of the keys [begin, end) that each row sees, (B, S); of a row that sees none in any order.
+
+    They follow each other and have all rows: the last one ends behind the last row.
+    """
     n, most = begin.shape[-1], most_stretches(begin.shape[-1])
     row = torch.arange(n, device=begin.device)
     # a row joins all from its first key, or itself, to its last one
     first, last = torch.minimum(begin, row).clamp_(min=0), torch.maximum(end - 1, row)
     ends_here = row.expand_as(first).scatter_reduce(-1, first, last, "amax").cummax(-1).values == row
-    # where the mask falls apart once more may be an end again; the first one needs rows, too
+    # where the mask falls apart once more may be an end again; the first stretch needs rows, too
     again = torch.where(ends_here, row + SHORT, SHORT - 1).cummax(-1).values
     ends_here[:, 1:] &= again[:, :-1] <= row[1:]
-    ends_here &= row >= SHORT - 1
+    # as does the last one, which ends there in any case
+    ends_here &= (row >= SHORT - 1) & (row < n - SHORT)
+    ends_here |= row == n - 1
     number = ends_here.cumsum(-1)
     ends_here &= number[:, -1:] <= most
     # those behind the last one are empty, and what is no start goes to a place that nobody reads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ...analysis.program import Program
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
@@ -62,13 +62,16 @@ class ForwardTiling(Tiling):
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
     `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
-    multiprocessor holds at once.
+    multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
+    stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
+    tile goes to a block that is free sooner).
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
+    drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
 
     @property
     def slots(self) -> int:
@@ -79,6 +82,13 @@ class ForwardTiling(Tiling):
     def blocks_are_tiles(self) -> bool:
         """Whether as many blocks are launched as there are work tiles, not as many as run at once."""
         return not self.persistent
+
+    @property
+    def dealt(self) -> str:
+        """How blocks get their tiles, for people to read."""
+        if not self.persistent:
+            return "one block per tile"
+        return "persistent" if self.drawn is None else f"persistent, the next tile drawn {self.drawn}"
 
     @property
     def queries(self) -> int:

@@ -58,3 +58,68 @@ def test_blocks_that_hear_of_nobody_run_one_after_the_other() -> None:
     assert all(Order(mode, 8, silent).together == 1 for mode in MODES)
     assert Order(EAGER, 8, heard).together == 1 < Order(LATE, 8, heard).together
     assert all(2 <= Order(mode, 3, heard).together <= 3 for mode in MODES[2:])
+
+
+# --- what another warp waits for comes about ---------------------------------------------------------------
+
+WARP = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r0, 0;
+ld.param.u64 %d0, [p0]; ld.param.u64 %d1, [p1];
+"""
+UNTIL_SET = "W: ld.acquire.gpu.global.b32 %r2, [%d1]; setp.eq.u32 %p4, %r2, 0; @%p4 bra W;"
+SET = "@%p2 red.release.gpu.global.add.u32 [%d1], 1;"
+COPIED = """
+@%p2 mbarrier.init.shared.b64 [smem+4096], 1; fence.mbarrier_init.release.cluster; bar.sync 0;
+@%p2 mbarrier.arrive.expect_tx.shared.b64 %d9, [smem+4096], 256;
+@%p2 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [smem], [%d0], 256, [smem+4096];
+"""
+ARRIVED = "V: mbarrier.try_wait.parity.shared.b64 %p5, [smem+4096], 0; @%p5 bra D; bra V; D:"
+
+
+def one_block(body: str, mode: Mode, threads: int = 64) -> None:
+    given, flag = np.arange(64, dtype=np.uint32), np.zeros(1, np.uint32)
+    execute(module(WARP + body, 2, threads=threads, shared=8192), [given, flag], threads=threads, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_copy_that_one_warp_waits_for_ends_while_another_spins(mode: Mode) -> None:
+    """It spins until the one that waits has set a flag."""
+    one_block(f"{COPIED} @%p1 bra S; {UNTIL_SET} bra E; S: {ARRIVED} {SET} E:", mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_who_does_not_spin_goes_on(mode: Mode) -> None:
+    """Also where the ways of both come together again, before the flag is set."""
+    one_block(f"@%p1 bra M; {UNTIL_SET} M: {SET}", mode)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_warps_in_step_that_wait_for_different_barriers_part_as_often_as_they_must(mode: Mode) -> None:
+    """Warp 0 finds two phases over, one after the other, and then ends those that the others wait for."""
+    bars = "".join(f"@%p2 mbarrier.init.shared.b64 [smem+{4096 + 8 * n}], 1;" for n in range(6))
+    over = "".join(f"@%p2 mbarrier.arrive.shared.b64 %d9, [smem+{4096 + 8 * n}];" for n in (0, 1, 2))
+    others = "".join(f"mbarrier.arrive.shared.b64 %d9, [smem+{4096 + 8 * n}];" for n in (3, 4, 5))
+
+    def wait(name: str) -> str:
+        return f"{name}: mbarrier.try_wait.parity.shared.b64 %p5, [%r5], 0; @%p5 bra {name}D; bra {name}; {name}D:"
+
+    # warps 0 to 2 wait for barrier 0 and warp 3 for 5, then 0 and 1 for 1 and warp 2 for 4, then warp 0 for 2, 1 for 3
+    steps = ""
+    for step in range(3):
+        steps += f"setp.ge.u32 %p6, %r1, {3 - step}; mov.u32 %r5, smem; add.u32 %r5, %r5, {4096 + 8 * step};"
+        steps += f"@%p6 add.u32 %r5, %r5, {8 * (5 - 2 * step)}; {wait(f'W{step}')}"
+        steps += "@%p6 bra E;"
+    body = f"{bars} fence.mbarrier_init.release.cluster; bar.sync 0; {over} bar.sync 0; {steps} @%p2 bra L; bra E;"
+    one_block(f"{body} L: {others} E:", mode, 128)
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=str)
+@pytest.mark.parametrize("counts", [SET, "@%p2 atom.relaxed.gpu.global.add.s32 %r2, [%d1], 1;", UNTIL_SET])
+def test_a_count_that_nobody_has_set_is_found(counts: str, mode: Mode) -> None:
+    """Memory of launches is poisoned where results are checked."""
+    memory = np.full(1, np.nan, np.float32)
+    given = [np.arange(64, dtype=np.uint32), memory]
+    with pytest.raises(findings.UninitialisedGlobal, match="bytes into array 1"):
+        execute(module(WARP + counts, 2, threads=64), given, threads=64, mode=mode)
+    execute(module(f"{WARP} @%p2 st.global.b32 [%d1], 1; bar.sync 0; {counts}", 2, threads=64), given, threads=64)
+    execute(module(f"{WARP} @%p2 red.global.add.f32 [%d1], 0f3f800000;", 2, threads=64), given, threads=64, mode=mode)
