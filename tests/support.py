@@ -68,7 +68,7 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if really:
             patch.setattr(tiling, "_is_short", lambda *_: False)
-            patch.setattr(tiling, "SHORT_PERSISTENT", 0)
+            patch.setattr(tiling, "FEW_KEYS_DRAWN", 0)
         yield
 
 

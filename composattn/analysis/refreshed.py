@@ -20,7 +20,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..graph.counters import is_shared
-from .streams import streams_of
+from .streams import is_capturing, streams_of
 
 V = TypeVar("V")
 
@@ -131,7 +131,7 @@ def distrusting(since: object = None) -> Iterator[None]:
 
 def recording(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: what tensors hold may then be another at every replay."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and is_capturing()
 
 
 # --- whether memory that a call makes may outlive it -----------------------------------------------------------
@@ -157,7 +157,7 @@ def no_caching() -> Iterator[None]:
 
 def memory_is_ours() -> bool:
     """Whether no CUDA graph is recorded or warmed up: the memory of those belongs to the graph."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return False
     trees, name = sys.modules.get("torch._inductor.cudagraph_trees"), "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):

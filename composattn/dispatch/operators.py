@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..analysis.refreshed import distrusting, no_caching
+from ..analysis.streams import is_capturing
 from ..backends.fused.captured import values
 from ..call.autograd import BackwardInputs, Differentiable
 from ..call.checks import check_blocks, check_contents, check_reads
@@ -251,7 +252,7 @@ def _differentiable(
 
 def _forward_of(kept: torch.Tensor) -> object:
     """What the forward said of its moment; None where a CUDA graph is captured: it may be replayed beside others."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return None
     return getattr(kept.untyped_storage(), "composattn_of", (None, None))[1]
 

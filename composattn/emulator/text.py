@@ -18,7 +18,7 @@ def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a") -
     import cutlass.cute as cute
 
     with tempfile.TemporaryDirectory() as folder, no_machine_code():
-        kept = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder} --gpu-arch {arch}"
+        kept = f"--keep-ptx --dump-dir={folder} --gpu-arch {arch}"
         cute.compile(function, *arguments, no_jit_engine=True, options=kept)
         (path,) = Path(folder).glob("*.ptx")
         return path.read_text()

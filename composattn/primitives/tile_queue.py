@@ -6,7 +6,7 @@ a fixed stride does not even out tiles of different lengths. The first tile of a
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from .pipelines import BoundEdge, Slot
 from .values import Fixed
@@ -15,16 +15,27 @@ from .values import Fixed
 class TileQueue(Fixed):
     """One warp draws numbers and announces them on `edge`, whose stages hold one each; all others hear them in order.
 
-    `counter`: int32 (1,), zero when the kernel starts.
+    `counter`: int32 (1,), zero when the kernel starts. `tiles`: how many there are, where the kernel leaves the counter
+    at zero: each block draws until a number is too large, which makes as many draws as there are tiles, and with the
+    last one the counter wraps. None: another kernel clears it.
     """
 
-    def __init__(self, edge: BoundEdge, numbers: cute.Pointer, counter: cute.Tensor) -> None:
-        self.edge, self.numbers, self.counter = edge, numbers, counter
+    def __init__(
+        self, edge: BoundEdge, numbers: cute.Pointer, counter: cute.Tensor, tiles: Int32 | None = None
+    ) -> None:
+        self.edge, self.numbers, self.counter, self.tiles = edge, numbers, counter, tiles
 
     def draw(self, lane: Int32) -> Int32:
         """The next number, in all lanes of the warp that announces."""
-        number = one_more(self.counter.iterator, lane == 0)
-        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(number, 0)
+        return self.drawn(self.ask(lane))
+
+    def ask(self, lane: Int32) -> Int32:
+        """Begins to draw: what comes back, after about 1 µs, is for `drawn`."""
+        return one_more(self.counter.iterator, lane == 0, None if self.tiles is None else self.tiles - 1)
+
+    def drawn(self, asked: Int32) -> Int32:
+        """The number that was asked for, in all lanes."""
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(asked, 0)
 
     def announce(self, slot: Slot, number: Int32, lane: Int32) -> None:
         """To the warps of this block, once all have heard what `slot` held before."""
@@ -41,13 +52,20 @@ class TileQueue(Fixed):
 
 
 @cute.jit
-def one_more(counter: cute.Pointer, condition: Boolean) -> Int32:
-    """What was there before it grew by one, where the condition holds."""
+def one_more(counter: cute.Pointer, condition: Boolean, last: Int32 | None = None) -> Int32:
+    """What was there before it grew by one, where the condition holds; behind `last` zero follows."""
     found = Int32(0)
     if condition:
-        found = cute.arch.inline_ptx(
-            "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[counter]
-        )
+        if const_expr(last is None):
+            found = cute.arch.inline_ptx(
+                "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[counter]
+            )
+        else:
+            found = cute.arch.inline_ptx(
+                "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+                write_only_types=[Int32],
+                read_only_args=[counter, last],
+            )
     return found
 
 

@@ -5,7 +5,8 @@
     python -m tests.compile.golden --update forward combine    records again, here what has these words in its name
 
 A kernel's PTX is compared as text. Only the name of its entry is replaced: it spells the kernel's Python names and the
-types of its arguments, cut off at 180 characters.
+types of its arguments, cut off at 180 characters. Making PTX is two thirds of the work, so what tracing makes is
+recorded too: one language makes the same PTX of the same traced form.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from composattn.backends.fused import disk_cache
+from composattn.backends.fused.architecture import kernel_of
+from composattn.backends.fused.compile import content_hash, uncollected
 from composattn.backends.fused.emulated import text_of
+from composattn.backends.fused.plan import Plan
 from tests.compile.golden_plans import PLANS
 
 RECORD = Path(__file__).with_name("golden.json")
@@ -64,13 +70,53 @@ def ptx(name: str) -> str:
     return text.replace(entry[1], "kernel")
 
 
+def is_kept(name: str) -> bool:
+    """Whether the folder of kernels has the PTX of a plan."""
+    return disk_cache.get(disk_cache.usable() / "offline", content_hash(PLANS[name]()), ".ptx") is not None
+
+
+class _Traced(Exception):
+    """Ends a compilation before its passes; holds the module and the passes, as text."""
+
+
+@uncollected()
+def traced(name: str) -> str:
+    """What tracing makes of a plan, and the passes that would follow: all that its PTX is made from."""
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import Compiler
+
+    def stop(self: object, module: Any, pipeline: str, *given: object, **named: object) -> None:
+        raise _Traced(f"{pipeline}\n{module.operation.get_asm(enable_debug_info=False)}")
+
+    plan, whole = PLANS[name](), Compiler.compile
+    function, arguments = kernel_of(plan)
+    Compiler.compile = stop
+    try:
+        cute.compile(function, *arguments, no_jit_engine=True, options=f"--gpu-arch {plan.target.arch}")
+    except _Traced as reached:
+        return str(reached)
+    finally:
+        Compiler.compile = whole
+    raise AssertionError("the kernel language compiles another way: nothing was traced")
+
+
+def seal(traced: str, kernel: Kernel) -> str:
+    """Ties a traced form to the record of its kernel: with another record it is no longer the recorded one."""
+    return hashlib.sha256(f"{json.dumps(dataclasses.asdict(kernel))}\n{traced}".encode()).hexdigest()[:32]
+
+
+def key_of(plan: Plan) -> list[str]:
+    """The plan's key, field by field."""
+    return re.split(r"(?<=\)), (?=\(')", plan.key)
+
+
 def measured(name: str, text: str) -> Kernel:
     """The kernel of the plan `name`, whose PTX is `text`."""
     plan = PLANS[name]()
     instructions = _INSTRUCTION.findall(text)
     counts = Counter(f for i in instructions for f in COUNTED if i.startswith(f"{f}."))
     return Kernel(
-        re.split(r"(?<=\)), (?=\(')", plan.key),
+        key_of(plan),
         hashlib.sha256(text.encode()).hexdigest(),
         {"shared bytes": plan.shared_memory, "instructions": len(instructions), **{f: counts[f] for f in COUNTED}},
     )
@@ -93,6 +139,7 @@ class Record:
     language: str
     compiler: str
     kernels: dict[str, Kernel]
+    seals: dict[str, str]  # of the traced forms; one that is missing or old costs time, as its PTX is made and compared
 
     @functools.cached_property
     def refusal(self) -> str:
@@ -108,10 +155,17 @@ class Record:
     def read() -> Record:
         found = json.loads(RECORD.read_text())
         kernels = {name: Kernel(**kernel) for name, kernel in found["kernels"].items()}
-        return Record(found["language"], found["compiler"], kernels)
+        return Record(found["language"], found["compiler"], kernels, found.get("seals", {}))
 
     def write(self) -> None:
         RECORD.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def is_traced_as_recorded(name: str, record: Record) -> bool:
+    """Whether a plan is the recorded one and traces to the recorded form, so that its PTX is the recorded one too."""
+    plan, was = PLANS[name](), record.kernels[name]
+    same_plan = key_of(plan) == was.key and plan.shared_memory == was.counts["shared bytes"]
+    return same_plan and record.seals.get(name) == seal(traced(name), was)
 
 
 def texts(names: list[str], jobs: int) -> Iterator[tuple[str, str]]:
@@ -164,13 +218,16 @@ def check(found: dict[str, Kernel], record: Record, made_by: str) -> int:
 def update(found: dict[str, Kernel], made_by: str) -> int:
     """Writes the kernels found; others stay, but for plans that are gone."""
     kept: dict[str, Kernel] = {}
+    seals: dict[str, str] = {}
     if len(found) < len(PLANS):
         before = Record.read()
         if before.refusal or before.compiler != made_by:
             print(before.refusal or f"golden.json belongs to {before.compiler}: record all kernels")
             return 1
-        kept = before.kernels
-    Record(language(), made_by, {n: found.get(n) or kept[n] for n in PLANS if n in found or n in kept}).write()
+        kept, seals = before.kernels, before.seals
+    kernels = {n: found.get(n) or kept[n] for n in PLANS if n in found or n in kept}
+    seals = seals | {n: seal(traced(n), kernel) for n, kernel in found.items()}
+    Record(language(), made_by, kernels, {n: seals[n] for n in kernels if n in seals}).write()
     return 0
 
 

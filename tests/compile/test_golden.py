@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-from tests.compile.golden import Kernel, Record, compiler, measured, ptx
+from tests.compile.golden import Kernel, Record, compiler, is_kept, is_traced_as_recorded, measured, ptx, seal, traced
 from tests.compile.golden_plans import PLANS
 
 RECORD = Record.read()
@@ -34,11 +34,29 @@ def test_all_plans_are_recorded_and_no_others() -> None:
 def test_the_kernel_is_the_recorded_one(name: str) -> None:
     if RECORD.refusal:
         pytest.skip("golden.json belongs to another kernel language")  # the first test fails of that
+    if not is_kept(name) and is_traced_as_recorded(name, RECORD):
+        return
     text = ptx(name)
     if compiler(text) != RECORD.compiler:
         pytest.skip(f"the CUDA driver makes {compiler(text)} compile; golden.json belongs to {RECORD.compiler}")
     differences = list(measured(name, text).differences(RECORD.kernels[name]))
     assert not differences, "\n    ".join([f"{name}, against golden.json:", *differences])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORD.seals)
+def test_an_equal_traced_form_makes_the_recorded_ptx(name: str) -> None:
+    if not RECORD.refusal and is_traced_as_recorded(name, RECORD):
+        text = ptx(name)
+        assert compiler(text) != RECORD.compiler or measured(name, text) == RECORD.kernels[name]
+
+
+def test_a_seal_holds_for_one_traced_form_and_one_record() -> None:
+    name = "combine-d128"
+    form, was = traced(name), RECORD.kernels[name]
+    assert seal(form, was) == seal(traced(name), was) and "gpu.module" in form
+    assert seal(form, dataclasses.replace(was, sha256="b")) != seal(form, was) != seal(form + " ", was)
+    assert not is_traced_as_recorded(name, dataclasses.replace(RECORD, seals={}))
 
 
 def test_a_difference_says_what_changed() -> None:

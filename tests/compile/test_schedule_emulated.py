@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,47 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     for out, lse in found:
         assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
     assert float((lse - wanted).abs().max()) <= 1e-4
+
+
+def behind(b: object, h: object, q: Any, kv: Any) -> Any:
+    return kv + 70 <= q  # the first query tiles see nothing: no Q is copied for them
+
+
+# D, keys, the mask, fields of the tiling: small blocks, guessed maxima in three warpgroups, blocks of D 128, rows apart
+TWO_Q: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
+    "small": (64, 200, causal(), {}),
+    "small, tiles that see nothing": (64, 200, behind, {}),
+    "guessing": (64, 400, None, {"kernel": "forward_guessing", "stages": 3}),
+    "d 128": (128, 300, causal(), {}),
+    "d 128, apart": (128, 300, behind, {"kernel": "forward_apart"}),
+}
+
+
+@pytest.mark.parametrize("name", TWO_Q)
+def test_two_stages_of_queries_give_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    dim, keys, mask, fields = TWO_Q[name]
+    q, k, v = (outlier_normal(1, 3, keys, dim, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
+    if name == "guessing":
+        monkeypatch.setattr(tiling, "FEW_KEYS_GUESSED", {64: 100, 96: 100})
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+    two = dataclasses.replace(tiling.forward_tiling(problem, program, HOPPER), **fields)
+    assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)
+    leaves = dataclasses.replace(two, persistent=False, q_stages=1)
+    _, wanted = ca.attention(q, k, v, mask_mod=mask, scale=0.088, return_lse=True, backend="reference")
+    found = []
+    for cut in (leaves, dataclasses.replace(two, q_stages=1), two):
+        plan = plan_forward(problem, program, one, tiling=cut)
+        for mode in (EAGER, LATE, random_mode(1)) if cut is two else (EAGER,):
+            with emulating(mode):
+                found.append(EmulatedForward(plan)(q, k, v, 0.088, ())[:2])
+    for out, lse in found:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+    seen = wanted > -torch.inf
+    assert torch.equal(seen, found[0][1] > -torch.inf)
+    assert float((found[0][1] - wanted)[seen].abs().max()) <= 1e-4
 
 
 def test_a_plan_says_which_order_it_chose_and_why() -> None:

@@ -117,6 +117,25 @@ class Suite:
     def test_a_large_grid_of_small_heads(self, seed: int) -> None:
         check(self.attention, case(seed, mask="causal", batch=37, heads=(14, 7), lengths=(65, 65), dims=(64, 64)))
 
+    @pytest.mark.parametrize("mask", ["full", "causal", "nothing"])
+    @pytest.mark.parametrize(("dim", "length"), [(64, 1), (64, 131), (64, 333), (64, 511), (128, 333), (64, 2501)])
+    def test_blocks_that_stay_give_the_bits_of_a_block_a_tile(
+        self, dim: int, length: int, mask: str, seed: int
+    ) -> None:
+        """Several work tiles a block, so that the next one's queries come while one is computed."""
+        made = case(seed, mask=mask, batch=9, heads=(48, 16), lengths=(length, length), dims=(dim, dim))
+        found = []
+        for stays in (False, True, True, None):
+            torch.full_like(made.q, torch.nan)  # freed at once, so that outputs are likely to lie there
+            attention = ca.Attention(
+                mask_mod=made.mask_mod, backend=self.backend, schedule=ca.Schedule(persistent=stays)
+            )
+            found.append(attention(made.q, made.k, made.v, return_lse=True))
+        for out, lse in found:
+            assert not out.isnan().any()
+            assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+        check(self.attention, case(seed, mask=mask, lengths=(length, length), dims=(dim, dim)))
+
     def test_strided_views_pass_uncopied(self, seed: int) -> None:
         made = case(seed, mask="causal")
         expected, lse = self.attention(made.q, made.k, made.v, mask_mod=made.mask_mod, return_lse=True)

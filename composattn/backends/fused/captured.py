@@ -10,7 +10,7 @@ import torch
 from ...analysis.derived import Upkeep, refresh, value_of
 from ...analysis.program import Program
 from ...analysis.refreshed import distrusted, may_cache
-from ...analysis.streams import device_number, has_streams
+from ...analysis.streams import device_number, has_streams, is_captured
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
 from ...graph.lent import Lending, Lent, current
@@ -113,11 +113,10 @@ class Standing:
         kept = self._kept
         if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
             return None
-        on = self._device
-        if on is not None and (
-            torch._C._cuda_isCurrentStreamCapturing() or torch._C._cuda_getCurrentRawStream(on) != kept[1]
-        ):
-            return None
+        if self._device is not None:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            if stream != kept[1] or is_captured(stream):
+                return None
         return kept[2]
 
     def keep(self, tables: Any) -> None:
@@ -127,5 +126,7 @@ class Standing:
             return
         if self._device is None:
             self._kept = lending.unwritten, None, tables
-        elif not torch._C._cuda_isCurrentStreamCapturing():  # a graph must see what tensors hold at each replay
-            self._kept = lending.unwritten, torch._C._cuda_getCurrentRawStream(self._device), tables
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if not is_captured(stream):  # a graph must see what tensors hold at each replay
+            self._kept = lending.unwritten, stream, tables

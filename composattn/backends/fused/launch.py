@@ -17,6 +17,7 @@ from .arguments import CombineArguments, ForwardArguments
 from .bulk import readable
 from .captured import Reads
 from .compile import Launchable, compile_plan
+from .counter import counter_of
 from .plan import ForwardPlan
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
@@ -33,6 +34,7 @@ class ForwardLauncher:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
         as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
+        self.draws = plan.tiling.drawn is not None
         self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
 
@@ -104,10 +106,12 @@ class ForwardLauncher:
         # in the order of ForwardArguments: a record made by name takes 0.7 µs more
         lie, read, numbers = None if self.is_dense else sequences, tuple(reads) or None, tuple(scalars) or None
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers)
+            counter = counter_of(q) if self.draws else None
+            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers, counter)
             return
         with torch.cuda.device(q.device):
-            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers)
+            counter = counter_of(q) if self.draws else None
+            self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers, counter)
 
     def _without_keys(
         self,

@@ -122,6 +122,10 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     is_split: bool = False
     splits: int = dataclasses.field(default=1, compare=False)
 
+    @property
+    def key(self) -> str:
+        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn else "")
+
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the kernel reads, in the order in which it receives it: the mods' tensors, and lists of tiles."""
@@ -147,7 +151,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "exp2": str(t.exponential),
-            "schedule": f"{'persistent' if t.persistent else 'one block per tile'}, {self.order}; {together} at a time",
+            "schedule": f"{t.dealt}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "kv tiles": self._kv_tiles(),
             "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",

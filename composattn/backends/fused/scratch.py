@@ -12,7 +12,7 @@ import itertools
 import torch
 
 from ...analysis.refreshed import memory_is_ours
-from ...analysis.streams import device_number, has_streams
+from ...analysis.streams import device_number, has_streams, is_captured
 from .launch import form_alone
 
 SMALL = 1 << 20  # bytes: calls of more take the GPU as long as the host
@@ -41,8 +41,10 @@ class Scratch:
         if self._is_small:
             if self._device is None:
                 place = self._number, 0
-            elif not torch._C._cuda_isCurrentStreamCapturing():  # what a graph uses belongs to it
-                place = self._number, torch._C._cuda_getCurrentRawStream(self._device)
+            else:
+                stream = torch._C._cuda_getCurrentRawStream(self._device)
+                if not is_captured(stream):  # what a graph uses belongs to it
+                    place = self._number, stream
         found = None if place is None else _kept.pop(place, None)
         if found is not None:
             return found, place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ...analysis.program import Program
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
@@ -62,13 +62,16 @@ class ForwardTiling(Tiling):
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
     `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
-    multiprocessor holds at once.
+    multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
+    stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
+    tile goes to a block that is free sooner).
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
+    drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
 
     @property
     def slots(self) -> int:
@@ -79,6 +82,13 @@ class ForwardTiling(Tiling):
     def blocks_are_tiles(self) -> bool:
         """Whether as many blocks are launched as there are work tiles, not as many as run at once."""
         return not self.persistent
+
+    @property
+    def dealt(self) -> str:
+        """How blocks get their tiles, for people to read."""
+        if not self.persistent:
+            return "one block per tile"
+        return "persistent" if self.drawn is None else f"persistent, the next tile drawn {self.drawn}"
 
     @property
     def queries(self) -> int:
@@ -138,6 +148,9 @@ class BackwardTiling(Tiling):
     kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
     the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
     `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
+    `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
+    `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
+    that those which run together are at the same queries, and these in L2.
     """
 
     kernel: str = "backward"
@@ -147,6 +160,12 @@ class BackwardTiling(Tiling):
     clears: bool = False
     ends_backwards: bool = False
     first_writes: bool = False
+    claimed_parts: int = 0
+    last_queries_first: bool = False
+
+    def flags(self, tiles: Any) -> Any:
+        """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
+        return int(self.clears) + self.claimed_parts * tiles
 
     @property
     def block_keys(self) -> int:

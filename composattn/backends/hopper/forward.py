@@ -12,8 +12,9 @@ from cutlass.memory import SmemAllocator
 from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.emit_tiles import BandTiles
-from ...primitives.pipelines import Copies, Edge, start_edges
+from ...primitives.pipelines import Copies, Edge, Warps, start_edges
 from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
+from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
@@ -21,7 +22,18 @@ from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRow
 from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    WarpgroupProducts,
+    fragment_shape,
+    get,
+    issue,
+    issue_in_parts,
+    product,
+    warps_of,
+)
 from .wide_tiling import WideTiling
 
 SUMS = 8  # columns: the least by which a product can be wider
@@ -35,7 +47,7 @@ class WarpgroupForward(Forward[AnyTiling]):
     rows = ROWS
 
     @abc.abstractmethod
-    def block(self) -> Any:
+    def block(self, call: Call) -> Any:
         """Shared memory and edges of a block."""
 
     @abc.abstractmethod
@@ -54,7 +66,7 @@ class WarpgroupForward(Forward[AnyTiling]):
     def roles(self, call):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch(call, warp == 0)
-        block = self.block()
+        block = self.block(call)
         start_edges(block.edges, warp)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
@@ -68,7 +80,7 @@ class WarpgroupForward(Forward[AnyTiling]):
 class HopperForward(WarpgroupForward[HopperTiling]):
     """Roles: warp 0 copies Q, K, V (one thread); each further warpgroup owns 64 rows of queries.
 
-    Edges: q (1 stage), k and v (`stages` each). Timeline of a consumer for kv tiles 0, 1, 2, ...:
+    Edges: q (`q_stages`), k and v (`stages` each). Timeline of a consumer for kv tiles 0, 1, 2, ...:
 
         S0 = Q K0ᵀ | softmax 0 | S1 = Q K1ᵀ, O += P0 V0 | softmax 1 (while P0 V0 runs) | S2, O += P1 V1 | ...
 
@@ -82,8 +94,8 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n))
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
-    def block(self):
-        return Block(self.tiling, self.dtype)
+    def block(self, call):
+        return Block(self.tiling, self.dtype, call)
 
     def products(self, block, number):
         return Products(self.tiling, block, number)
@@ -144,8 +156,8 @@ class HopperForwardGuessing(HopperForwardApart):
 
     group_rows = GuessingRows
 
-    def block(self):
-        return BlockWithOnes(self.tiling, self.dtype)
+    def block(self, call):
+        return BlockWithOnes(self.tiling, self.dtype, call)
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
@@ -164,19 +176,25 @@ class HopperForwardFromFirst(HopperForwardApart):
 class Block(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
-    def __init__(self, tiling, dtype):
+    def __init__(self, tiling, dtype, call):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
         q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
         k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages)
         wide = dtype.width // 8
         consumers = warps_of(tiling.warpgroups)
-        edges = (
-            Edge(1, Copies(tiling.tile_m * tiling.d * wide), consumers),
+        edges = [
+            Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide), consumers),
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
-        )
+        ]
+        if tiling.drawn:  # numbers of the tiles that follow
+            edges.append(Edge(2, Warps(1), consumers))
         smem = SmemAllocator()
-        self.edges = self.q_edge, self.k_edge, self.v_edge = Edge.allocate(smem, edges)
+        self.edges = Edge.allocate(smem, edges)
+        self.rings = self.q_edge, self.k_edge, self.v_edge = self.edges[:3]
+        self.queue = None
+        if tiling.drawn:
+            self.queue = TileQueue(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
         self.turns = barriers.row(4, 2 * WARPGROUP)
@@ -184,8 +202,10 @@ class Block(Fixed):
         self.of_consumers = barriers.one(tiling.warpgroups * WARPGROUP)
         # each warpgroup has a region of its own: it may write O over its Q while another still reads its Q
         region = ROWS * (tiling.d if tiling.separate_o else max(tiling.d, tiling.dv))
-        start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sQ = tensor_of(start, q_layout, dtype, (self.groups, region))  # (64, D, warpgroup)
+        stages, every = tiling.q_stages, tiling.warpgroups * region
+        start = smem.allocate_array(dtype, stages * every, byte_alignment=1024)
+        # (64, D, warpgroup, stage)
+        self.sQ = tensor_of(start, q_layout, dtype, (self.groups, region), (stages, every))
         if tiling.separate_o:
             region = ROWS * tiling.dv
             start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
@@ -196,10 +216,19 @@ class Block(Fixed):
     def prepare(self, thread):
         """What consumers do before they read anything."""
 
+    def queries(self, group, slot) -> cute.Tensor:
+        """(64, D) of a group."""
+        return self.sQ[None, None, group, _stage(slot, self.tiling.q_stages)]
+
     def values(self, smem):
         """A ring of tiles of V."""
         layout = tile_layout(self.tiling.tile_n, self.tiling.dv, self.tiling.stages)
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+
+def _stage(slot, stages):
+    """Where Q lies, of so many stages."""
+    return slot.index if stages > 1 else 0
 
 
 class BlockWithOnes(Block):
@@ -227,28 +256,50 @@ class BlockWithOnes(Block):
 
 
 class Products(WarpgroupProducts):
-    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for."""
+    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for.
+
+    What registers hold of Q, its first columns, the matrix unit need not read from shared memory for each tile of keys.
+    """
 
     def __init__(self, tiling, block, number):
+        self.q_stages = tiling.q_stages
         self.qk = product(block.dtype, tiling.tile_n)
+        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True)
         self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
-        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, number]))
+        self.sQ = block.sQ[None, None, number, None]
+        self.tSrQ = qk.make_fragment_A(qk.partition_A(self.sQ))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
+        self.held, self.steps = tiling.held, cute.size(self.tSrQ, mode=[2])
 
     def probabilities(self) -> cute.Tensor:
         """Registers for them, as the left operand of the output's product."""
         return self.pv.get_slice(0).make_fragment_A(self.probabilities_shape)
 
-    def issue_scores(self, slot) -> cute.Tensor:
+    def held_queries(self) -> cute.Tensor | None:
+        """Registers for columns of Q, as the left operand of the scores' product; None where there are none."""
+        if not self.held:
+            return None
+        held_qk = self.held_qk.get_slice(0)
+        return held_qk.make_fragment_A(held_qk.partition_shape_A((ROWS, self.held)))
+
+    def get_queries(self, held: cute.Tensor | None, slot, thread) -> None:
+        """Fills them."""
+        if held is not None:
+            get(self.held_qk, held, self.sQ[None, None, _stage(slot, self.q_stages)], thread)
+
+    def issue_scores(self, q_slot, k_slot, held: cute.Tensor | None) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        issue(self.qk, tSrS, self.tSrQ, self.tSrK[None, None, None, slot.index], False)
+        tSrQ = self.tSrQ[None, None, None, _stage(q_slot, self.q_stages)]
+        steps = 0 if held is None else cute.size(held, mode=[2])
+        parts = (self.held_qk, held, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
+        issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, k_slot.index])
         return tSrS
 
     def issue_output(self, tOrO, tOrP, slot) -> None:

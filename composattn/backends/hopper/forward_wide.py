@@ -37,7 +37,7 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
     def __init__(self, plan: ForwardPlan[WideTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n // GROUPS))
 
-    def block(self):
+    def block(self, call):
         return Block(self.tiling, self.dtype)
 
     def products(self, block, number):

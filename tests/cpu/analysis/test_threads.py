@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composattn as ca
 from composattn.analysis.derived import Derived, refresh
 from composattn.analysis.refreshed import Refreshed
-from composattn.analysis.streams import Streams
+from composattn.analysis.streams import DEFAULT_STREAM, Streams, is_capturing
 from composattn.analysis.tile_lists import Extent, KeyLists
 from composattn.analysis.windows import Windows, range_extreme
 from composattn.backends.fused.work import MOST_TABLES, WorkTables
@@ -118,12 +118,29 @@ class Stream:
         self.waited_for.append(other.cuda_stream)
 
 
+def test_the_default_stream_is_not_asked_whether_a_graph_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = DEFAULT_STREAM, list[int]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", lambda: asked.append(now) or now == 8, raising=False
+    )
+    assert not is_capturing() and not asked, "it can't be captured"
+    now = 7
+    assert not is_capturing()
+    now = 8
+    assert is_capturing() and asked == [7, 8]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not is_capturing() and asked == [7, 8]
+
+
 def test_streams_wait_for_who_wrote_and_who_writes_for_all_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, three = streams = [Stream(n) for n in range(3)]
     now, capturing = one, False
     monkeypatch.setattr("composattn.analysis.streams.stream_handle", lambda device: now.cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr("composattn.analysis.streams.is_capturing", lambda: capturing)
     monkeypatch.setattr("composattn.analysis.refreshed.streams_of", Streams)
     kept: Refreshed[int] = Refreshed(0, device=torch.device("cuda", 0))
 

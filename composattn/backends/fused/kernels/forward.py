@@ -60,7 +60,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         self.dtype = given.q.element_type
         found = launched(self.plan, given, self.heads, self.rows)
         made = found.tensors, given.lse, given.max_scores, found.order
-        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits
+        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits, given.counter
         self.kernel(found.tmas, (*made, *read)).launch(
             grid=(found.blocks(self.plan), 1, 1),
             block=(self.threads, 1, 1),
@@ -73,6 +73,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     @cute.kernel
     def kernel(self, tmas, work):
+        if const_expr(self.plan.is_split):
+            cute.arch.griddepcontrol_launch_dependents()  # blocks that combine the parts start as the last of these end
         call = Call(tmas, *work)
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.roles(call)
@@ -107,7 +109,7 @@ class Role(Fixed, abc.ABC):
 
     def first_slots(self) -> tuple[Any, ...]:
         """Where rings and counts are before the first work tile."""
-        return tuple(edge.first for edge in self.block.edges)
+        return tuple(edge.first for edge in self.block.rings)
 
     @abc.abstractmethod
     def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -124,6 +126,8 @@ class Role(Fixed, abc.ABC):
             self.visit(self.work(number), slots)
         elif const_expr(self.tiling.blocks_are_tiles):
             self.take_over(number, slots)
+        elif const_expr(self.tiling.drawn is not None):
+            self.draw_tiles(number, slots)
         else:
             while number < self.call.tiles:
                 if self.call.tile(number).exists:
@@ -139,6 +143,17 @@ class Role(Fixed, abc.ABC):
             if self.call.tile(number).exists:
                 slots = self.visit(self.work(number), slots)
             number, there = queue.hear(turn, lane)
+            turn = turn.next()
+
+    @cute.jit
+    def draw_tiles(self, number, slots):
+        """The block's own tile, then those whose numbers the copying warp draws and tells."""
+        queue, lane = self.block.queue, cute.arch.lane_idx()
+        turn = queue.edge.first
+        while number < self.call.tiles:
+            if self.call.tile(number).exists:
+                slots = self.visit(self.work(number), slots)
+            number = queue.hear(turn, lane)
             turn = turn.next()
 
 

@@ -93,6 +93,7 @@ class Call(Fixed):
     queries: Rows
     keys: Rows
     splits: Int32 | None  # number of parts
+    counter: cute.Tensor | None  # from which blocks draw their tiles
 
     @property
     def tiles(self) -> Int32:

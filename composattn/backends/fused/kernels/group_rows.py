@@ -18,22 +18,41 @@ LOOPS = 3
 
 
 class Load(Role):
-    """The copying warp: Q once per work tile, after the first K."""
+    """The copying warp: Q once per work tile, after the first K, or before it where there is room for two of them.
+
+    It draws the tiles where blocks do so.
+    """
+
+    @cute.jit
+    def draw_tiles(self, number, slots):
+        """Asks for a number before a tile's copies, or behind them."""
+        queue, lane, early = self.block.queue, cute.arch.lane_idx(), self.tiling.drawn == "early"
+        turn, asked = queue.edge.first, Int32(0)
+        while number < self.call.tiles:
+            if const_expr(early):
+                asked = queue.ask(lane)
+            if self.call.tile(number).exists:
+                slots = self.visit(self.work(number), slots)
+            if const_expr(not early):
+                asked = queue.ask(lane)
+            number = queue.drawn(asked)
+            queue.announce(turn, number, lane)
+            turn = turn.next()
 
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
-        tiling, block, call, rows = self.tiling, self.block, self.call, self.kernel.rows
+        block, call, early = self.block, self.call, self.tiling.q_stages > 1
         tiles = self.kernel.kv_tiles(call, work)
-        gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(rows), tiling.d))
+        gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(self.kernel.rows), self.tiling.d))
         copies = KeyCopies(self, work, block.k_edge, block.v_edge)
         if tiles.count > 0:
             before = copies.source.locate(tiles.first)
+            if const_expr(early):  # K waits for room behind keys of the tile before, Q for none
+                self.start_queries(gQ, work, q_slot)
             copies.start_keys(before, k_slot)
-            bar = block.q_edge.acquire(q_slot)
-            for g in cutlass.range_constexpr(block.groups):
-                tQsQ, tQgQ = partition(call.tmas.q, block.sQ[None, None, g], gQ)
-                cute.copy(call.tmas.q, tQgQ[None, work.m * block.groups + g], tQsQ, tma_bar_ptr=bar)
+            if const_expr(not early):
+                self.start_queries(gQ, work, q_slot)
             q_slot = q_slot.next()
             k_slot = k_slot.next()
             for run in tiles.runs:
@@ -43,7 +62,18 @@ class Load(Role):
                     before = at
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()
+        elif const_expr(self.tiling.output_over_q):  # zeros will lie there
+            self.start_queries(gQ, work, q_slot)
+            q_slot = q_slot.next()
         return q_slot, k_slot, v_slot
+
+    def start_queries(self, gQ, work, q_slot) -> None:
+        """The rows of each group."""
+        block, tma = self.block, self.call.tmas.q
+        bar = block.q_edge.acquire(q_slot)
+        for g in range(block.groups):
+            tQsQ, tQgQ = partition(tma, block.queries(g, q_slot), gQ)
+            cute.copy(tma, tQgQ[None, work.m * block.groups + g], tQsQ, tma_bar_ptr=bar)
 
 
 class Consumer(RowGroup):
@@ -79,15 +109,22 @@ class Consume(Role):
         q_slot, k_slot, v_slot = slots
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
-        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries), q_slot)
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
-            me.block.q_edge.release(q_slot, me.lane)
+            if const_expr(not self.tiling.output_over_q):
+                me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
             v_slot = v_slot.next()
+        elif const_expr(self.tiling.output_over_q):
+            me.block.q_edge.wait(q_slot)
+            q_slot = q_slot.next()
         rows.finish(call)
+        if const_expr(self.tiling.output_over_q):
+            me.drain_stores()
+            me.block.q_edge.release(q_slot, me.lane)  # of the one stage there is
         return q_slot, k_slot, v_slot
 
     @cute.jit
@@ -118,7 +155,7 @@ class ConsumeApart(Consume):
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
         own, before, behind = kernel.own_tiles(call, work, tiles, me.number)
-        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries), q_slot)
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             # all groups take a turn in each tile but their first one
@@ -150,11 +187,16 @@ class ConsumeApart(Consume):
 
 
 class GroupRows(OutputRows[Any]):
-    """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics."""
+    """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics.
 
-    def __init__(self, me: Consumer, mods, work, leaves):
+    tSrQ are columns of Q that stay there too, None where all of them are read from shared memory.
+    """
+
+    def __init__(self, me: Consumer, mods, work, leaves, q_slot):
         super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
+        self.q_slot = q_slot
         self.tOrO.fill(0.0)
+        self.tSrQ = self.products.held_queries()
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place; where `tested`, of what is `seen`."""
@@ -167,8 +209,9 @@ class GroupRows(OutputRows[Any]):
 
     def first_scores(self, n, k_slot):
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
+        self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)
         self.block.k_edge.wait(k_slot)
-        tSrS = self.products.issue_scores(k_slot)
+        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, True, seen, first=True)
@@ -189,7 +232,7 @@ class GroupRows(OutputRows[Any]):
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
-        tSrS = self.products.issue_scores(k_slot)
+        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)

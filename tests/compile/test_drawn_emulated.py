@@ -1,0 +1,113 @@
+"""Blocks that stay and draw their tiles give the bits of a block per tile, and leave their counter at zero."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused.emulated import EmulatedForward, emulating
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper import tiling
+from composattn.call.problem import Problem
+from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.mods.masks import causal, sliding_window
+from composattn.mods.scores import alibi
+from tests.support import outlier_normal
+
+FEW = dataclasses.replace(HOPPER, sms=3)  # so that blocks walk over several tiles each
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask_mod": causal()},
+    "window": {"mask_mod": sliding_window(40)},
+    "alibi causal": {"score_mod": alibi(torch.linspace(0.1, 1.0, 2)), "mask_mod": causal()},
+    "keys that no query sees": {"mask_mod": lambda b, h, q, kv: (q >= kv) & (q < 128)},
+}
+
+
+def drawn(plan: ForwardPlan, **changes: Any) -> ForwardPlan:
+    return dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, **changes))
+
+
+@pytest.mark.parametrize("guesses", [False, True], ids=["", "guessing"])
+@pytest.mark.parametrize("name", CASES)
+def test_drawn_tiles_give_the_same_bits(
+    name: str, guesses: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Two sequences of 2 heads, one key/value head, 2 query tiles each: 8 tiles for 3 blocks."""
+    if guesses:
+        monkeypatch.setattr(tiling, "MANY_KEYS_GUESSED", 0)
+        monkeypatch.setattr(tiling, "MANY_KEYS_LINE", 0)
+    mods = CASES[name]
+    q, k, v = (outlier_normal(2, h, 201, 128, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
+    program = ca.Attention(**mods).program
+    captured = [c.tensor for c in program.captures]
+    _, wanted = ca.attention(q, k, v, scale=0.088, return_lse=True, backend="reference", **mods)
+
+    def run(plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        forward = EmulatedForward(plan)
+        found = forward(q, k, v, 0.088, captured)[:2]
+        assert forward.kernel.result.blocks == (3 if plan.tiling.persistent else 8)
+        return found
+
+    plan = plan_forward(Problem.of(q, k, v), program, FEW)
+    assert plan.tiling.persistent and plan.tiling.drawn == "early"
+    out, lse = run(drawn(plan, persistent=False, drawn=None, q_stages=1))
+    assert lse is not None and not out.isnan().any()
+    assert torch.allclose(lse, wanted, atol=1e-4, rtol=0)
+    for when, mode in (("early", EAGER), ("early", LATE), ("late", random_mode(1))):
+        with emulating(mode):
+            other, its_lse = run(drawn(plan, drawn=when))
+        assert torch.equal(out, other) and torch.equal(lse, its_lse), (when, mode)
+
+
+def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.Generator) -> None:
+    """Of 4 tiles, for fewer blocks, as many and more."""
+    q, k, v = (outlier_normal(1, 2, 140, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    program = ca.Attention().program
+    for sms in (1, 3, 4, 20):
+        plan = plan_forward(Problem.of(q, k, v), program, dataclasses.replace(HOPPER, sms=sms))
+        forward = EmulatedForward(plan)
+        seen = []
+
+        def launch(*given: Any, kernel: Any = forward.kernel, seen: list[int] = seen) -> None:
+            assert not given[-1].any()
+            kernel(*given)
+            seen.append(int(given[-1]))
+
+        forward.__dict__["kernel"] = launch
+        for _ in range(2):
+            forward(q, k, v, 0.088)
+        assert seen == [0, 0], sms
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "keys that no query sees"])
+def test_outputs_that_lie_over_queries_have_left_when_the_next_ones_come(name: str, generator: torch.Generator) -> None:
+    """Of D 256, 4 tiles for one block."""
+    q, k, v = (outlier_normal(1, h, 190, 256, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
+    program = ca.Attention(**CASES[name]).program
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+    plan = plan_forward(problem, program, dataclasses.replace(HOPPER, sms=1))
+    assert plan.tiling.drawn == ("early" if name == "full" else "late")
+    assert plan.tiling.output_over_q and not plan.tiling.separate_o  # type: ignore[attr-defined]
+    out, lse = EmulatedForward(drawn(plan, persistent=False, drawn=None, output_over_q=False))(q, k, v, 0.06)[:2]
+    assert lse is not None and not out.isnan().any()
+    for mode in (EAGER, LATE, random_mode(2)):
+        with emulating(mode):
+            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
+        assert its_lse is not None
+        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
+
+
+def test_only_blocks_that_draw_put_outputs_over_queries() -> None:
+    problem = Problem(1, 2, 2, 4096, 4096, 256, 256, torch.bfloat16, torch.device("cpu"))
+    tiling_of_all = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
+    with pytest.raises(ValueError, match="output_over_q"):
+        dataclasses.replace(tiling_of_all, drawn=None)  # type: ignore[type-var]
