@@ -1,5 +1,5 @@
-"""How the tests run: inputs by a seed, shares of cores and of tests per worker, few collections of garbage, what needs a
-GPU with one.
+"""How the tests run: inputs by a seed, shares of cores and of tests per worker, few collections of garbage, what needs
+a GPU with one.
 
 The seed is fixed unless `--seed` says otherwise, so that a red run tells of the change and not of the draw.
 """

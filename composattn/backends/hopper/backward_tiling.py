@@ -99,6 +99,10 @@ class HopperBackwardTiling(BackwardTiling):
     distances: int = 0
 
     @property
+    def in_stretches(self) -> bool:
+        return self.kernel == "backward" and self.d == self.dv == 128 and not self.ends_backwards
+
+    @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
 
