@@ -1,4 +1,5 @@
-"""How the tests run: inputs by a seed, a share of the cores per worker, few garbage collections, GPU tests with a GPU.
+"""How the tests run: inputs by a seed, shares of cores and of tests per worker, few collections of garbage, what needs a
+GPU with one.
 
 The seed is fixed unless `--seed` says otherwise, so that a red run tells of the change and not of the draw.
 """
@@ -15,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.dealing import dealt
 from tests.support import has_gpu_backend, has_kernel_toolchain
 
 HERE = Path(__file__).parent
@@ -66,10 +68,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if (HERE / "gpu") in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    yield  # what was not asked for is left out
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        items[:] = dealt(items, workers, lambda item: item.path, lambda item: (HERE / "compile") in item.path.parents)
 
 
 def pytest_collection_finish() -> None:

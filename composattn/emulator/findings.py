@@ -33,6 +33,10 @@ class UninitialisedShared(Finding):
     """A read of shared memory that nothing has written."""
 
 
+class UninitialisedGlobal(Finding):
+    """A count in device memory is added to, or waited for, and nobody has set it: it is a NaN, as fresh memory is."""
+
+
 class SharedRace(Finding):
     """Two accesses to the same shared memory, one a write, that no barrier orders. Includes data still in flight."""
 

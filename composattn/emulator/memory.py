@@ -13,6 +13,7 @@ from composattn.emulator.findings import (
     Misaligned,
     OutOfBounds,
     SharedRace,
+    UninitialisedGlobal,
     UninitialisedShared,
 )
 from composattn.emulator.ledger import NOBODY, Ledger, Unordered
@@ -21,6 +22,7 @@ Array = np.ndarray[Any, Any]
 SHARED_START = 1024  # the hardware keeps the first KiB for itself; an address below is a bug
 RANK = 24  # bits of a shared address below its block's rank in the cluster
 HELD = NOBODY - 1  # in place of the last writer of a word: part of an mbarrier
+POISON = np.array([np.nan], np.float32).view(np.uint32)[0]  # a word of `composattn.testing.poisoned` memory
 UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -78,6 +80,12 @@ class GlobalMemory:
         if at >= 0 and address + size <= self._allocations[at].end:
             return self._allocations[at]
         raise OutOfBounds(f"global address {self.describe(address)}, {size} bytes")
+
+    def check_counts(self, addresses: Array, words: Array) -> None:
+        """Raises if 32-bit words at these addresses, which are read as counts, are what fresh memory holds."""
+        unset = words.view(np.uint32).reshape(len(addresses), -1)[:, 0] == POISON
+        if unset.any():
+            raise UninitialisedGlobal(f"a count that nobody has set, at {self.describe(int(addresses[unset][0]))}")
 
     def written(self) -> list[tuple[int, int]]:
         """(start, end) of every tensor that the launch wrote to."""

@@ -51,13 +51,24 @@ def cleared_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: 
     return cute.make_tensor(start, cute.make_layout((entries, heads), stride=(heads, 1)))
 
 
+def claims_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, parts: int) -> cute.Tensor:
+    """int32 (B, H, tiles, parts), who has been at each part of a tile of dQ: in the same place."""
+    entries, heads, tiles, _ = dq_accum.shape
+    start = cute.recast_ptr(_behind_statistics(workspace, first, dq_accum, tile), dtype=Int32)
+    strides = heads * tiles * parts, tiles * parts, parts, 1
+    return cute.make_tensor(start, cute.make_layout((entries, heads, tiles, parts), stride=strides))
+
+
 def shares_of(
-    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, clears: bool, sums: Any, work: Any
+    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, sums: Any, work: Any
 ) -> cute.Tensor:
-    """fp32 (`sums`, blocks that have a part of each), of all blocks of `query_grid`: behind all else."""
+    """fp32 (`sums`, blocks that have a part of each), of all blocks of `query_grid`: behind all else.
+
+    `flags`: numbers before it, for each head.
+    """
     entries, heads, tiles, _ = dq_accum.shape
     blocks = entries * heads * tiles if work is None else heads * work.shape[0]
-    start = _behind_statistics(workspace, first, dq_accum, tile) + (entries * heads if clears else 0)
+    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * flags
     return cute.make_tensor(start, cute.make_layout((sums, blocks // sums), stride=(blocks // sums, 1)))
 
 
@@ -108,6 +119,7 @@ def query_stretch(work: cute.Tensor, parts: int = 1) -> Stretch | None:
 
 __all__ = [
     "PaddedTiles",
+    "claims_of",
     "cleared_of",
     "counter_of",
     "query_grid",

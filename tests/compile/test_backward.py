@@ -56,6 +56,7 @@ READING = {
     "prefix": (None, prefix_lm(100)),
     "window": (None, causal() & sliding_window(50)),
 }
+AHEAD = {"keys-ahead": (None, lambda b, h, q, kv: q <= kv)}
 
 
 # dKᵀ and dVᵀ shared by rows: changes of the tiling for D or Dv above 128
@@ -85,7 +86,7 @@ def plans(
     length: int = LENGTH,
     **changes: Any,
 ) -> BackwardPlans:
-    score, mask = (MODS | READING)[mods]
+    score, mask = (MODS | READING | AHEAD)[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
     layout = Layout("packed", "packed", used_q=True, used_kv=True) if packed else DENSE
     problem = Problem(1, 4, 2, length, length, d, dv or d, dtype, torch.device("cpu"), layout=layout)
@@ -157,10 +158,23 @@ def test_dq_is_added_while_dk_runs(d: int, folder: Path) -> None:
 
 
 # columns of D 96 as two warpgroups compute them: 64 each
-@pytest.mark.parametrize(("d", "queries", "columns"), [(128, 80, 64), (96, 96, 64)])
-@pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])
-def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, queries: int, columns: int, folder: Path) -> None:
-    plan = plans(mods, d, length=8192).main
+@pytest.mark.parametrize(
+    ("mods", "d", "length", "queries", "columns"),
+    [
+        ("plain-full", 128, 8192, 80, 64),
+        ("plain-causal", 128, 8192, 80, 64),
+        ("plain-causal", 128, 32768, 80, 64),  # from the last queries on
+        ("plain-causal", 128, 16384, 80, 64),  # so, and claimed
+        ("plain-full", 128, 1024, 80, 64),  # claimed
+        ("plain-causal", 128, 2048, 80, 64),
+        ("plain-full", 96, 8192, 96, 64),
+        ("plain-causal", 96, 8192, 96, 64),
+    ],
+)
+def test_dq_of_long_calls_leaves_in_bulk(
+    mods: str, d: int, length: int, queries: int, columns: int, folder: Path
+) -> None:
+    plan = plans(mods, d, length=length).main
     made = compile_offline(plan, folder)
     t = plan.tiling
     assert (t.tile_m, t.dq_in_bulk, t.persistent) == (queries, True, True)
@@ -169,6 +183,7 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, queries: int, column
         (loop,) = loops_over_queries(made)
         assert made.spills == 0 and made.mnemonics["WARPGROUP"] <= 14
         assert made.mnemonics["REDG"] == t.clears and made.mnemonics["UBLKRED"] == 1
+        assert made.mnemonics["UBLKCP"] == (t.claimed_parts > 0) != t.clears
         assert loop["STS"] == queries * columns // (4 * 128)  # 16 bytes each
         assert loop["BAR"] == loop["NANOSLEEP"] == 0
 
@@ -539,6 +554,52 @@ def test_a_wait_looks_once_before_its_loop(d: int, deterministic: bool, folder: 
     made = compile_offline(plans("plain-full", d, deterministic=deterministic).main, folder)
     looks = sum(i.text.startswith("SYNCS.PHASECHK.TRANS64.TRYWAIT") for i in made.instructions)
     assert looks >= 2 * made.mnemonics["NANOSLEEP"]
+
+
+@pytest.mark.parametrize(
+    ("mods", "length", "expected"),
+    [
+        ("plain-causal", 8192, False),
+        ("plain-causal", 16384, True),
+        ("plain-full", 16384, False),
+        ("alibi-causal", 16384, False),
+        ("window", 16384, False),
+        ("keys-ahead", 16384, False),
+    ],
+)
+def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length: int, expected: bool) -> None:
+    made = plans(mods, 128, length=length)
+    assert made.main.tiling.last_queries_first is expected
+    assert ("each from the last queries on" in str(made)) is expected
+    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.last_queries_first
+
+
+@pytest.mark.parametrize(
+    ("mods", "length", "claimed"),
+    [
+        ("plain-full", 512, False),
+        ("plain-full", 1024, True),
+        ("plain-full", 2048, False),
+        ("plain-causal", 1024, False),
+        ("plain-causal", 2048, True),
+        ("plain-causal", 8192, False),
+        ("plain-causal", 16384, True),
+        ("plain-causal", 32768, False),
+        ("keys-ahead", 2048, False),
+        ("alibi-causal", 2048, False),
+    ],
+)
+def test_who_comes_first_writes_dq_where_that_is_faster(mods: str, length: int, claimed: bool) -> None:
+    tiling = plans(mods, 128, length=length).main.tiling
+    assert (tiling.claimed_parts > 0, tiling.clears) == (claimed, not claimed)
+    assert tiling.tries_first is (claimed and (mods, length) != ("plain-causal", 2048))
+    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.claimed_parts
+
+
+def test_nobody_clears_dq_where_who_comes_first_writes(folder: Path) -> None:
+    steps = plans("plain-full", 128, length=1024)
+    prepare, main = (compile_offline(getattr(steps, name), folder).ptx for name in ("preprocess", "main"))
+    assert "st.global.v4.b32" not in prepare and "cp.async.bulk.global.shared::cta.bulk_group" in main
 
 
 def test_who_asks_for_a_fixed_order_gets_it() -> None:

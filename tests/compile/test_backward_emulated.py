@@ -13,13 +13,14 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_semaphore
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender, preprocess
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -28,13 +29,14 @@ from composattn.backends.hopper.backward_transposed import Sharer
 from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
-from composattn.emulator.findings import SharedRace
+from composattn.emulator.findings import SharedRace, UninitialisedGlobal
 from composattn.emulator.launch import Stream
 from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.primitives.block_pair import BothWarps, PairSums
 from composattn.primitives.pipelines import Warps
+from composattn.testing import poisoned
 from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
 from tests.support import outlier_normal, sampled
 
@@ -134,7 +136,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
-CLEARING, PASSING = {"clears": True}, {"passing": True}
+CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
 OVERLAPPING: dict[str, Any] = {
     "tile_m": 96, "dq_split": "overlapping", "dq_later": True, "persistent": True, "dq_in_bulk": True, "clears": True,
 }  # fmt: skip
@@ -157,6 +159,12 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "stay-cut": (("plain", torch.bfloat16, 4, 2, 200, 270, 64, 64, False, False), STAY, (6, 4, 2)),
     "stay-bulk": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), BULK | STAY, None),
     "stay-bulk-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 128, 64, True, False), BULK | STAY, None),
+    "last-first": (("causal", torch.bfloat16, 4, 2, 300, 400, 128, 128, True, False), BULK | STAY | LAST_FIRST, None),
+    "last-first-cut": (
+        ("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
+        BULK | STAY | LAST_FIRST,
+        (6, 2, 3),
+    ),
     "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
     "passing-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), PASSING, None),
     "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),
@@ -201,6 +209,15 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
     facts, changes, cut = SHARED[case]
     target = dataclasses.replace(HOPPER, sms=2)
     check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, **changes)
+
+
+def test_counters_that_nobody_has_set_are_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "_clear_of_head", lambda counter, cleared: None)
+    facts, changes, _ = SHARED["clearing-d64"]
+    with pytest.raises(UninitialisedGlobal, match="a count that nobody has set"):
+        check(facts, tmp_path, generator, dataclasses.replace(HOPPER, sms=2), **changes)
 
 
 # facts as above, changes of the tiling
@@ -284,11 +301,57 @@ def test_a_fixed_order_that_ends_backwards_is_as_right(
     """A section has one head, so the last one goes from the first keys to the last; memory nobody writes is NaN."""
     facts, cut = BACKWARDS_CASES[case]
     backwards = {"heads_together": 1, "ends_backwards": True}
-    torch.use_deterministic_algorithms(True)
-    try:
-        check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
+
+
+CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
+# facts as above, changes of the tiling, which tiles are cut, batch
+CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None, int]] = {
+    "plain-ragged": (("plain", torch.bfloat16, 2, 2, 250, 270, 128, 128, True, False), CLAIMED, None, 1),
+    "causal-gqa2-batch2": (("causal", torch.bfloat16, 4, 2, 200, 300, 128, 128, True, False), CLAIMED, None, 2),
+    "last-first-gqa2": (
+        ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, False, False),
+        CLAIMED | LAST_FIRST | {"tries_first": True},
+        None,
+        1,
+    ),
+    "plain-cut-batch2": (("plain", torch.bfloat16, 2, 1, 250, 270, 128, 128, False, False), CLAIMED, (6, 2, 2), 2),
+    "blocks-that-leave": (("plain", torch.float16, 1, 1, 170, 400, 128, 128, False, False), CLAIMED | LEAVE, None, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", sampled(CLAIMED_CASES))
+def test_who_comes_first_writes_dq_in_any_order(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    facts, changes, cut, batch = CLAIMED_CASES[case]
+    target = dataclasses.replace(HOPPER, sms=3)
+    check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, batch, **changes)
+
+
+def test_who_writes_where_another_one_was_is_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dq_claims, "_claim", lambda place, condition: Int32(1))
+    facts, changes, _, _ = CLAIMED_CASES["blocks-that-leave"]
+    with pytest.raises(AssertionError, match="dq"):
+        check(facts, tmp_path, generator, mode=random_mode(3), **changes)
+
+
+def test_who_adds_where_another_one_has_not_written_yet_is_found(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims are made before the part is there, so that there is time for it."""
+
+    def claim(place: Any) -> Any:
+        return cute.arch.make_warp_uniform(dq_claims._claim(place, cute.arch.lane_idx() == 0))
+
+    monkeypatch.setattr(dq_sender, "look", claim)
+    monkeypatch.setattr(dq_sender, "is_first", lambda place, first, lane: first)
+    facts, changes, _, _ = CLAIMED_CASES["blocks-that-leave"]
+    with pytest.raises(AssertionError, match="dq"):
+        check(facts, tmp_path, generator, mode=random_mode(3), **changes)
 
 
 def test_whose_turn_is_not_the_first_does_not_write_over_dq(
@@ -425,6 +488,7 @@ def check(
     target: Target = HOPPER,
     cut: Cut | Literal["auto"] | None = "auto",
     mode: Mode = EAGER,
+    batch: int = 1,
     **changes: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients, which are as close to fp64 as they have to be."""
@@ -435,10 +499,10 @@ def check(
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
 
     def draw(*shape: int) -> torch.Tensor:
-        return outlier_normal(1, *shape, generator=generator, dtype=dtype)
+        return outlier_normal(batch, *shape, generator=generator, dtype=dtype)
 
     q, k, v = draw(heads, q_len, d), draw(kv_heads, kv_len, d), draw(kv_heads, kv_len, dv)
-    dout, dlse = draw(heads, q_len, dv), torch.randn(1, heads, q_len, generator=generator)
+    dout, dlse = draw(heads, q_len, dv), torch.randn(batch, heads, q_len, generator=generator)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     scale = d**-0.5
     out, lse = reference.attention(*exact, score=program.score, mask=program.mask, scale=scale)
@@ -458,10 +522,11 @@ def check(
     if changes:
         tiling = retiled(plans.main.tiling, changes)
         plans = plan_backward(Problem.of(q, k, v), program, target, **given, tiling=tiling)
-    found = BackwardLauncher(plans, kernel_of)(
-        q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
-        [c.tensor for c in program.captures], [s.value for s in program.scalars],
-    )  # fmt: skip
+    with poisoned():
+        found = BackwardLauncher(plans, kernel_of)(
+            q, k, v, out.detach().to(dtype), lse.detach().float(), dout, dlse if through_lse else None, scale,
+            [c.tensor for c in program.captures], [s.value for s in program.scalars],
+        )  # fmt: skip
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         error = float((got.double() - want).norm() / want.norm())
         # P, dS, O and the result are rounded to the type, each by at most eps / 2 of itself

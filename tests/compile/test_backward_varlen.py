@@ -28,7 +28,7 @@ from composattn.call.sequences import Sequences
 from composattn.emulator.launch import Stream
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from composattn.testing import check, make_case, make_varlen_case
+from composattn.testing import check, make_case, make_varlen_case, poisoned
 from composattn.testing import run as run_case
 from tests.support import outlier_normal, sampled
 
@@ -141,14 +141,11 @@ def check_packed(case: str, folder: Path, generator: torch.Generator, **changes:
     if changes:
         tiling = dataclasses.replace(plans.main.tiling, **changes)
         plans = plan_backward(problem, program, HOPPER, has_dlse=through_lse, deterministic=in_order, tiling=tiling)
-    torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
-    try:
+    with poisoned():
         found = BackwardLauncher(plans, kernel_of)(
             q, k, v, out, lse, dout, dlse if through_lse else None, scale,
             [c.tensor for c in plans.main.captured], [s.value for s in program.scalars], Sequences.of(varlen, None),
         )  # fmt: skip
-    finally:
-        torch.use_deterministic_algorithms(False)
     for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         unused = torch.ones(len(want), dtype=torch.bool)
         for s in rows if name == "dq" else keys:

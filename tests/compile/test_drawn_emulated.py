@@ -86,3 +86,28 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
         for _ in range(2):
             forward(q, k, v, 0.088)
         assert seen == [0, 0], sms
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "keys that no query sees"])
+def test_outputs_that_lie_over_queries_have_left_when_the_next_ones_come(name: str, generator: torch.Generator) -> None:
+    """Of D 256, 4 tiles for one block."""
+    q, k, v = (outlier_normal(1, h, 190, 256, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
+    program = ca.Attention(**CASES[name]).program
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+    plan = plan_forward(problem, program, dataclasses.replace(HOPPER, sms=1))
+    assert plan.tiling.drawn == ("early" if name == "full" else "late")
+    assert plan.tiling.output_over_q and not plan.tiling.separate_o  # type: ignore[attr-defined]
+    out, lse = EmulatedForward(drawn(plan, persistent=False, drawn=None, output_over_q=False))(q, k, v, 0.06)[:2]
+    assert lse is not None and not out.isnan().any()
+    for mode in (EAGER, LATE, random_mode(2)):
+        with emulating(mode):
+            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
+        assert its_lse is not None
+        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
+
+
+def test_only_blocks_that_draw_put_outputs_over_queries() -> None:
+    problem = Problem(1, 2, 2, 4096, 4096, 256, 256, torch.bfloat16, torch.device("cpu"))
+    tiling_of_all = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
+    with pytest.raises(ValueError, match="output_over_q"):
+        dataclasses.replace(tiling_of_all, drawn=None)  # type: ignore[type-var]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ PLANS = {
     "plain-document-d64": plan(mask="document", d=64),
     "plain-document-d128": plan(mask="document"),
     "plain-checkerboard-d128": plan(mask="checkerboard"),
+    "plain-causal-d192": plan(mask="causal", d=192),
     "plain-causal-d192-dv128": plan(mask="causal", d=192, dv=128),
     "plain-causal-d64-dv256": plan(mask="causal", d=64, dv=256),
     "plain-causal-d256": plan(mask="causal", d=256),
@@ -195,6 +197,51 @@ def test_the_outputs_product_is_waited_for_behind_the_first_exponentials(name: s
             kinds = [i.text for i in loop.body if i.text.startswith(("WARPGROUP.DEPBAR", "MUFU.EX2"))]
             scores, *between = kinds[: next(n for n, text in enumerate(kinds) if "0x0" in text)]
             assert "0x1" in scores and len(between) >= 4
+
+
+@pytest.mark.parametrize(
+    ("mask", "d", "dv", "held"),
+    [
+        ("full", 128, 128, 128),
+        ("full", 192, 192, 128),
+        ("causal", 192, 192, 64),
+        ("causal", 192, 128, 192),
+        ("causal", 256, 256, 64),
+    ],
+)
+def test_columns_of_queries_wait_in_registers(mask: str, d: int, dv: int, held: int, folder: Path) -> None:
+    chosen = plan(mask=mask, d=d, dv=dv)
+    artifact = compile_offline(chosen, folder)
+    if not artifact.instructions:
+        pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
+    assert artifact.spills == 0 and not products_are_serialised(artifact)
+    assert artifact.mnemonics["LDSM"] == held // 16  # once for all tiles of keys
+    for loop in inner_loops(artifact.instructions):
+        if loop.multiplies:
+            products = [i.text for i in loop.body if i.name == "HGMMA" and "tnspB" not in i.text]
+            from_registers = [bool(re.search(r", R\d+, gdesc", text)) for text in products]
+            repeats = len(products) // (d // 16)  # twice where a guess failed
+            assert from_registers == ([True] * (held // 16) + [False] * ((d - held) // 16)) * repeats
+
+
+def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
+    def held(mask: str = "causal", d: int = 192, dv: int | None = None, **how: Any) -> int:
+        tiling = plan(how.pop("score", "plain"), mask, d, dv, **how).tiling
+        assert isinstance(tiling, HopperTiling)
+        return tiling.held
+
+    assert [held(length=length, d=128, mask="full") for length in (8192, 16384)] == [0, 128]
+    assert [held(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192, 192, 0, 0]
+    assert [held(score=score) for score in ("softcap", "bias")] == [64, 0]
+    assert held(layout=PACKED) == 64 and held(schedule=Schedule(batch_invariant=True)) == 0
+    assert {held(mask, d) for mask in ("causal", "full") for d in (64, 96)} == {0}
+    assert held("full", schedule=Schedule(persistent=False)) == held("full", layout=PACKED) == 0
+
+
+def test_plain_blocks_that_hold_queries_stay_and_draw_their_tiles() -> None:
+    for tiling in (cut(192, 8192), cut(128, 16384)):
+        assert tiling.held == 128 and tiling.persistent and tiling.drawn == "early"
+    assert [cut(192, 8192, persistent=stays).tile_n for stays in (None, False)] == [80, 112]
 
 
 @pytest.mark.parametrize("mask", ["blocks", "chunks"])

@@ -28,7 +28,7 @@ class _Sizes(NamedTuple):
     """Of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    workspace: int  # a counter, two statistics of rows, a number per head of those who clear dQ, shares of sinks
+    workspace: int  # a counter, two statistics of rows, numbers that say what is done to dQ, shares of sinks
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
@@ -281,7 +281,7 @@ class BackwardLauncher:
         shares = 0 if self.plans.preprocess.sinks is None else blocks
         found = _Sizes(
             of=q.shape,
-            workspace=COUNTER + 2 * rows + (self.tiling.clears * batch + shares) * heads,
+            workspace=COUNTER + 2 * rows + (self.tiling.flags(tiles) * batch + shares) * heads,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,

@@ -56,7 +56,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         rows = {
             "tiles": f"{t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
-            "schedule": f"{self._blocks()}, {self.order}",
+            "schedule": f"{self._blocks()}, {self.order}" + ", each from the last queries on" * t.last_queries_first,
             "q tiles": f"by lists made on the device, as {self.lists.reason}" if self.lists else "",
         }
         return self._text(rows)

@@ -148,6 +148,9 @@ class BackwardTiling(Tiling):
     kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
     the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
     `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
+    `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
+    `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
+    that those which run together are at the same queries, and these in L2.
     """
 
     kernel: str = "backward"
@@ -157,6 +160,12 @@ class BackwardTiling(Tiling):
     clears: bool = False
     ends_backwards: bool = False
     first_writes: bool = False
+    claimed_parts: int = 0
+    last_queries_first: bool = False
+
+    def flags(self, tiles: Any) -> Any:
+        """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
+        return int(self.clears) + self.claimed_parts * tiles
 
     @property
     def block_keys(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
@@ -21,6 +21,29 @@ OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
+
+
+class Way(NamedTuple):
+    """What else is done to dQ of plain D 128 in any order where so many queries see a tile of keys, on average.
+
+    `causal`: whether tiles of keys begin with different queries; all end with the last ones.
+    """
+
+    causal: bool
+    least: int
+    below: int
+    changes: dict[str, Any]
+
+
+CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False}
+LOOKING: dict[str, Any] = {"tries_first": True}
+BACKWARDS: dict[str, Any] = {"last_queries_first": True}
+WAYS = (
+    Way(False, 768, 1600, CLAIMED | LOOKING),  # 1k; 2k and 8k lose 4 %
+    Way(True, 768, 1600, CLAIMED),  # 2k; 1k and 8k lose
+    Way(True, 6144, 12288, CLAIMED | LOOKING | BACKWARDS),  # 16k
+    Way(True, 12288, 1 << 31, BACKWARDS),  # 32k
+)
 
 
 class Share(NamedTuple):
@@ -77,7 +100,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_stretches(self) -> bool:
-        return self.kernel == "backward" and self.d == self.dv == 128 and not self.ends_backwards
+        fits = self.kernel == "backward" and self.d == self.dv == 128
+        return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
 
     @property
     def shared_keys(self) -> bool:
@@ -233,6 +257,22 @@ def _all_are_seen(tiling: HopperBackwardTiling, problem: Problem, program: Progr
     return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
 
 
+def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
+    """What else is done to dQ of plain D 128 in any order."""
+    causal = program.mask is not None
+    ways = (way.changes for way in WAYS if way.causal == causal and way.least <= seen < way.below)
+    changes = next(ways, {})
+    return changes if changes and _end_together(problem, program) else {}
+
+
+def _end_together(problem: Problem, program: Program) -> bool:
+    """Whether tiles of keys end with the last queries, the first one begins with the first, and none before another."""
+    if not problem.layout.is_dense or (program.mask is not None and not _differ(problem, program)):
+        return False
+    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), 128, 1)
+    return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
+
+
 def _differ(problem: Problem, program: Program) -> bool:
     """Whether a mask of bounds leaves tiles of keys one run of queries each, of different lengths."""
     if program.mask is None or not problem.layout.is_dense or not bounds_queries(program.mask):
@@ -283,7 +323,8 @@ def _keys_apart(
     # calls: 3 % gained at 8k, lost at 2k)
     seen = queries_of_a_key(problem, program)
     many = program.mask is None or seen > SHORT
-    wide = d == 128 and plain and (deterministic or many)
+    way = _way(problem, program, seen) if d == dv == 128 and plain and not deterministic else {}
+    wide = d == 128 and plain and (deterministic or many or bool(way))
     overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
     # in a fixed order each turn comes a tile later, which only senders of dQ wait for (D 64 and 96 gain 3 to 11 %)
@@ -317,7 +358,7 @@ def _keys_apart(
     )
     if deterministic and sends and not wide:
         return _staying_in_order(tiling, seen)
-    staying = dataclasses.replace(tiling, persistent=True, clears=not deterministic)
+    staying = dataclasses.replace(tiling, **{"persistent": True, "clears": not deterministic} | way)
     # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
     # lists, spilled 16 and lost 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a
     # fixed order blocks wait

@@ -22,7 +22,18 @@ from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRow
 from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
 from .tiling import HopperTiling
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, warps_of
+from .wgmma import (
+    MN,
+    ROWS,
+    WARPGROUP,
+    WarpgroupProducts,
+    fragment_shape,
+    get,
+    issue,
+    issue_in_parts,
+    product,
+    warps_of,
+)
 from .wide_tiling import WideTiling
 
 SUMS = 8  # columns: the least by which a product can be wider
@@ -207,12 +218,17 @@ class Block(Fixed):
 
     def queries(self, group, slot) -> cute.Tensor:
         """(64, D) of a group."""
-        return self.sQ[None, None, group, slot.index if self.tiling.q_stages > 1 else 0]
+        return self.sQ[None, None, group, _stage(slot, self.tiling.q_stages)]
 
     def values(self, smem):
         """A ring of tiles of V."""
         layout = tile_layout(self.tiling.tile_n, self.tiling.dv, self.tiling.stages)
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+
+def _stage(slot, stages):
+    """Where Q lies, of so many stages."""
+    return slot.index if stages > 1 else 0
 
 
 class BlockWithOnes(Block):
@@ -240,30 +256,50 @@ class BlockWithOnes(Block):
 
 
 class Products(WarpgroupProducts):
-    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for."""
+    """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for.
+
+    What registers hold of Q, its first columns, the matrix unit need not read from shared memory for each tile of keys.
+    """
 
     def __init__(self, tiling, block, number):
         self.q_stages = tiling.q_stages
         self.qk = product(block.dtype, tiling.tile_n)
+        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True)
         self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
-        self.tSrQ = qk.make_fragment_A(qk.partition_A(block.sQ[None, None, number, None]))
+        self.sQ = block.sQ[None, None, number, None]
+        self.tSrQ = qk.make_fragment_A(qk.partition_A(self.sQ))
         self.tSrK = qk.make_fragment_B(qk.partition_B(block.sK))
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
+        self.held, self.steps = tiling.held, cute.size(self.tSrQ, mode=[2])
 
     def probabilities(self) -> cute.Tensor:
         """Registers for them, as the left operand of the output's product."""
         return self.pv.get_slice(0).make_fragment_A(self.probabilities_shape)
 
-    def issue_scores(self, q_slot, k_slot) -> cute.Tensor:
+    def held_queries(self) -> cute.Tensor | None:
+        """Registers for columns of Q, as the left operand of the scores' product; None where there are none."""
+        if not self.held:
+            return None
+        held_qk = self.held_qk.get_slice(0)
+        return held_qk.make_fragment_A(held_qk.partition_shape_A((ROWS, self.held)))
+
+    def get_queries(self, held: cute.Tensor | None, slot, thread) -> None:
+        """Fills them."""
+        if held is not None:
+            get(self.held_qk, held, self.sQ[None, None, _stage(slot, self.q_stages)], thread)
+
+    def issue_scores(self, q_slot, k_slot, held: cute.Tensor | None) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
-        tSrQ = self.tSrQ[None, None, None, q_slot.index if self.q_stages > 1 else 0]
-        issue(self.qk, tSrS, tSrQ, self.tSrK[None, None, None, k_slot.index], False)
+        tSrQ = self.tSrQ[None, None, None, _stage(q_slot, self.q_stages)]
+        steps = 0 if held is None else cute.size(held, mode=[2])
+        parts = (self.held_qk, held, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
+        issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, k_slot.index])
         return tSrS
 
     def issue_output(self, tOrO, tOrP, slot) -> None:

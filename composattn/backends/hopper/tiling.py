@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -43,6 +43,8 @@ MANY_KEYS_RISING = 4096
 # under this one's end: 4 to 8 % of full 1k to 4k, 15, 8, 1 and 1 % of causal 1k, 2k, 4k and 8k (of full 16k it loses
 # 2 %, of 8k nothing). By a fixed stride causal 2k loses 7 %
 FEW_KEYS_DRAWN = 4224
+# Keys up to which D 256 gains from them with no mask: 1.1 % of 2k, 0.5 % of 8k
+LONG_DRAWN_256 = 8192
 LONG_PERSISTENT = 16384  # queries up to which D 64 gains from blocks that stay
 # Keys up to which small blocks of D 64 stay, with 64 keys at a time (causal calls in a graph: 128, 256 and 512 gain 9,
 # 15 and 13 %)
@@ -59,6 +61,13 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
+# Columns of Q in registers by D and Dv, with a mask (8k causal: D 192 and 256 1 %, 192/128 2 %, of which full 8k
+# gains nothing)
+HELD_MASKED = {(192, 192): 64, (192, 128): 192, (256, 256): 64}
+# The same of plain products in blocks that stay and draw their tiles: 4 % of D 192 8k, whose tiles have 80 keys so, and
+# 3 % of D 128 16k
+HELD_PLAIN = {(192, 192): 128, (128, 128): 128}
+HELD_KEYS = 16384  # from which D 128 does so
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
@@ -77,7 +86,9 @@ class HopperTiling(ForwardTiling):
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
     computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
-    stay, the next work tile's is copied while this one is computed.
+    stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
+    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
+    that draw their tiles put the output where Q is, and the next Q comes once it has left.
     """
 
     stages: int
@@ -88,6 +99,16 @@ class HopperTiling(ForwardTiling):
     rescale_early: bool = False
     rescale_threshold: float = 8.0
     q_stages: int = 1
+    held: int = 0
+    output_over_q: bool = dataclasses.field(default=False, repr=False)  # in the key by `dealt`
+
+    def __post_init__(self) -> None:
+        if self.output_over_q and not (self.drawn and self.kernel in ("forward", "forward_in_order")):
+            raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
+
+    @property
+    def dealt(self) -> str:
+        return super().dealt + ", O over Q" * self.output_over_q
 
     @property
     def in_stretches(self) -> bool:
@@ -96,7 +117,7 @@ class HopperTiling(ForwardTiling):
     @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent
+        return self.persistent and not self.output_over_q
 
     @property
     def ones(self) -> int:
@@ -124,10 +145,12 @@ class HopperTiling(ForwardTiling):
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
+        held = f"; {self.held} columns of Q in registers" if self.held else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}{apart}{guess}",
+            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}"
+            f"{apart}{guess}{held}",
         }
 
 
@@ -153,18 +176,15 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
-    persistent = problem.schedule.persistent
-    if persistent is None:
-        # plain D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
-        plain = program.score is None and program.mask is None and program.keep is None and not invariant
-        many = plain and warpgroups == 3 and widest == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
-        stays = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN if widest == 128 else many
-        persistent = stays and problem.layout.is_dense
-    rows = d + dv if persistent else widest
+    asked_to_stay = problem.schedule.persistent
+    persistent = _stays(problem, program, warpgroups) if asked_to_stay is None else asked_to_stay
+    over_q = persistent and d == dv == 256
+    rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
     tile_n = asked or min(by_registers, by_memory, most)
+    held = _held(problem, program)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
@@ -183,11 +203,48 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
-        drawn="early" if persistent and widest == 128 else None,
+        drawn=_drawn(widest, program) if persistent else None,
+        output_over_q=over_q,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
+        held=held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0,
     )
     return _with_next_queries(tiling, target)
+
+
+def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
+    """Whether large blocks stay for many work tiles, where nothing is asked for."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    plain = program.score is None and program.mask is None and program.keep is None
+    plain = plain and not problem.schedule.batch_invariant
+    if not problem.layout.is_dense:
+        return False
+    if max(d, dv) == 128:
+        return keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN or (plain and keys(problem) >= HELD_KEYS)
+    if d == dv == 192:
+        return plain
+    if d == dv == 256:
+        return plain and keys(problem) <= LONG_DRAWN_256
+    # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
+    return plain and warpgroups == 3 and max(d, dv) == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
+
+
+def _drawn(widest: int, program: Program) -> Literal["early", "late"] | None:
+    """When blocks that stay draw their next tile: tiles of D 256 that differ take long, and go to whoever is free."""
+    if widest not in (128, 192, 256):
+        return None
+    return "late" if widest == 256 and program.mask is not None else "early"
+
+
+def _held(problem: Problem, program: Program) -> int:
+    """Columns of Q that a large block's registers should hold, if a tile leaves them room."""
+    if program.keep is not None or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
+        return 0
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if program.mask is not None:
+        return 0 if reads_pairs(program.score) else HELD_MASKED.get((d, dv), 0)
+    long = d > 128 or keys(problem) >= HELD_KEYS
+    return HELD_PLAIN.get((d, dv), 0) if program.score is None and problem.layout.is_dense and long else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
@@ -336,7 +393,7 @@ def _with_next_queries(tiling: HopperTiling, target: Target) -> HopperTiling:
     """With two stages of Q, if the block stays and they fit beside its neighbours' memory."""
     two = dataclasses.replace(tiling, q_stages=2)
     room = target.shared_memory // tiling.blocks - 1024 * (tiling.blocks > 1)
-    return two if tiling.persistent and two.shared_memory(2) <= room else tiling
+    return two if tiling.separate_o and two.shared_memory(2) <= room else tiling
 
 
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:

@@ -45,13 +45,32 @@ def issue_together(
     """Starts products (accumulator, left operand) with one right operand, all of them one group."""
     warpgroup.fence()
     for accumulator, a in products:
-        # an atom of its own: its accumulate flag changes along the way
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for step in range(cute.size(a, mode=[2])):
-            cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
+        _multiply(mma, accumulator, a, b, range(cute.size(a, mode=[2])), accumulate)
     warpgroup.commit_group()
+
+
+def issue_in_parts(
+    accumulator: cute.Tensor, parts: Iterable[tuple[cute.TiledMma, cute.Tensor, range]], b: cute.Tensor
+) -> None:
+    """Starts a product whose left operand lies in several places: which steps of the sum each of these has, in order.
+
+    One group, and the same sums as from one place.
+    """
+    warpgroup.fence()
+    for mma, a, steps in parts:
+        _multiply(mma, accumulator, a, b, steps, accumulate=steps.start > 0)
+    warpgroup.commit_group()
+
+
+def _multiply(
+    mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
+) -> None:
+    # an atom of its own: its accumulate flag changes along the way
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for step in steps:
+        cute.gemm(atom, accumulator, a[None, None, step], b[None, None, step], accumulator)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
 
 
 def fragment_shape(columns: int) -> FragmentShape:
@@ -67,7 +86,16 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(accumulator.iterator, layout)
 
 
-# --- from registers to tensors ----------------------------------------------------------------------------------
+# --- from tensors to registers, and back ------------------------------------------------------------------------
+
+
+def get(mma: cute.TiledMma, registers: cute.Tensor, shared: cute.Tensor, thread) -> None:
+    """As many steps of a left operand as there are registers for, from its tile: 8x8 matrices, four at a time."""
+    from_shared = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), shared.element_type)
+    copy = cute.make_tiled_copy_A(from_shared, mma).get_slice(thread)
+    source, target = copy.partition_S(shared), copy.retile(registers)
+    for step in range(cute.size(registers, mode=[2])):
+        cute.copy(copy, source[None, None, step], target[None, None, step])
 
 
 def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):

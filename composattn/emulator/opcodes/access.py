@@ -185,12 +185,15 @@ def load(instr: Instr, program: Any) -> Handler:
     rows = [None if isinstance(d, Sink) else _wide_target(d, signed) for d in dests]
     dtype = DTYPES[type_] if signed else UINT[size]
     parameter = _offset_of_parameter(program, instr.args[1]) if space == "param" else None
+    counts = space == "global" and "acquire" in instr.parts and size == 4
 
     def run(g: Any, m: Any) -> None:
         if parameter is not None:  # one value for all lanes: a kernel begins with some fifty of these
             values = _parameters(g, parameter, parameter + size * len(dests))[parameter:].view(UINT[size])[None]
         else:
             values = _load(g, m, space, at(g, m), size, len(dests))
+        if counts:
+            g.block.launch.memory.check_counts(at(g, m), values)
         if signed:
             values = values.view(dtype)
         for i, row in enumerate(rows):
@@ -286,6 +289,7 @@ def atomic(instr: Instr, program: Any) -> Handler:
     fold: Any = _packed_add(packed) if packed and op == "add" else _ATOMIC.get(op)
     add_at = np.add if op == "add" and not packed else None
     dtype = DTYPES[base]
+    counts = op in ("add", "inc", "dec") and not packed and base in ("u32", "s32")
 
     def run(g: Any, m: Any) -> None:
         addresses = at(g, m)
@@ -295,6 +299,8 @@ def atomic(instr: Instr, program: Any) -> Handler:
             _check_finished(g, m, addresses, size * count)
         view, index = _atomic_view(g, where, addresses, size, count)
         typed = view.view(dtype)
+        if counts and where == "global":
+            g.block.launch.memory.check_counts(addresses, typed[index])
         g.block.cluster.progress += 1
         if out is None and add_at is not None:
             np.add.at(typed, index, operands)

@@ -111,3 +111,15 @@ def test_warps_in_step_that_wait_for_different_barriers_part_as_often_as_they_mu
         steps += "@%p6 bra E;"
     body = f"{bars} fence.mbarrier_init.release.cluster; bar.sync 0; {over} bar.sync 0; {steps} @%p2 bra L; bra E;"
     one_block(f"{body} L: {others} E:", mode, 128)
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=str)
+@pytest.mark.parametrize("counts", [SET, "@%p2 atom.relaxed.gpu.global.add.s32 %r2, [%d1], 1;", UNTIL_SET])
+def test_a_count_that_nobody_has_set_is_found(counts: str, mode: Mode) -> None:
+    """Memory of launches is poisoned where results are checked."""
+    memory = np.full(1, np.nan, np.float32)
+    given = [np.arange(64, dtype=np.uint32), memory]
+    with pytest.raises(findings.UninitialisedGlobal, match="bytes into array 1"):
+        execute(module(WARP + counts, 2, threads=64), given, threads=64, mode=mode)
+    execute(module(f"{WARP} @%p2 st.global.b32 [%d1], 1; bar.sync 0; {counts}", 2, threads=64), given, threads=64)
+    execute(module(f"{WARP} @%p2 red.global.add.f32 [%d1], 0f3f800000;", 2, threads=64), given, threads=64, mode=mode)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,7 @@ from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_tiles import query_tiles_of
 from ....primitives.kv_source import partition
-from ....primitives.padded_tiles import PaddedTiles, cleared_of, counter_of, statistics_of
+from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
@@ -27,6 +27,7 @@ from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
 from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
 from ..tiling import BackwardTiling
+from .dq_claims import DqClaims
 from .dq_clearing import DqClearing
 from .key_tile import KeyTile
 
@@ -93,6 +94,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group)
+        flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
         pieces = pieces_of(self.plan.tiling, given.pieces) if tiling.in_pieces else None
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
@@ -105,7 +107,8 @@ class Backward(Kernel, Generic[AnyTiling]):
             given.dq_accum,
             given.turns,
             counter_of(given.workspace),
-            cleared_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m) if tiling.clears else None,
+            cleared_of(*flags) if tiling.clears else None,
+            claims_of(*flags, tiling.claimed_parts) if tiling.claimed_parts else None,
             (order, pieces, numbers, given.scale, given.captured, given.scalars, queries, keys, group),
         ).launch(
             grid=(blocks * sharing, 1, 1),
@@ -144,10 +147,11 @@ class Backward(Kernel, Generic[AnyTiling]):
         return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
 
     @cute.kernel
-    def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, work):
+    def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, work):
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
-        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, turns, *work)
+        claims = None if claims is None else DqClaims(claims)
+        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:
@@ -176,7 +180,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
-        backwards: Boolean | Literal[False] = False
+        backwards: Boolean | bool = self.tiling.last_queries_first
         if self.tiling.ends_backwards:
             backwards = call.order.in_last_section(number)
             n = choose(backwards, count - 1 - n, n)
@@ -213,9 +217,11 @@ class Backward(Kernel, Generic[AnyTiling]):
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n, work.queries)
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
-        if work.piece is None or n is not None:
-            return runs
-        return [run.piece(work.piece.index, work.piece.count) for run in runs]
+        if work.piece is not None and n is None:
+            runs = [run.piece(work.piece.index, work.piece.count) for run in runs]
+        if self.tiling.last_queries_first:
+            return [dataclasses.replace(run, backwards=True) for run in runs if isinstance(run, QueryRun)]
+        return runs
 
     @cute.jit
     def steps(self, call, work):
@@ -363,6 +369,7 @@ class Call(Fixed):
     statistics: cute.Tensor
     dq_accum: cute.Tensor
     clearing: DqClearing | None
+    claims: DqClaims | None
     turns: cute.Tensor | None
     order: TileScheduler
     pieces: Pieces | None

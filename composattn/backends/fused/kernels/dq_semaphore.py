@@ -51,7 +51,7 @@ class DqSemaphore(Fixed):
                     if const_expr(not self.speakers):
                         # empty again: all consumers have added their parts
                         block.turn_edge.wait_empty(slot)
-                        _publish_if(turn, before + 1, lane == 0)
+                        publish_if(turn, before + 1, lane == 0)
         return slot
 
     @cute.jit
@@ -109,12 +109,13 @@ def say(turn: cute.Pointer, condition: Boolean):
 @cute.jit
 def wait_for(turn: cute.Pointer, wanted: Int32):
     """Until the number there is `wanted` or more; what was done before it was put there is seen from now on."""
-    found = _read(turn)
+    found = read(turn)
     while found < wanted:
-        found = _read(turn)
+        found = read(turn)
 
 
-def _read(turn: cute.Pointer) -> Int32:
+def read(turn: cute.Pointer) -> Int32:
+    """The number there; what was done before it was put there is seen from now on."""
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
     )
@@ -127,7 +128,8 @@ def _put_if(place: cute.Pointer, number: Int32, condition: Boolean):
 
 
 @cute.jit
-def _publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
+def publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
+    """Puts a number there for those who see with it what was done before."""
     if condition:
         cute.arch.inline_ptx(
             "{\n\tfence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [{$r0}], {$r1};\n\t}",

@@ -11,6 +11,7 @@ from ....primitives.bulk_sums import add_if, wait_sums, write_or_add
 from ....primitives.pipelines import Slot
 from ....primitives.tile_queue import TileQueue
 from ....primitives.values import Fixed
+from .dq_claims import is_first, look, say_written
 from .dq_semaphore import say
 
 AHEAD = 2  # query tiles whose turn it is before they are added to
@@ -30,6 +31,8 @@ class DqSender(Fixed):
 
     @cute.jit
     def run(self, call):
+        if const_expr(call.claims is not None):
+            cute.arch.griddepcontrol_wait()  # for empty claims
         slots = Slot.first(1), Slot.first(AHEAD)
         self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
 
@@ -46,6 +49,9 @@ class DqSender(Fixed):
                 for i in cutlass.range(run.count, unroll=1):
                     padded = work.padded
                     target = call.dq_accum[padded.b, head, padded.first + run.tile(i), None].iterator
+                    if const_expr(call.claims is not None):
+                        claim = call.claims.place(padded.b, head, padded.first + run.tile(i), self.number)
+                        seen = look(claim)  # while the part is computed
                     for piece in cutlass.range_constexpr(self.pieces):
                         mine = Slot(1, self.number, slot.phase)
                         edge.wait(mine)
@@ -54,9 +60,11 @@ class DqSender(Fixed):
                             writes = self.block.is_first(turn_slot)
                             turns.release(turn_slot, lane)
                             turn_slot = turn_slot.next()
+                        if const_expr(call.claims is not None and piece == 0):
+                            writes = is_first(claim, seen, lane)
                         whole = target + first * self.pieces
                         place = whole + piece * self.part if piece else whole
-                        if const_expr(self.kernel.tiling.first_writes):
+                        if const_expr(self.kernel.tiling.first_writes or call.claims is not None):
                             write_or_add(writes, source, place, 4 * self.part)
                         else:
                             add_if(Boolean(True), source, place, 4 * self.part)
@@ -65,6 +73,8 @@ class DqSender(Fixed):
                         if const_expr(turns is not None and piece == self.pieces - 1):
                             wait_sums(Boolean(True), read=False)
                             say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
+                        if const_expr(call.claims is not None and piece == self.pieces - 1):
+                            say_written(claim, writes, lane)
                         slot = slot.next()
         if const_expr(self.kernel.tiling.persistent):
             if const_expr(work.piece is None):

@@ -62,6 +62,9 @@ class Load(Role):
                     before = at
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()
+        elif const_expr(self.tiling.output_over_q):  # zeros will lie there
+            self.start_queries(gQ, work, q_slot)
+            q_slot = q_slot.next()
         return q_slot, k_slot, v_slot
 
     def start_queries(self, gQ, work, q_slot) -> None:
@@ -110,11 +113,18 @@ class Consume(Role):
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
-            me.block.q_edge.release(q_slot, me.lane)
+            if const_expr(not self.tiling.output_over_q):
+                me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
             v_slot = v_slot.next()
+        elif const_expr(self.tiling.output_over_q):
+            me.block.q_edge.wait(q_slot)
+            q_slot = q_slot.next()
         rows.finish(call)
+        if const_expr(self.tiling.output_over_q):
+            me.drain_stores()
+            me.block.q_edge.release(q_slot, me.lane)  # of the one stage there is
         return q_slot, k_slot, v_slot
 
     @cute.jit
@@ -177,12 +187,16 @@ class ConsumeApart(Consume):
 
 
 class GroupRows(OutputRows[Any]):
-    """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics."""
+    """A group's rows of one work tile, in registers: probabilities tOrP, output, the softmax's statistics.
+
+    tSrQ are columns of Q that stay there too, None where all of them are read from shared memory.
+    """
 
     def __init__(self, me: Consumer, mods, work, leaves, q_slot):
         super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
         self.q_slot = q_slot
         self.tOrO.fill(0.0)
+        self.tSrQ = self.products.held_queries()
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place; where `tested`, of what is `seen`."""
@@ -195,8 +209,9 @@ class GroupRows(OutputRows[Any]):
 
     def first_scores(self, n, k_slot):
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
+        self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)
         self.block.k_edge.wait(k_slot)
-        tSrS = self.products.issue_scores(self.q_slot, k_slot)
+        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
         self.probabilities(tSrS, n, ahead, True, seen, first=True)
@@ -217,7 +232,7 @@ class GroupRows(OutputRows[Any]):
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
-        tSrS = self.products.issue_scores(self.q_slot, k_slot)
+        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         if early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)

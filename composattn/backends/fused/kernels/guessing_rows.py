@@ -67,7 +67,7 @@ class GuessingRows(GroupRows):
             for r, total in enumerate(before):
                 self.softmax.total[r] = total
             ahead = self.mods.read_ahead(self.tile(None, n))
-            tSrS = self.products.issue_scores(self.q_slot, k_slot)
+            tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
             self.products.wait(0)
             self.probabilities(tSrS, n, ahead, False, None, first=False)
             narrow(self.tOrP, tSrS)

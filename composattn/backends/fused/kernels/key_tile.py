@@ -3,7 +3,7 @@
 import abc
 import copy
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,7 +35,7 @@ class KeyTile(Fixed):
     keys: Sequence
     padded: PaddedTiles
     piece: Piece | None
-    backwards: Boolean | Literal[False] = False
+    backwards: Boolean | bool = False
 
 
 class KeyGroup(Fixed, abc.ABC):

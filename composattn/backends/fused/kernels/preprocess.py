@@ -9,6 +9,7 @@ from ....primitives.exponential import exp2
 from ....primitives.lanes import add, neighbours, over_lanes
 from ....primitives.padded_tiles import (
     PaddedTiles,
+    claims_of,
     cleared_of,
     counter_of,
     query_grid,
@@ -52,20 +53,24 @@ class Preprocess(Kernel):
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
         tile_m = self.tiling.tile_m
-        cleared = cleared_of(given.workspace, COUNTER, dq_accum, tile_m) if self.tiling.clears else None
+        flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
+        cleared = cleared_of(*flags) if self.tiling.clears else None
+        claims = claims_of(*flags, parts) if parts else None
         sinks = SinkSums.of(self.plan, given)
-        written = statistics, dq_accum, counter, cleared
+        written = statistics, dq_accum, counter, cleared, claims
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, queries, work, sinks):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(cleared is not None):
             _clear_of_head(counter, cleared, self.plan.has_stretches)
+        if const_expr(claims is not None):
+            _clear_of_tile(claims)
         tile, head, b = query_tile(work)
         sink = None if sinks is None else sinks.of_rows(head, b)
         share = Float32(0.0)
@@ -99,7 +104,7 @@ class Preprocess(Kernel):
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
             rows.append((of_tiles, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
-        if const_expr(not (self.tiling.clears or self.tiling.first_writes)):
+        if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
         first = padded.first * self.tiling.tile_m
@@ -157,6 +162,15 @@ def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor, in_stretches: cut
         cleared[entry, head] = Int32(0)
     if (cute.arch.thread_idx()[0] == 0) & _is_first_block():
         cute.make_tensor(counter.iterator + 1, cute.make_layout(1))[0] = Int32(0)
+
+
+@cute.jit
+def _clear_of_tile(claims: cute.Tensor):
+    """That nobody was at a tile of dQ yet."""
+    tile, head, entry = cute.arch.block_idx()
+    thread = cute.arch.thread_idx()[0]
+    if thread < claims.shape[3]:
+        claims[entry, head, tile, thread] = Int32(0)
 
 
 @cute.jit

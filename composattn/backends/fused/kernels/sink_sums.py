@@ -37,7 +37,7 @@ class SinkSums(Bundle):
         if given.sinks is None:
             return None
         (sinks, workspace, gradient), tiling = given.sinks, plan.tiling
-        where = workspace, COUNTER, given.dq_accum, tiling.tile_m, tiling.clears
+        where = workspace, COUNTER, given.dq_accum, tiling.tile_m, tiling.flags(given.dq_accum.shape[2])
         shares = shares_of(*where, cute.size(sinks), given.work)
         return SinkSums(sinks, shares, gradient, plan.sinks.by_sequence)
 

@@ -1,0 +1,72 @@
+"""Columns of Q that wait in registers, in the emulator: all or some of them, in blocks that stay too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused.emulated import EmulatedForward, emulating
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
+from composattn.call.problem import Problem
+from composattn.call.schedule import AUTO
+from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.mods import causal, sliding_window
+from composattn.mods.mask import Mask
+from tests.support import outlier_normal
+
+FEW = dataclasses.replace(HOPPER, sms=2)  # so that blocks that stay walk over several tiles each
+STAYS = ca.Schedule(persistent=True)
+LONG = 16384  # keys of which all tilings hold what they can
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "mask", "held", "schedule", "dtype"),
+    [
+        pytest.param(192, 192, causal(), 64, AUTO, torch.bfloat16, id="a third of d192"),
+        pytest.param(192, 128, causal(), 192, AUTO, torch.float16, id="all of d192 with dv128"),
+        pytest.param(256, 256, causal() & sliding_window(150), 64, AUTO, torch.bfloat16, id="a quarter of d256"),
+        pytest.param(192, 192, None, 128, AUTO, torch.float16, id="two thirds of d192", marks=pytest.mark.slow),
+        pytest.param(128, 128, None, 128, AUTO, torch.bfloat16, id="all of d128, maxima guessed"),
+        pytest.param(192, 192, None, 128, STAYS, torch.bfloat16, id="two thirds of d192 in blocks that stay"),
+        pytest.param(
+            192, 128, causal(), 192, STAYS, torch.bfloat16, id="all in blocks that stay", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_rows_are_those_of_fp64(
+    d: int,
+    dv: int,
+    mask: Mask | None,
+    held: int,
+    schedule: ca.Schedule,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    """Two heads on one; of the last tile's queries one warpgroup has a few, the other none."""
+    q = outlier_normal(1, 2, 141, d, generator=generator, dtype=dtype)
+    k, v = (outlier_normal(1, 1, 301, width, generator=generator, dtype=dtype) for width in (d, dv))
+    mods: dict[str, Any] = {"mask_mod": mask, "scale": d**-0.5, "return_lse": True}
+    wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), **mods, backend="reference")
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=schedule)
+    program = ca.Attention(mask_mod=mask).program
+    cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
+    assert isinstance(cut, HopperTiling)
+    assert cut.held == held
+    found = []
+    for mode in (EAGER, LATE, random_mode(1)):
+        with emulating(mode):
+            found.append(EmulatedForward(plan_forward(problem, program, FEW, tiling=cut))(q, k, v, d**-0.5, []))
+    for out, lse, _ in found:
+        assert lse is not None
+        assert torch.equal(out, found[0][0])
+        torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
