@@ -219,19 +219,19 @@ def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_regist
         assert all(plan.has_stretches and plan.has_order_table for plan in steps) and plans.main.cut is None
         assert all(plan.key.endswith(" in stretches") for plan in steps)
         assert ("as tiles begin where the mask falls apart" in str(plans)) is not in_order
-    mask = masks[1].expr
+    bounded = masks[1].expr
     kept = Dropout.with_seed(0.1, 5)
     assert kept is not None
     capped = Score.of(lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0)).expr
-    for program in (Program(capped, mask), Program(None, mask, keep=kept.expr), Program(None, causal().expr)):
+    for program in (Program(capped, bounded), Program(None, bounded, keep=kept.expr), Program(None, causal().expr)):
         assert not plan_backward(long, program, HOPPER).main.has_stretches
     limit = torch.tensor([8000, 5000])
     padded = Program(None, Mask.of(lambda b, h, q, kv: kv < limit[b]).expr)
     assert not plan_backward(long, padded, HOPPER).main.has_stretches
     of_each = SinkForm(torch.float32, by_sequence=True)
-    assert not plan_backward(long, Program(None, mask), HOPPER, sinks=of_each).main.has_stretches
+    assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_stretches
     narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
-    assert not plan_backward(narrow, Program(None, mask), HOPPER).main.has_stretches
+    assert not plan_backward(narrow, Program(None, bounded), HOPPER).main.has_stretches
 
 
 def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:

@@ -100,7 +100,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_stretches(self) -> bool:
-        return self.kernel == "backward" and self.d == self.dv == 128 and not self.ends_backwards
+        fits = self.kernel == "backward" and self.d == self.dv == 128
+        return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
 
     @property
     def shared_keys(self) -> bool:
