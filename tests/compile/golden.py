@@ -101,7 +101,7 @@ def traced(name: str) -> str:
 
 
 def seal(traced: str, kernel: Kernel) -> str:
-    """Ties a traced form to the recorded PTX: with another it is no longer the recorded one. Plans are compared beside."""
+    """Ties a traced form to the recorded PTX: with another one it no longer holds. Plans are compared beside it."""
     recorded = json.dumps([kernel.sha256, kernel.counts])
     return hashlib.sha256(f"{recorded}\n{traced}".encode()).hexdigest()[:32]
 
