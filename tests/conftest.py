@@ -1,5 +1,4 @@
-"""How the tests run: inputs by a seed, shares of cores and of tests per worker, few collections of garbage, what needs a
-GPU with one.
+"""How the tests run: inputs by a seed, cores and tests shared by workers, few garbage collections, GPU tests on a GPU.
 
 The seed is fixed unless `--seed` says otherwise, so that a red run tells of the change and not of the draw.
 """

@@ -24,6 +24,8 @@ MOST_HELD = 2**24  # bytes of tensors that no input decides; more are computed e
 class Rerun:
     """`compute(inputs, *constants)`, by operations that depend on the inputs' forms and on `constants` alone.
 
+    To be called without gradients: a recorded run leaves out what only gives its argument again, `detach` too.
+
     A run that looks at a number of an input on the host is not recorded: all runs compute it as it stands. So do those
     that a CUDA graph records, which may outlive what is kept here.
     """
@@ -73,6 +75,7 @@ class Step(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     results: list[Slot]
+    gives_argument: bool = False  # its result is its first argument, in the same form
 
     @property
     def reads(self) -> set[int]:
@@ -100,7 +103,8 @@ class _Recorder(TorchDispatchMode):
         if step.reads:
             found = results if isinstance(results, tuple | list) else [results]
             self.follows &= all(isinstance(t, T) for t in found)
-            self.steps.append(step._replace(results=[self._slot(t) for t in found]))
+            again = _gives_argument(func, args, found)
+            self.steps.append(step._replace(results=[self._slot(t) for t in found], gives_argument=again))
         return results
 
     def _slot(self, tensor: Any) -> Slot:
@@ -114,6 +118,14 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, T):
             return self.slots.get(id(value), value)
         return [self.spoken(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _gives_argument(func: Any, args: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether a view is of all that its first argument is, as a slice from end to end."""
+    if func._schema.is_mutable or len(found) != 1 or not all(isinstance(t, T) for t in (args[0], found[0])):
+        return False
+    one, other = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (args[0], found[0])]
+    return one == other and args[0].untyped_storage()._cdata == found[0].untyped_storage()._cdata
 
 
 def _hangs_on_contents(func: Any, args: Sequence[Any]) -> bool:
@@ -154,7 +166,7 @@ class _Recorded:
 
     def __call__(self, inputs: Sequence[T | None]) -> list[T]:
         values: list[Any] = [*inputs, *[None] * (self.slots - len(inputs))]
-        for (func, args, kwargs, results), moving, over in self.steps:
+        for (func, args, kwargs, results, _), moving, over in self.steps:
             now = args.copy()
             for n, argument in moving:
                 now[n] = _filled(argument, values)
@@ -170,7 +182,7 @@ class _Recorded:
 
 
 def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
-    """The steps, but for those whose results an earlier one gave already.
+    """The steps, but for those whose results an earlier one gave already, or are their argument.
 
     All of them where some step writes, or where what is given out is a view: whoever writes there must reach no other.
     """
@@ -182,6 +194,9 @@ def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
     same: dict[Slot, Slot] = {}
     for step in steps:
         args = [_replaced(a, same) for a in step.args]
+        if step.gives_argument and isinstance(args[0], Slot):
+            same[step.results[0]] = args[0]
+            continue
         key = (step.func, _key(args), *[(name, _key(v)) for name, v in step.kwargs.items()])
         before = known.setdefault(key, step.results)
         if before is step.results or not given_out.isdisjoint(step.results):

@@ -44,8 +44,10 @@ class Rounding(Protocol):
     def modified(self, score: torch.Tensor) -> torch.Tensor:
         """The score after the score mod, -inf where hidden."""
 
-    def output(self, out: torch.Tensor, p: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-        """P·V; its backward may disturb what v and the modified score receive."""
+    def output(
+        self, out: torch.Tensor, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, score: torch.Tensor
+    ) -> torch.Tensor:
+        """weights·V, which are P behind dropout; its backward may disturb what v and the modified score receive."""
 
 
 def attention(
@@ -248,11 +250,10 @@ class _Dense:
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
         p = weight / total.masked_fill(empty, 1.0)
-        if self.keep_mod is not None:
-            p = p * self.kept(self.keep_mod, p, b0, h0)
-        out = p.to(self.precision) @ v
+        weights = p if self.keep_mod is None else p * self.kept(self.keep_mod, p, b0, h0)
+        out = weights.to(self.precision) @ v
         if self.rounding is not None:
-            out = self.rounding.output(out, p, v, scores)
+            out = self.rounding.output(out, p, weights, v, scores)
         lse = (shift + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -torch.inf)
         return out.to(out_dtype), lse.squeeze(-1).to(lse_dtype), top.squeeze(-1).to(lse_dtype)
 

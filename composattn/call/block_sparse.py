@@ -287,11 +287,14 @@ def _pairs(height: int, width: int, rows: torch.Tensor, columns: torch.Tensor) -
 def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
     """torch's lists: (counts, indices) of partial blocks, and of full ones if there are any."""
     kinds = None
+    nowhere = torch.full((1,), -1, device=lists[0].device)  # int64, as `scatter` wants it
     for kind, (count, indices) in enumerate(zip(lists[::2], lists[1::2], strict=True), start=TESTED):
         used = torch.arange(indices.shape[-1], device=count.device) < count[..., None]
         # one place before the blocks and one behind them are for numbers that name none
-        place = torch.where(used, indices, -1).clamp(-1, width).long() + 1
-        there = place.new_zeros((*place.shape[:-1], width + 2), dtype=torch.int8).scatter(-1, place, kind)
+        place = torch.where(used, indices, nowhere).clamp(-1, width) + 1
+        # not of `place`: what no list decides is made once (`Rerun`)
+        empty = torch.zeros((*place.shape[:-1], width + 2), dtype=torch.int8, device=place.device)
+        there = empty.scatter(-1, place, kind)
         kinds = there if kinds is None else torch.maximum(kinds, there)
     assert kinds is not None
     return kinds[..., :height, 1:-1]

@@ -114,10 +114,10 @@ class BandQueries(Fixed):
     mods: BackwardMods
     tile_m: int
 
-    def of(self, leaves: Leaves, n: Any) -> list[QueryRun]:
-        """The query tiles of kv tile `n`; `leaves` are those of the tile of keys and a head."""
-        intervals = self.mods.intervals(leaves)
-        return query_runs(intervals, leaves.q_len, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
+    def of(self, leaves: Leaves, n: Any, queries: Any) -> list[QueryRun]:
+        """The tiles of `queries`, a `Sequence`, of kv tile `n`; `leaves` are those of the tile of keys and a head."""
+        intervals = counted_from(queries.origin, self.mods.intervals(leaves))
+        return query_runs(intervals, queries.rows, self.tile_m, padding_is_harmless=_padding_is_harmless(self.mods))
 
 
 @dataclasses.dataclass
@@ -128,7 +128,7 @@ class ListedQueries(Fixed):
     tile_m: int
     slot: int
 
-    def of(self, leaves: Leaves, n: Any) -> list[ListedQueryRun]:
+    def of(self, leaves: Leaves, n: Any, queries: Any) -> list[ListedQueryRun]:
         """As of `BandQueries`."""
         counts, tiles, before = leaves.captured[self.slot : self.slot + 3]
         b, h = _entry(tiles, leaves)

@@ -2,7 +2,7 @@
 
 Dense workspaces are (B, H, tiles, ...). Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
 start // tile + b: it ends at most at (start + length) // tile + b + 1, where the next one begins: no two overlap, and
-no sum over the sequences is needed to find a place.
+no sum over the sequences is needed to find a place. So do the stretches of a dense sequence lie in its entry.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .seqlen import DenseSequence, PackedSequence, Sequence
+from .tile_scheduler import Stretch
 from .values import Fixed
 
 
@@ -28,7 +29,8 @@ class PaddedTiles(Fixed):
     def of(sequence: Sequence, b: Any, tile: int) -> PaddedTiles:
         """Those of sequence `b` in tiles of `tile` rows."""
         if isinstance(sequence, DenseSequence):
-            return PaddedTiles(b, 0)
+            stretch = sequence.stretch
+            return PaddedTiles(b, 0 if stretch is None else stretch.start // tile + stretch.number)
         assert isinstance(sequence, PackedSequence), "keys in pages have no workspaces"
         return PaddedTiles(0, sequence.start // tile + b)
 
@@ -109,12 +111,19 @@ def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, 
     return work[entry, 1] * parts + number % parts, head, work[entry, 0]
 
 
+def query_stretch(work: cute.Tensor, parts: int = 1) -> Stretch | None:
+    """The stretch of which that tile is, if tiles begin with stretches."""
+    number, _, _ = cute.arch.block_idx()
+    return Stretch.of(work, number // parts)
+
+
 __all__ = [
     "PaddedTiles",
     "claims_of",
     "cleared_of",
     "counter_of",
     "query_grid",
+    "query_stretch",
     "query_tile",
     "shares_of",
     "statistics_of",

@@ -123,6 +123,11 @@ class DenseSequence(Fixed):
         """The row behind the last one."""
         return self.length if self.stretch is None else self.stretch.stop
 
+    @property
+    def rows(self) -> Int32:
+        """How many rows are meant, from `origin` to the `end`."""
+        return self.length if self.stretch is None else self.stretch.stop - self.stretch.start
+
     def from_start(self, row: Any) -> Any:
         """The row that is the `row`-th of the tiles."""
         return row if isinstance(self.origin, int) and self.origin == 0 else self.origin + row
@@ -166,6 +171,10 @@ class WholeSequence(Fixed):
     @property
     def end(self) -> Int32:
         """As of a `DenseSequence`, likewise what follows."""
+        return self.length
+
+    @property
+    def rows(self) -> Int32:
         return self.length
 
     def from_start(self, row: Any) -> Any:

@@ -327,11 +327,13 @@ class _Disturbed:
         of_lse = self.unit / 4 * size.amax(-1, keepdim=True) * self.signs(score[..., :1]) if score.shape[-1] else 0.0
         return _DisturbedGradient.apply(moved, 1 + of_lse + self.unit * self.signs(score))
 
-    def output(self, out: torch.Tensor, p: torch.Tensor, v: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    def output(
+        self, out: torch.Tensor, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, score: torch.Tensor
+    ) -> torch.Tensor:
         of_p = (self.stored + self.unit * (1 + _finite(score.detach().abs()))) * self.signs(p)
         of_dp, of_delta = self.unit * self.signs(p), self.stored * self.signs(p[..., :1])
-        moved = out + ((p * self.stored * self.signs(p)).to(v.dtype) @ v).detach()
-        return _DisturbedOutput.apply(moved, p, v, score, of_p, of_dp, of_delta)
+        moved = out + ((weights * self.stored * self.signs(p)).to(v.dtype) @ v).detach()
+        return _DisturbedOutput.apply(moved, p, weights, v, score, of_p, of_dp, of_delta)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
@@ -352,17 +354,22 @@ class _DisturbedGradient(torch.autograd.Function):
 
 
 class _DisturbedOutput(torch.autograd.Function):
-    """out as it is; v and the score receive what roundings of P, dP and rowsum(dO·O) in a backward make of them."""
+    """out as it is; v and the score receive what roundings of P, dP and rowsum(dO·O) in a backward make of them.
+
+    `weights`: P behind dropout, whose gradient dP is; rowsum(dO·O) is of all of P, and of a sink's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Any, p: Any, v: Any, score: Any, of_p: Any, of_dp: Any, of_delta: Any) -> Any:
-        ctx.save_for_backward(out, p, v, of_p, of_dp, of_delta)
+    def forward(ctx: Any, out: Any, p: Any, weights: Any, v: Any, score: Any, *disturbed: Any) -> Any:
+        ctx.save_for_backward(out, p, weights, v, *disturbed)
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        out, p, v, of_p, of_dp, of_delta = ctx.saved_tensors
+        out, p, weights, v, of_p, of_dp, of_delta = ctx.saved_tensors
+        kind = v.dtype
         wide, out, v = dout.to(p.dtype), out.to(p.dtype), v.to(p.dtype)
-        ds = wide @ v.mT - (wide * out).sum(-1, keepdim=True)
-        noise = of_p * ds + of_dp * (wide.abs() @ v.abs().mT) + of_delta * (wide * out).norm(dim=-1, keepdim=True)
-        return dout, None, ((p * of_p).mT @ wide).to(ctx.saved_tensors[2].dtype), p * noise, None, None, None
+        ds = weights * (wide @ v.mT) - p * (wide * out).sum(-1, keepdim=True)
+        noise = of_p * ds + weights * of_dp * (wide.abs() @ v.abs().mT)
+        noise = noise + p * of_delta * (wide * out).norm(dim=-1, keepdim=True)
+        return dout, None, None, ((weights * of_p).mT @ wide).to(kind), noise, None, None, None

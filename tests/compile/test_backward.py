@@ -491,6 +491,20 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
         assert made.mnemonics["WARPGROUP"] <= (14 + 2 * plan.tiling.passing) * loops
 
 
+# each in one of both orders by default
+@pytest.mark.parametrize(("is_causal", "deterministic"), sampled([(False, False), (True, True), (True, False)]))
+def test_tiles_that_begin_with_documents_cost_no_registers(is_causal: bool, deterministic: bool, folder: Path) -> None:
+    ids = torch.arange(8192) // 1000
+    program = Program(None, (causal() & document(ids) if is_causal else document(ids)).expr)
+    problem = Problem(1, 4, 2, 8192, 8192, 128, 128, torch.bfloat16, torch.device("cpu"))
+    plan = plan_backward(problem, program, HOPPER, deterministic=deterministic).main
+    made = compile_offline(plan, folder)
+    assert plan.has_stretches and not made.stack and made.spills == 0
+    if made.mnemonics:
+        assert made.mnemonics["WARPGROUP"] <= 14 + 2 * plan.tiling.passing
+        assert all(loop["BAR"] == 0 for loop in loops_over_queries(made)) or deterministic
+
+
 @pytest.mark.parametrize(
     ("mods", "d"),
     sampled([("plain-causal", 128), ("plain-causal", 64), ("plain-causal", 96), ("plain-causal", 256),

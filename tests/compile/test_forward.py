@@ -232,7 +232,7 @@ def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
 
     assert [held(length=length, d=128, mask="full") for length in (8192, 16384)] == [0, 128]
     assert [held(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192, 192, 0, 0]
-    assert [held(score=score) for score in ("softcap", "bias")] == [64, 0]
+    assert [held(score=score) for score in ("softcap", "bias")] == [0, 0]
     assert held(layout=PACKED) == 64 and held(schedule=Schedule(batch_invariant=True)) == 0
     assert {held(mask, d) for mask in ("causal", "full") for d in (64, 96)} == {0}
     assert held("full", schedule=Schedule(persistent=False)) == held("full", layout=PACKED) == 0

@@ -14,13 +14,19 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused import stretches
+from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import tiling
 from composattn.call.problem import Problem
+from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
-from composattn.testing.tolerance import Case, check
+from composattn.primitives.padded_tiles import PaddedTiles
+from composattn.primitives.seqlen import DenseSequence
+from composattn.primitives.tile_scheduler import Stretch
+from composattn.testing.tolerance import Case, assert_attention_close, check, run
 from tests.support import on_few_multiprocessors, outlier_normal
 
 BACKEND = "hopper-emulated"
@@ -102,6 +108,110 @@ def test_sinks_and_dropout(generator: torch.Generator) -> None:
     case = drawn(generator, document(documents(140, 130)), 1, (2, 1), 270)
     check(ATTENTION, dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_()))
     check(ATTENTION, dataclasses.replace(case, dropout=(0.2, 5)))
+
+
+@pytest.mark.parametrize("tile", [64, 80, 128])
+def test_each_stretch_has_places_of_its_own_in_a_workspace(tile: int) -> None:
+    rows = 597
+    whole: Any = (0, rows)  # host numbers for those of a kernel
+    for lengths in ((150, 1, 1, 199, 40, 206), (rows,), (128, 128, 128, 213), (129, 129, 129, 210), (300, 296, 1)):
+        same = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+        begin, end = same.int().argmax(1), rows - same.flip(1).int().argmax(1)
+        found = [(a, b) for a, b in stretches.runs(begin[None], end[None])[0].tolist() if b > a]
+        places: list[int] = []
+        sequence: Any = DenseSequence(*whole)
+        for number, (start, stop) in enumerate(found):
+            row: Any = (start, stop, number)
+            first = PaddedTiles.of(sequence.within(Stretch(*row)), 0, tile).first
+            places += range(first, first - (start - stop) // tile)
+        assert len(set(places)) == len(places) and max(places) < stretches.most_places(rows, tile)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def with_gradients(case: Case, generator: torch.Generator) -> Case:
+    dout = outlier_normal(*case.q.shape, generator=generator, dtype=torch.bfloat16)
+    return dataclasses.replace(case, dout=dout, dlse=torch.randn(case.q.shape[:3], generator=generator))
+
+
+def gradient_of(case: Case, in_order: bool = False) -> BackwardPlan[Any]:
+    return plan_backward(Problem.of(case.q, case.k, case.v), case.program, HOPPER, deterministic=in_order).main
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
+    is_causal: bool, generator: torch.Generator
+) -> None:
+    """Blocks that stay clear dQ of all sequences; keys of one warpgroup, and of both, that end with a document."""
+    ids = torch.stack([documents(150, 1, 1, 190), documents(342), documents(175, 167)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = with_gradients(drawn(generator, mask, 3, (2, 1), 342), generator)
+    plan = gradient_of(case)
+    assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
+    with on_few_multiprocessors(BACKEND):
+        check(ATTENTION, case)
+
+
+def test_gradients_of_ids_that_are_written_to(generator: torch.Generator) -> None:
+    """Those of a plan that is kept: by one stretch as well, of ids that lie anyhow or come again later."""
+    ids = torch.stack([documents(150, 130), documents(280)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (1, 1), 280), generator)
+    attention = ca.Attention(mask_mod=case.mask_mod, backend=BACKEND)
+
+    def planned_once(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(q, k, v, return_lse=options["return_lse"])
+
+    for now in (ids.clone(), ids.flip(0), torch.stack([documents(130, 150), documents(150, 130).roll(40)])):
+        ids.copy_(now)
+        check(planned_once, case)
+
+
+def test_a_backward_that_is_given_copies_goes_by_what_they_hold(generator: torch.Generator) -> None:
+    """As hooks that keep what autograd saved elsewhere give it, while the ids hold the next batch's."""
+    ids = documents(150, 130)
+    case = with_gradients(drawn(generator, causal() & document(ids), 1, (1, 1), 280), generator)
+    then, dout, dlse = ids.clone(), case.dout, case.dlse
+
+    def written_between(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        ids.copy_(then)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+            out, lse = ATTENTION(q, k, v, **options)
+        ids.copy_(documents(280))
+        return out, lse
+
+    found = run(written_between, case)
+    ids.copy_(then)
+    assert_attention_close(found, case.q, case.k, case.v, mask_mod=case.mask_mod, dout=dout, dlse=dlse)
+
+
+@pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)
+def test_gradients_through_sinks_of_rows_that_lie_apart(mode: Mode, generator: torch.Generator) -> None:
+    """Padding at the end sees nothing; shares of the sinks' gradient come by the table."""
+    ids = torch.cat([documents(140, 131), torch.full((40,), -1)])
+    seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
+    case = with_gradients(drawn(generator, seen, 1, (2, 1), 311, "sbhd"), generator)
+    case = dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_())
+    assert gradient_of(case).has_stretches
+    with emulating(mode), on_few_multiprocessors(BACKEND, 2):
+        check(ATTENTION, case)
+
+
+def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Generator) -> None:
+    """Its words take the registers, and are of whole tiles: no tiles begin with stretches."""
+    case = with_gradients(drawn(generator, document(documents(140, 130)), 1, (2, 1), 270), generator)
+    case = dataclasses.replace(case, dropout=(0.2, 5))
+    assert not gradient_of(case).has_stretches
+    check(ATTENTION, case)
+
+
+def test_gradients_in_a_fixed_order(generator: torch.Generator) -> None:
+    ids = torch.stack([documents(150, 190), documents(340)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (2, 1), 340), generator)
+    assert gradient_of(case, in_order=True).has_stretches
+    for mode in (EAGER, LATE):
+        with emulating(mode):
+            check(partial(ATTENTION, deterministic=True), case)
 
 
 def test_the_same_bits_in_any_schedule(generator: torch.Generator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from composattn.analysis.derived import refresh
 from composattn.analysis.program import Program
 from composattn.backends.fused import stretches
 from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.stretches import SHORT, Stretches, most_stretches, runs, stretches_of
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.fused.work import stretch_tables
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES
 from composattn.mods import causal, document, sliding_window
+from composattn.mods.dropout import Dropout
 from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 
 ROWS = 597
 
@@ -204,6 +208,30 @@ def test_masks_that_no_tensor_tells_have_none() -> None:
     assert found(document(ids), kv_length=ROWS + 1) is None
     heads = torch.stack([ids, ids.roll(5)] * 8)
     assert found(Mask.of(lambda b, h, q, kv: heads[h, q] == heads[h, kv])) is None
+
+
+def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_registers() -> None:
+    ids = torch.repeat_interleave(torch.arange(6), torch.tensor([700, 1500, 300, 2500, 1192, 2000]))
+    long, masks = problem(8192), (document(ids), causal() & document(ids))
+    for mask, in_order in itertools.product(masks, (False, True)):
+        plans = plan_backward(long, Program(None, mask.expr), HOPPER, deterministic=in_order)
+        steps = plans.preprocess, plans.main, plans.postprocess
+        assert all(plan.has_stretches and plan.has_order_table for plan in steps) and plans.main.cut is None
+        assert all(plan.key.endswith(" in stretches") for plan in steps)
+        assert ("as tiles begin where the mask falls apart" in str(plans)) is not in_order
+    bounded = masks[1].expr
+    kept = Dropout.with_seed(0.1, 5)
+    assert kept is not None
+    capped = Score.of(lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0)).expr
+    for program in (Program(capped, bounded), Program(None, bounded, keep=kept.expr), Program(None, causal().expr)):
+        assert not plan_backward(long, program, HOPPER).main.has_stretches
+    limit = torch.tensor([8000, 5000])
+    padded = Program(None, Mask.of(lambda b, h, q, kv: kv < limit[b]).expr)
+    assert not plan_backward(long, padded, HOPPER).main.has_stretches
+    of_each = SinkForm(torch.float32, by_sequence=True)
+    assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_stretches
+    narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
+    assert not plan_backward(narrow, Program(None, bounded), HOPPER).main.has_stretches
 
 
 def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:

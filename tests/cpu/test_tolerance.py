@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 
@@ -195,3 +196,18 @@ def test_poisoned_memory_leaves_torchs_settings(deterministic, generator):
 def test_a_case_of_heads_that_cannot_share_is_refused(make):
     with pytest.raises(ca.errors.GroupMismatch, match="4 query heads can't share 3"):
         make(0, heads=4, kv_heads=3)
+
+
+def test_the_gradient_of_a_sink_may_have_the_rounding_of_the_output_under_dropout_too():
+    """rowsum(dO·O) is of P before dropout, and so what the sink gets of its rounding."""
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, dout = (torch.randn(1, 1, n, 64, generator=generator).bfloat16() for n in (1, 40, 40, 1))
+        sinks = torch.zeros(1, requires_grad=True)
+        case = Case(q, k, v, dout=dout, sinks=sinks, dropout=(0.5, seed))
+        exact = run(functools.partial(ca.attention, backend="reference"), dataclasses.replace(
+            case, q=q.double(), k=k.double(), v=v.double(), dout=dout.double()))  # fmt: skip
+        rows = (dout.double() * exact["out"].bfloat16().double()).sum((0, 2, 3))
+        found = -(torch.exp(-exact["lse"]).sum((0, 2)) * rows)
+        given = {"dout": dout, "sinks": sinks, "dropout": case.dropout}
+        assert_attention_close({"d captured 0": found.float()}, q, k, v, **given)

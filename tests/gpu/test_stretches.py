@@ -10,10 +10,32 @@ import torch
 import composattn as ca
 from composattn.mods import causal, document
 from composattn.testing import Case, check
+from composattn.testing.tolerance import run
 from tests.support import gpu_backend, outlier_normal
 
 pytestmark = pytest.mark.gpu
 LENGTHS = 700, 1500, 300, 1105, 1, 1, 640
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_more_tiles_than_blocks(is_causal: bool, in_order: bool, generator: torch.Generator) -> None:
+    """Three sequences, one of a single document and one whose last is short, in groups of heads."""
+    lie = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    ids = torch.stack([lie, torch.zeros_like(lie), (torch.arange(len(lie), device="cuda") - 177) // 1000])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    draw = partial(outlier_normal, generator=generator, dtype=torch.bfloat16, device="cuda")
+    q, k, v, dout = (draw(3, heads, len(lie), 128) for heads in (8, 4, 4, 8))
+    attention = ca.Attention(mask_mod=mask, backend=gpu_backend(), deterministic=in_order)
+
+    def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, **_: object) -> object:
+        return attention(q, k, v, return_lse=return_lse)
+
+    case = Case(q, k, v, mask_mod=mask, dout=dout)
+    check(planned, case)
+    if in_order:
+        first, again = run(planned, case), run(planned, case)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

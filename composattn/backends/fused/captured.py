@@ -71,7 +71,7 @@ class Reads:
         sequences: Sequences,
         made: Mapping[Capture, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        at_call = dict(zip(self.program.captures, captured, strict=True))
+        at_call = self.at_call(captured)
         if self.lists is not None:
             numbers = dict(zip(self.program.scalars, scalars, strict=True))
             listed = self.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
@@ -80,6 +80,10 @@ class Reads:
             captured[n] if n is not None else made[c] if c in made else value_of(c, at_call)
             for c, n in zip(self.captured, self.places, strict=True)
         )
+
+    def at_call(self, captured: Sequence[torch.Tensor]) -> dict[Capture, torch.Tensor]:
+        """What a call gives for captured tensors."""
+        return dict(zip(self.program.captures, captured, strict=True))
 
     def standing(self, *tables: WorkTables | None) -> Standing | None:
         """What keeps these tables of dense calls; None where there is nothing to keep, or no call lends."""

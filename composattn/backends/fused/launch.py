@@ -19,6 +19,7 @@ from .captured import Reads
 from .compile import Launchable, compile_plan
 from .counter import counter_of
 from .plan import ForwardPlan
+from .work import StretchTables
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
 
@@ -172,8 +173,11 @@ class ForwardLauncher:
         plan = self.plan
         reads, work = self.reads(captured, scalars, sequences), None
         if plan.work is not None:
-            counts = None if self.reads.lists is None else self.reads.counts(reads)
-            work = plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
+            if isinstance(plan.work, StretchTables):
+                work = plan.work.of_call(self.reads.at_call(captured))
+            else:
+                counts = None if self.reads.lists is None else self.reads.counts(reads)
+                work = plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
         if self.standing is not None:
             self.standing.keep((work,))
         return reads, work

@@ -18,6 +18,8 @@ from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
 from .scratch import Memory, Scratch, leave
+from .stretches import most_places
+from .work import StretchTables
 
 _STRIDES_LIMIT = 64
 
@@ -213,7 +215,7 @@ class BackwardLauncher:
     ) -> tuple[tuple[torch.Tensor, ...], Tables]:
         """What the mods read, and the tables."""
         reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
-        tables = self._work(q, k, sequences, reads) if self.has_tables else NO_TABLES
+        tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
         if self.standing is not None:
             self.standing.keep(tables)
         return reads, tables
@@ -236,9 +238,19 @@ class BackwardLauncher:
         if self.gather is not None:
             self.gather(*gathered)
 
-    def _work(self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, reads: Sequence[torch.Tensor]) -> Tables:
+    def _work(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        sequences: Sequences,
+        reads: Sequence[torch.Tensor],
+        captured: Sequence[torch.Tensor],
+    ) -> Tables:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.preprocess.work, self.plans.main
+        if isinstance(rows, StretchTables) and isinstance(main.work, StretchTables):
+            at_call = self.reads.at_call(captured)
+            return rows.of_call(at_call), main.work.of_call(at_call)
         total = k.shape[0] if main.layout.kv == "packed" else None
         mirrored = sequences if self.is_dense else sequences.mirrored
         counts = None if self.reads.lists is None else self.reads.counts(reads)
@@ -260,7 +272,7 @@ class BackwardLauncher:
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
-            tiles = -(-q_len // tile_m)
+            tiles = most_places(q_len, tile_m) if self.plans.main.has_stretches else -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1

@@ -32,6 +32,7 @@ LAST_QUERIES_FIRST = Formula(
 FIRST_KEYS_FIRST = Formula(
     descends, "the first keys first, as none are seen by fewer queries than those behind them", True
 )
+LAST_KEYS_FIRST = "from the last keys to the first, as are the parts of dQ added"
 
 
 def order_of_keys(
@@ -44,9 +45,9 @@ def order_of_keys(
     mirrored = mirror(problem)
     if deterministic:
         # shortest first under a causal mask, and who waits for a turn waits for blocks that started before it
-        words = "from the last keys to the first, as are the parts of dQ added"
         packed = problem.layout.kv == "packed"
-        return words, work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
+        tables = work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
+        return LAST_KEYS_FIRST, tables
     ends = None if intervals is None else exchanged(intervals)
     return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)
 
@@ -87,6 +88,15 @@ def order_in_stretches(
         order, words = "in_order", "in order, as all tiles run at once"
     made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
     return made, stretch_tables(problem, tile, order, stretches, of_keys)
+
+
+def order_of_keys_in_stretches(
+    problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int
+) -> tuple[str, StretchTables]:
+    """As `order_of_keys`, of tiles that begin with stretches."""
+    if deterministic:
+        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "in_order", stretches, of_keys=True)
+    return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, of_keys=True)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
@@ -18,11 +18,13 @@ from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .order import exchanged, mirror, order_of_keys
+from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
 from .plan import TiledPlan, compiled_in, extent_of
+from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
-from .work import WorkTables, fixed_visits, work_tables
+from .traits import has_costly_test
+from .work import WorkTables, fixed_visits, stretch_tables, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -144,15 +146,23 @@ def plan_backward(
         cut = None  # what a tile visits is known on the device alone
     elif cut == "auto":
         cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
-    ordered_by = intervals if lists is None else None
-    order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
-    packed = problem.layout.q == "packed"
-    rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
+    stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut is None else None
+    rows: WorkTables | None
+    if stretches is None:
+        ordered_by = intervals if lists is None else None
+        order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
+        packed = problem.layout.q == "packed"
+        rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
+    else:
+        order, keys = order_of_keys_in_stretches(problem, stretches, chosen.tile_n, deterministic, at_once)
+        rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
     known = compiled_in(problem, target)
+    of_rows: OfRows = {"has_order_table": rows is not None, "has_stretches": stretches is not None, "sinks": sinks}
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     main = BackwardPlan(
         **known,
         has_order_table=keys is not None,
+        has_stretches=stretches is not None,
         tiling=in_pieces,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
@@ -167,11 +177,30 @@ def plan_backward(
         cut=cut,
     )
     return BackwardPlans(
-        PreprocessPlan(**known, has_order_table=packed, tiling=chosen, has_dlse=has_dlse, sinks=sinks, work=rows),
+        PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),
         main,
-        PostprocessPlan(**known, has_order_table=packed, tiling=chosen, sinks=sinks),
+        PostprocessPlan(**known, **of_rows, tiling=chosen),
         None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
     )
+
+
+class OfRows(TypedDict):
+    """What the kernels before and behind the main one have alike."""
+
+    has_order_table: bool
+    has_stretches: bool
+    sinks: SinkForm | None
+
+
+def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
+    """Those with which tiles begin, where rows differ by tensors and no score mod or dropout takes registers.
+
+    Shares of gradients of sinks by sequence have no place where blocks come by a table.
+    """
+    plain = program.score is None and program.keep is None and has_costly_test(program.mask)
+    if not (tiling.in_stretches and plain) or (sinks is not None and sinks.by_sequence):
+        return None
+    return stretches_of(problem, program)
 
 
 def _cut(

@@ -38,10 +38,9 @@ class Stretches:
     batch: int
     told: Derived
 
-    @property
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many keys each row sees, and how many queries each key."""
-        keys, queries = self.told.tensor[5 * _entries(self.length, self.batch) :].chunk(2)
+        keys, queries = told[5 * _entries(self.length, self.batch) :].chunk(2)
         return keys, queries
 
     def tiles(self, tile: int) -> Derived:
@@ -89,6 +88,11 @@ def most_stretches(length: int) -> int:
 def most_tiles(length: int, tile: int) -> int:
     """Of all stretches of a sequence."""
     return (length + most_stretches(length) * (tile - 1)) // tile
+
+
+def most_places(length: int, tile: int) -> int:
+    """Of whole tiles in an entry of a workspace, where a stretch has its own; see `primitives.padded_tiles`."""
+    return -(-length // tile) + most_stretches(length) - 1
 
 
 def _entries(length: int, batch: int) -> int:

@@ -12,7 +12,7 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,14 +20,14 @@ import torch
 from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
-from ...analysis.derived import stamps
+from ...analysis.derived import stamps, value_of
 from ...analysis.refreshed import Refreshed, may_cache, memory_is_ours, recording, version
 from ...analysis.streams import device_number, has_streams, is_captured, stream_handle
 from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
-from ...graph.expr import Dep, Expr, captures, inputs
+from ...graph.expr import Capture, Dep, Expr, captures, inputs
 from .stretches import Stretches
 
 
@@ -245,14 +245,27 @@ class StretchTables(WorkTables):
     def __init__(self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> None:
         super().__init__(problem, None, tile, tile, order)
         self.captures = stretches.told.sources
-        self.tiles, self.seen = stretches.tiles(tile), stretches.seen[of_keys]
+        self.stretches, self.of_keys, self.tiles = stretches, of_keys, stretches.tiles(tile)
+
+    def of_call(self, given: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
+        """The table of a call that is given these for captured tensors.
+
+        Of copies that hold what captured tensors held before, as a backward may be given, there is one for each call.
+        """
+        told = value_of(self.stretches.told, given)
+        if told is self.stretches.told.tensor:
+            return self(NO_SEQUENCES)
+        with torch.no_grad():
+            return self._sorted(self.tiles.recipe(told), told)
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         self.tiles.refresh()
-        tiles = self.tiles.tensor
+        return self._sorted(self.tiles.tensor, self.stretches.told.tensor)
+
+    def _sorted(self, tiles: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
         if self.order == "in_order":
             return tiles.clone()
-        work = self.seen[tiles[:, 5]]
+        work = self.stretches.seen(told)[self.of_keys][tiles[:, 5]]
         return tiles[work.argsort(descending=self.order == "longest_first", stable=True)]
 
 

@@ -132,7 +132,7 @@ class Consumer(KeyWarpgroup):
         if self.tiling.passing and mods.mods.bounds:  # else lists say what is visited
             first = leaves.first + self.number * self.apart
             own = dataclasses.replace(leaves, first=first, last=cutlass.min(first + (self.apart - 1), leaves.last))
-            self.own = BandQueries(mods, self.tiling.tile_m).of(own, None)
+            self.own = BandQueries(mods, self.tiling.tile_m).of(own, None, self.work.queries)
 
     def step(self, call, m, tested, *slots):
         """One query tile, or what is left to do of one that sees none of the warpgroup's keys."""
@@ -339,8 +339,8 @@ class Consumer(KeyWarpgroup):
     def outputs(self, call, shared, rows: int, number, is_first):
         work = self.work
         for i, columns in enumerate((self.tiling.d, self.tiling.dv)):
-            tiles = work.keys.tiles(call.tensors.results[i], work.kv_head, (rows, columns))
-            yield is_first(), call.tmas.results[i], shared[i], tiles, number
+            output = work.keys.stored(call.tensors.results[i], work.kv_head, (rows, columns), number)
+            yield is_first(), call.tmas.results[i], shared[i], *output
 
 
 class LastDq:

@@ -99,6 +99,11 @@ class HopperBackwardTiling(BackwardTiling):
     distances: int = 0
 
     @property
+    def in_stretches(self) -> bool:
+        fits = self.kernel == "backward" and self.d == self.dv == 128
+        return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
+
+    @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
 

@@ -237,14 +237,18 @@ def _drawn(widest: int, program: Program) -> Literal["early", "late"] | None:
 
 
 def _held(problem: Problem, program: Program) -> int:
-    """Columns of Q that a large block's registers should hold, if a tile leaves them room."""
-    if program.keep is not None or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
+    """Columns of Q that a large block's registers should hold, if a tile leaves them room.
+
+    None behind score mods, whose values take registers too (D 192, an ALiBi window: 15 spilled).
+    """
+    changed = program.score is not None or program.keep is not None
+    if changed or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
         return 0
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if program.mask is not None:
-        return 0 if reads_pairs(program.score) else HELD_MASKED.get((d, dv), 0)
+        return HELD_MASKED.get((d, dv), 0)
     long = d > 128 or keys(problem) >= HELD_KEYS
-    return HELD_PLAIN.get((d, dv), 0) if program.score is None and problem.layout.is_dense and long else 0
+    return HELD_PLAIN.get((d, dv), 0) if problem.layout.is_dense and long else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:

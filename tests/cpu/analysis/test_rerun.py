@@ -72,6 +72,29 @@ def test_what_was_computed_before_is_not_computed_again() -> None:
     assert (counts[3]["amin.default"], counts[3]["ne.Scalar"]) == (1, 2)
 
 
+def through_views(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The whole of it four times, a part of it once."""
+    (x,) = inputs
+    whole = x.detach()[0:20].expand(20).view(20)
+    return [whole + 1, whole[1:] * 2, whole.view(4, 5).amax(1)]
+
+
+def test_views_of_the_whole_are_left_out_and_those_of_a_part_are_not() -> None:
+    run = Rerun(through_views)
+    for _ in range(4):
+        x = drawn(20)
+        with Operations() as operations, torch.no_grad():
+            found = run((x,))
+        assert all(map(torch.equal, found, through_views((x,))))
+    assert operations.counts == {
+        "add.Tensor": 1,
+        "slice.Tensor": 1,
+        "mul.Tensor": 1,
+        "view.default": 1,
+        "amax.default": 1,
+    }
+
+
 def twice_given_out(inputs: Sequence[Any]) -> list[torch.Tensor]:
     (x,) = inputs
     return [x + 1, x + 1]

@@ -89,7 +89,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
             part = self.stored_rows, width // self.stored_across
-            copies.append(cpasync.make_tiled_tma_atom(store, keys.for_copies(tensor), box, part))
+            stored = keys.for_stores(tensor, part[0]) if self.plan.has_stretches else keys.for_copies(tensor)
+            copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
         across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group)
@@ -167,17 +168,17 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
         In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
-        has the tiles of each sequence from the first to the last. Where the last section goes backwards, it has the
-        first ones first again, each from the last queries on.
+        has the tiles of each sequence, or stretch, from the first to the last. Where the last section goes backwards,
+        it has the first ones first again, each from the last queries on.
         """
         tile_n = self.tiling.tile_n
         piece = None
         if call.pieces is not None:
             number, piece = call.pieces.split(number)
         work = call.order.tile(number)
-        queries, keys = call.queries.sequence(work.b), call.keys.sequence(work.b)
+        queries, keys = [rows.sequence(work.b).within(work.stretch) for rows in (call.queries, call.keys)]
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
-        count = call.order.blocks if dense else (keys.length + (tile_n - 1)) // tile_n
+        count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
         n = work.m if dense == self.plan.deterministic else count - 1 - work.m
         backwards: Boolean | bool = self.tiling.last_queries_first
         if self.tiling.ends_backwards:
@@ -200,8 +201,8 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def leaves(self, call, work, head, n=None) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
-        first = (work.n if n is None else n) * self.tiling.tile_n
-        last = cutlass.min(first + self.tiling.tile_n, kv_len) - 1
+        first = work.keys.from_start((work.n if n is None else n) * self.tiling.tile_n)
+        last = cutlass.min(first + self.tiling.tile_n, work.keys.end) - 1
         return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
 
     def members(self, call, work):
@@ -213,7 +214,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def query_tiles(self, call, work, head, n=None) -> list[QueryRun] | list[ListedQueryRun]:
         """The query tiles that work, or a whole tile of keys `n`, visits for one head; all roles ask alike."""
-        runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n)
+        runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n, work.queries)
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
         if work.piece is not None and n is None:
@@ -270,7 +271,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         tiling = self.tiling
         kv_slot, steps = slots[0], slots[1:]
         me.begin(work)
-        ragged = (work.n + 1) * tiling.tile_n > work.keys.length
+        ragged = (work.n + 1) * tiling.tile_n > work.keys.rows
         me.wait_for_keys(kv_slot)
         begin, stop = self.members(call, work)
         for member in cutlass.range(begin, stop, unroll=1):

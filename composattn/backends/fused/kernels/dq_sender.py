@@ -90,10 +90,10 @@ class DqSender(Fixed):
         for which in (1, 0):
             mine = Slot(1, self.number, slot.phase)
             box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
-            tiles = work.keys.tiles(call.tensors.results[which], work.kv_head, box)
             number = work.n * block.parts + self.number
+            output = work.keys.stored(call.tensors.results[which], work.kv_head, box, number)
             block.dq_edge.wait(mine)
-            start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), tiles, number)
+            start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), *output)
             wait_read(Boolean(True))
             block.dq_edge.release(mine, cute.arch.lane_idx())
             slot = slot.next()

@@ -23,6 +23,7 @@ from ..tiling import BackwardTiling
 class KeyTile(Fixed):
     """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`.
 
+    Where `queries` and `keys` are a stretch, it is the `n`-th there.
     `backwards`: from the last query tile that sees it to the first.
     """
 
@@ -55,7 +56,7 @@ class KeyGroup(Fixed, abc.ABC):
     def begin(self, work: KeyTile) -> None:
         """Another tile of keys."""
         self.work = work
-        self.first_kv = self.first_key(work.n * self.tiling.tile_n + self.number * self.apart)
+        self.first_kv = self.first_key(work.keys.from_start(work.n * self.tiling.tile_n + self.number * self.apart))
 
     def first_key(self, first):
         """This thread's first key, of those of the group from `first` on: warps have keys of their own."""
@@ -82,7 +83,7 @@ class KeyGroup(Fixed, abc.ABC):
         return slots
 
     def tile(self, scores, m) -> ScoreTile:
-        first_q = m * self.tiling.tile_m + self.row
+        first_q = self.work.queries.from_start(m * self.tiling.tile_m + self.row)
         return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)
 
     def statistics(self, shared: cute.Tensor, stage) -> "RowStatistic":

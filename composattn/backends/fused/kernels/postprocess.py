@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ....primitives.padded_tiles import PaddedTiles, query_grid, query_tile
+from ....primitives.padded_tiles import PaddedTiles, query_grid, query_stretch, query_tile
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
 from ....primitives.swizzled_tiles import tile_layout
@@ -54,9 +54,8 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         self.dtype = given.dq.element_type
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
-        tma, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), queries.for_copies(given.dq), layout, (self.rows, tiling.d)
-        )
+        dq = queries.for_stores(given.dq, self.rows) if self.plan.has_stretches else queries.for_copies(given.dq)
+        tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, (self.rows, tiling.d))
         sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
@@ -72,15 +71,15 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             sinks.add_up()
         tile, head, b = query_tile(work, self.parts)
         if const_expr(work is None):
-            self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)
+            self.finish(tma, tensor, layout, dq_accum, scale, queries.sequence(b), tile, head, b)
         else:
             if b >= 0:
-                self.finish(tma, tensor, layout, dq_accum, scale, queries, tile, head, b)
+                sequence = queries.sequence(b).within(query_stretch(work, self.parts))
+                self.finish(tma, tensor, layout, dq_accum, scale, sequence, tile, head, b)
 
     @cute.jit
-    def finish(self, tma, tensor, layout, dq_accum, scale, queries, tile, head, b):
+    def finish(self, tma, tensor, layout, dq_accum, scale, sequence, tile, head, b):
         tiling = self.tiling
-        sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, tiling.tile_m)
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // THREADS)
         thread = cute.arch.thread_idx()[0] % THREADS
@@ -91,7 +90,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             registers[i] = registers[i] * scale
 
         def outputs(shared):
-            yield is_first_warp(), tma, shared, sequence.tiles(tensor, head, (self.rows, tiling.d)), tile
+            yield is_first_warp(), tma, shared, *sequence.stored(tensor, head, (self.rows, tiling.d), tile)
 
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
 

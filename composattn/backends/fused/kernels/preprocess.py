@@ -13,6 +13,7 @@ from ....primitives.padded_tiles import (
     cleared_of,
     counter_of,
     query_grid,
+    query_stretch,
     query_tile,
     statistics_of,
 )
@@ -47,7 +48,7 @@ class Preprocess(Kernel):
         given = self.arguments(*arguments)
         queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
         out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
-        if const_expr(work is not None):
+        if const_expr(not self.plan.layout.is_dense):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
@@ -67,25 +68,25 @@ class Preprocess(Kernel):
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(cleared is not None):
-            _clear_of_head(counter, cleared)
+            _clear_of_head(counter, cleared, self.plan.has_stretches)
         if const_expr(claims is not None):
             _clear_of_tile(claims)
         tile, head, b = query_tile(work)
         sink = None if sinks is None else sinks.of_rows(head, b)
         share = Float32(0.0)
         if const_expr(work is None):
-            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries.sequence(b), tile, head, b)
         else:
             if b >= 0:
-                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b)
+                sequence = queries.sequence(b).within(query_stretch(work))
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b)
         if const_expr(sinks is not None):
             sinks.leave(share, head, b, THREADS)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, queries, tile, head, b):
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b):
         """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
         thread = cute.arch.thread_idx()[0]
-        sequence = queries.sequence(b)
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
         out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
         member = thread % self.lanes
@@ -93,15 +94,16 @@ class Preprocess(Kernel):
         rows = []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
             local = step * at_once + thread // self.lanes
-            q = tile * self.tiling.tile_m + local
-            inside = (q < sequence.length) & (local < self.tiling.tile_m)
+            of_tiles = tile * self.tiling.tile_m + local
+            q = sequence.from_start(of_tiles)
+            inside = (q < sequence.end) & (local < self.tiling.tile_m)
             product = Float32(0.0)
             for chunk in cutlass.range_constexpr(self.passes):
                 column = (chunk * self.lanes + member) * ELEMENTS
                 product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
-            rows.append((q, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
+            rows.append((of_tiles, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
         if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
@@ -109,9 +111,9 @@ class Preprocess(Kernel):
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
         for step in cutlass.range_constexpr(len(rows)):
-            q, mine, row_lse, product, row_dlse = rows[step]
+            of_tiles, mine, row_lse, product, row_dlse = rows[step]
             log2, delta = row_statistics(row_lse, over_lanes(add, product, neighbours(self.lanes)), row_dlse)
-            _store_if(mine, found, first + q, (log2, delta))
+            _store_if(mine, found, first + of_tiles, (log2, delta))
             if const_expr(sink is not None):  # 2^(sink - inf) is 0
                 share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
         return share
@@ -150,10 +152,13 @@ def _clear_if(counter: cute.Tensor, condition: Boolean):
 
 
 @cute.jit
-def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor):
-    """That no tile of dQ is cleared yet, nor handed out."""
+def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor, in_stretches: cutlass.Constexpr[bool]):
+    """That no tile of dQ is cleared yet, nor handed out; of stretches a block for each sequence says so."""
     x, head, entry = cute.arch.block_idx()
-    if (x == 0) & (cute.arch.thread_idx()[0] == 0):
+    does = x == 0
+    if const_expr(in_stretches):
+        entry, does = x, x < cleared.shape[0]
+    if does & (cute.arch.thread_idx()[0] == 0):
         cleared[entry, head] = Int32(0)
     if (cute.arch.thread_idx()[0] == 0) & _is_first_block():
         cute.make_tensor(counter.iterator + 1, cute.make_layout(1))[0] = Int32(0)
