@@ -451,7 +451,7 @@ def test_small_blocks_of_d_64_stay_where_keys_are_few_and_nothing_is_read() -> N
 
 def test_blocks_that_stay_have_room_for_two_tiles_of_queries_if_there_is_any() -> None:
     assert [cut(64, 8192).q_stages, cut(128, 512).q_stages, cut(128, 512, causal()).q_stages] == [2, 2, 2]
-    assert [cut(64, 2048).q_stages, cut(128, 2048).q_stages, cut(256, 512, persistent=True).q_stages] == [1, 1, 1]
+    assert [cut(64, 2048).q_stages, cut(128, 4096).q_stages, cut(256, 512, persistent=True).q_stages] == [1, 1, 1]
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
