@@ -11,9 +11,19 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.order import exchanged, mirror, queries_of_a_key
+from ..fused.stretches import falls_apart
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
-from ..fused.traits import bounds_queries, has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
+from ..fused.traits import (
+    bounds_queries,
+    has_bounded_documents,
+    has_costly_test,
+    has_opaque_test,
+    padded,
+    reads_any,
+    reads_pairs,
+    sums_by,
+)
 from ..fused.work import fixed_visits
 
 ROWS = 64  # of one warpgroup's product
@@ -35,14 +45,12 @@ class Way(NamedTuple):
     changes: dict[str, Any]
 
 
-CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False}
-LOOKING: dict[str, Any] = {"tries_first": True}
+CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
 BACKWARDS: dict[str, Any] = {"last_queries_first": True}
 WAYS = (
-    Way(False, 768, 1600, CLAIMED | LOOKING),  # 1k; 2k and 8k lose 4 %
-    Way(True, 768, 1600, CLAIMED),  # 2k; 1k and 8k lose
-    Way(True, 6144, 12288, CLAIMED | LOOKING | BACKWARDS),  # 16k
-    Way(True, 12288, 1 << 31, BACKWARDS),  # 32k
+    Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
+    Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
+    Way(True, 6144, 1 << 31, BACKWARDS),  # 16k gains 2 %, 32k 1; claimed too they lose 7 and 6
 )
 
 
@@ -265,6 +273,12 @@ def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
     return changes if changes and _end_together(problem, program) else {}
 
 
+def _has_whole_documents(problem: Problem, program: Program) -> bool:
+    """Whether tiles begin with documents by ids, which are seen whole."""
+    alone = program.score is None and program.mask is not None and not has_bounded_documents(program.mask)
+    return alone and falls_apart(problem, program)
+
+
 def _end_together(problem: Problem, program: Program) -> bool:
     """Whether tiles of keys end with the last queries, the first one begins with the first, and none before another."""
     if not problem.layout.is_dense or (program.mask is not None and not _differ(problem, program)):
@@ -324,7 +338,10 @@ def _keys_apart(
     seen = queries_of_a_key(problem, program)
     many = program.mask is None or seen > SHORT
     way = _way(problem, program, seen) if d == dv == 128 and plain and not deterministic else {}
-    wide = d == 128 and plain and (deterministic or many or bool(way))
+    # full documents by ids whose tiles begin with them gain 7 % by 80 queries; causal ones, more of whose tiles have a
+    # test, lose 1 to 4
+    whole = d == dv == 128 and not (reads or deterministic) and _has_whole_documents(problem, program)
+    wide = (d == 128 and plain and (deterministic or many or bool(way))) or whole
     overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
     # in a fixed order each turn comes a tile later, which only senders of dQ wait for (D 64 and 96 gain 3 to 11 %)
@@ -348,7 +365,7 @@ def _keys_apart(
         dq_later=later,
         dq_in_bulk=sends,
         # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
-        lse_ahead=4 if (tall or wide) and plain and not deterministic else 0,
+        lse_ahead=4 if (tall or wide) and (plain or whole) and not deterministic else 0,
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=16 << 20,
         section_tiles=_section_tiles(target),
@@ -450,12 +467,12 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
 def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
     """Whether pairs of blocks exchange dS: at D 256 14 % and more faster than `backward_wide`, at 192/128 and 192 6.
 
-    At D 192 causal calls of 2k lose 1 %: pairs visit tiles of 128 keys, one block 96. Not where tests cost much:
+    At D 192 causal calls of 1k have one block's tiles of 96 keys, where pairs visit 128. Not where tests cost much:
     documents end at no multiple of 128 keys, and lists would be longer. With captured gradients and dropout it was not
     tried; what a score mod reads beside packed sequences spilled 8.
     """
     fits = (d, dv) in ((192, 128), (256, 256)) or (
-        d == dv == 192 and (program.mask is None or queries_of_a_key(problem, program) > SHORT)
+        d == dv == 192 and (program.mask is None or queries_of_a_key(problem, program) > SHORT / 4)
     )
     fits = fits and not (problem.layout.q == "packed" and reads_any(program.score))
     sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
@@ -465,12 +482,13 @@ def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
 def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> ExchangeBackwardTiling:
     """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO.
 
-    Two parts of dQ at 192/128, 48 columns each, are 7 % faster than one: the first is added under the other's product.
+    Two parts of dQ of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
+    other's product.
 
     Where there are two, dV comes later: 2 to 4 %; with one, dO would stay for too long (D 256 loses 2).
     """
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-    columns = 96 if one.d == one.dv == 192 else one.d // 4
+    columns = one.d // 4
     own = {
         "kernel": ExchangeBackwardTiling.kernel,
         "tile_n": 2 * one.tile_n,

@@ -61,13 +61,12 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
-# Columns of Q in registers by D and Dv, with a mask (8k causal: D 192 and 256 1 %, 192/128 2 %, of which full 8k
-# gains nothing)
-HELD_MASKED = {(192, 192): 64, (192, 128): 192, (256, 256): 64}
-# The same of plain products in blocks that stay and draw their tiles: 4 % of D 192 8k, whose tiles have 80 keys so, and
-# 3 % of D 128 16k
+# Columns of Q in registers by D and Dv, with a mask (8k causal: D 192 1 %, 192/128 2 %, of which full 8k gains nothing,
+# nor does D 256; D 128 4k 3 %) and with nothing but products (D 192 8k 4 %, whose tiles have 80 keys so; D 128 2k 2 %)
+HELD_MASKED = {(192, 192): 64, (192, 128): 192, (128, 128): 128}
 HELD_PLAIN = {(192, 192): 128, (128, 128): 128}
-HELD_KEYS = 16384  # from which D 128 does so
+HELD_KEYS = 2048  # from which D 128 holds them, in blocks that stay and draw their tiles
+LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
@@ -176,19 +175,19 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
+    guesses = _guesses(problem, program, heads)
     asked_to_stay = problem.schedule.persistent
-    persistent = _stays(problem, program, warpgroups) if asked_to_stay is None else asked_to_stay
+    persistent = _stays(problem, program, warpgroups, guesses) if asked_to_stay is None else asked_to_stay
     over_q = persistent and d == dv == 256
     rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
     tile_n = asked or min(by_registers, by_memory, most)
-    held = _held(problem, program)
+    held = _held(problem, program, persistent)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
-    guesses = _guesses(problem, program, heads)
     tiling = _tiling(
         problem,
         heads,
@@ -203,7 +202,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         # three warpgroups fill each other's gaps; two gain from a shorter turn
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
-        drawn=_drawn(widest, program) if persistent else None,
+        drawn=_drawn(widest, problem) if persistent else None,
         output_over_q=over_q,
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
@@ -212,15 +211,17 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     return _with_next_queries(tiling, target)
 
 
-def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
+def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool) -> bool:
     """Whether large blocks stay for many work tiles, where nothing is asked for."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     plain = program.score is None and program.mask is None and program.keep is None
     plain = plain and not problem.schedule.batch_invariant
     if not problem.layout.is_dense:
-        return False
+        return problem.layout.q == problem.layout.kv == "packed" and max(d, dv) == 128
     if max(d, dv) == 128:
-        return keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN or (plain and keys(problem) >= HELD_KEYS)
+        # ALiBi, whose rows guess their maxima, loses 7 % of causal 8k
+        few = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN and not (guesses and program.score is not None)
+        return few or (plain and keys(problem) >= LONG_HELD)
     if d == dv == 192:
         return plain
     if d == dv == 256:
@@ -229,14 +230,17 @@ def _stays(problem: Problem, program: Program, warpgroups: int) -> bool:
     return plain and warpgroups == 3 and max(d, dv) == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
 
 
-def _drawn(widest: int, program: Program) -> Literal["early", "late"] | None:
-    """When blocks that stay draw their next tile: tiles of D 256 that differ take long, and go to whoever is free."""
+def _drawn(widest: int, problem: Problem) -> Literal["early", "late"] | None:
+    """When blocks that stay draw their next tile: those above D 128 take long, and go to whoever is free.
+
+    So do packed sequences, which differ: of eight documents by 3 and 7 %, causal.
+    """
     if widest not in (128, 192, 256):
         return None
-    return "late" if widest == 256 and program.mask is not None else "early"
+    return "early" if widest == 128 and problem.layout.is_dense else "late"
 
 
-def _held(problem: Problem, program: Program) -> int:
+def _held(problem: Problem, program: Program, persistent: bool) -> int:
     """Columns of Q that a large block's registers should hold, if a tile leaves them room.
 
     None behind score mods, whose values take registers too (D 192, an ALiBi window: 15 spilled).
@@ -245,10 +249,11 @@ def _held(problem: Problem, program: Program) -> int:
     if changed or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
         return 0
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if d == 128 and not (problem.layout.is_dense and persistent and keys(problem) >= HELD_KEYS):
+        return 0
     if program.mask is not None:
         return HELD_MASKED.get((d, dv), 0)
-    long = d > 128 or keys(problem) >= HELD_KEYS
-    return HELD_PLAIN.get((d, dv), 0) if problem.layout.is_dense and long else 0
+    return HELD_PLAIN.get((d, dv), 0) if problem.layout.is_dense else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
@@ -288,7 +293,8 @@ def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
     Else with 112 (1 to 2 % before 96 and 128). Blocks stay (2 to 12 %), but of full documents with which no tiles
     begin, so that they differ more (4 % lost).
     """
-    persistent, apart = problem.schedule.persistent, falls_apart(problem, program)
+    asked, apart = problem.schedule.persistent, falls_apart(problem, program)
+    stays = apart or has_bounded_documents(program.mask) if asked is None else asked
     return _tiling(
         problem,
         heads,
@@ -299,7 +305,8 @@ def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
         consumer_registers=240,
         producer_registers=24,
         pingpong=True,
-        persistent=apart or has_bounded_documents(program.mask) if persistent is None else persistent,
+        persistent=stays,
+        drawn="early" if stays else None,
         heads_together=problem.schedule.heads_together,
         kernel=FROM_FIRST,
     )

@@ -19,7 +19,6 @@ WIDE = 4  # columns of fp32 that a lane reads at once
 class Combine(Kernel):
     """A block per query row: warp w sums parts w, w + 4, ... (`WIDE` columns per lane), then all warps' sums.
 
-    Blocks start as the last ones of the forward end, and wait for their parts.
     The order of the sums is fixed, so the result is the same in every run.
     """
 
@@ -34,7 +33,7 @@ class Combine(Kernel):
         given = self.arguments(*arguments)
         batch, heads, q_len, _ = given.out.shape
         self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
-            grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream, use_pdl=True
+            grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -44,7 +43,6 @@ class Combine(Kernel):
         b, h, q = number // (q_len * heads), number // q_len % heads, number % q_len
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         row = parts[None, b, h, q, None]
-        cute.arch.griddepcontrol_wait()  # for the parts
         weights = Weights(part_lse[None, b, h, q], lane)
         total = self.sum_parts(row, weights, warp, lane)
         shared = SmemAllocator().allocate_tensor(

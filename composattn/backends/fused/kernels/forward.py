@@ -73,8 +73,6 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     @cute.kernel
     def kernel(self, tmas, work):
-        if const_expr(self.plan.is_split):
-            cute.arch.griddepcontrol_launch_dependents()  # blocks that combine the parts start as the last of these end
         call = Call(tmas, *work)
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.roles(call)
