@@ -40,8 +40,8 @@ MANY_KEYS_LINE = 1024
 # up to three tiles are computed again, of 64 with 8,192 keys (ALiBi to both sides gains 3 to 4 %)
 MANY_KEYS_RISING = 4096
 # Keys of a query, on average, up to which D 128 gains from blocks that stay and draw their tiles, the next one copied
-# under this one's end: 4 to 8 % of full 1k to 4k, 15, 8, 1 and 1 % of causal 1k, 2k, 4k and 8k (of full 16k it loses
-# 2 %, of 8k nothing). By a fixed stride causal 2k loses 7 %
+# under this one's end: 1 to 9 % of full 1k to 4k, 19, 8 and 0 to 1 % of causal 1k, 2k and 4k, 8 % of a window of 1,024.
+# By a fixed stride causal 2k loses 7 %
 FEW_KEYS_DRAWN = 4224
 # Keys up to which D 256 gains from them with no mask: 1.1 % of 2k, 0.5 % of 8k
 LONG_DRAWN_256 = 8192
@@ -61,11 +61,11 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
-# Columns of Q in registers by D and Dv, with a mask (8k causal: D 192 1 %, 192/128 2 %, of which full 8k gains nothing,
-# nor does D 256; D 128 4k 3 %) and with nothing but products (D 192 8k 4 %, whose tiles have 80 keys so; D 128 2k 2 %)
-HELD_MASKED = {(192, 192): 64, (192, 128): 192, (128, 128): 128}
-HELD_PLAIN = {(192, 192): 128, (128, 128): 128}
-HELD_KEYS = 2048  # from which D 128 holds them, in blocks that stay and draw their tiles
+# Columns of Q in registers by D and Dv, where there is no score mod. In blocks that stay: D 192 3 to 5 % of 8k, with the
+# 80 keys that are left room for; D 128 1, 3 and 3 % of causal 1k, 2k and 8k, in blocks that leave 3 % of causal 16k
+HELD = {(192, 192): 128, (128, 128): 128}
+HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor does D 256
+HELD_KEYS = 1024  # from which D 128 holds them
 LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
@@ -214,8 +214,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
 def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool) -> bool:
     """Whether large blocks stay for many work tiles, where nothing is asked for."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    plain = program.score is None and program.mask is None and program.keep is None
-    plain = plain and not problem.schedule.batch_invariant
+    changed = program.score is not None or program.keep is not None or problem.schedule.batch_invariant
+    plain = program.mask is None and not changed
     if not problem.layout.is_dense:
         return problem.layout.q == problem.layout.kv == "packed" and max(d, dv) == 128
     if max(d, dv) == 128:
@@ -223,19 +223,19 @@ def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool) -
         few = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN and not (guesses and program.score is not None)
         return few or (plain and keys(problem) >= LONG_HELD)
     if d == dv == 192:
-        return plain
+        return not changed
     if d == dv == 256:
-        return plain and keys(problem) <= LONG_DRAWN_256
+        return not changed and (program.mask is not None or keys(problem) <= LONG_DRAWN_256)
     # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
     return plain and warpgroups == 3 and max(d, dv) == 64 and FEW_KEYS[64] < queries(problem) <= LONG_PERSISTENT
 
 
 def _drawn(widest: int, problem: Problem) -> Literal["early", "late"] | None:
-    """When blocks that stay draw their next tile: those above D 128 take long, and go to whoever is free.
+    """When large blocks that stay draw their next tile: late where tiles take long (D 192 causal 8k: 3 %) or differ.
 
-    So do packed sequences, which differ: of eight documents by 3 and 7 %, causal.
+    Packed ones do (eight documents: 3 %, causal 7). D 64 gains 2, 0.4 and 0.2 % of full 4k, 8k and 16k either way.
     """
-    if widest not in (128, 192, 256):
+    if widest not in (64, 128, 192, 256):
         return None
     return "early" if widest == 128 and problem.layout.is_dense else "late"
 
@@ -249,11 +249,10 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
     if changed or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
         return 0
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if d == 128 and not (problem.layout.is_dense and persistent and keys(problem) >= HELD_KEYS):
+    if (d == 128 and keys(problem) < HELD_KEYS) or (d == dv == 192 and not persistent):
         return 0
-    if program.mask is not None:
-        return HELD_MASKED.get((d, dv), 0)
-    return HELD_PLAIN.get((d, dv), 0) if problem.layout.is_dense else 0
+    held = HELD if program.mask is None else HELD | HELD_MASKED
+    return held.get((d, dv), 0) if problem.layout.is_dense else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int) -> bool:
