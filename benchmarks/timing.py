@@ -70,7 +70,10 @@ def host_stopwatch(call: Call, count: int) -> float:
 
 
 def captured(call: Call) -> Call:
-    """Replays `call` from a CUDA graph: what is left is what the GPU does. Forward only."""
+    """Replays `call` from a CUDA graph: what is left is what the GPU does. Forward only.
+
+    The replay holds `call`, whose inputs a graph reads by their addresses.
+    """
     with torch.no_grad():
         aside = torch.cuda.Stream()
         with torch.cuda.stream(aside):
@@ -80,7 +83,11 @@ def captured(call: Call) -> Call:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-    return graph.replay
+
+    def replay(_: Call = call) -> None:
+        graph.replay()
+
+    return replay
 
 
 def summary(samples: list[float]) -> Timing:

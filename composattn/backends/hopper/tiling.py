@@ -61,7 +61,7 @@ NARROW_MASK = 512
 # Keys of a tile with D 256 and a mask, where 80 fit: 64 cost less at its edges (1 and 2.5 % of causal 8k; no mask: 0 to
 # -2 %)
 MASKED_256 = 64
-# Columns of Q in registers by D and Dv, where there is no score mod. In blocks that stay: D 192 3 to 5 % of 8k, with the
+# Columns of Q in registers by D and Dv, where there is no score mod. In blocks that stay: D 192 3 to 5 % of 8k with the
 # 80 keys that are left room for; D 128 1, 3 and 3 % of causal 1k, 2k and 8k, in blocks that leave 3 % of causal 16k
 HELD = {(192, 192): 128, (128, 128): 128}
 HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor does D 256
