@@ -13,7 +13,6 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused import emulated
 from composattn.backends.fused.compile import compile_offline
 from composattn.backends.fused.few_queries import splits
 from composattn.backends.fused.inspect import Artifact
@@ -23,7 +22,6 @@ from composattn.backends.hopper.tiling import forward_tiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
-from composattn.emulator.findings import MissingGridWait
 from composattn.errors import InvalidSchedule
 from composattn.mods import causal
 from composattn.mods.mask import Mask
@@ -139,16 +137,6 @@ def test_parts_are_the_same_bits_in_every_order() -> None:
         with emulating(mode):
             results.append(attention(case.q, case.k, case.v))
     assert all(torch.equal(r, results[0]) for r in results)
-
-
-def test_the_kernel_that_starts_early_waits_for_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That it needs its wait is seen where it has none."""
-    case = make_case(3, heads=4, kv_heads=1, q_len=2, kv_len=300, dim=64, dtype=torch.float16, gradients=False)
-    text_of = emulated.text_of
-    monkeypatch.setattr(emulated, "_kernels", {})
-    monkeypatch.setattr(emulated, "text_of", lambda *of: text_of(*of).replace("griddepcontrol.wait;", ""))
-    with pytest.raises(MissingGridWait):
-        ca.Attention(backend="hopper-emulated", schedule=Schedule(split_kv=2))(case.q, case.k, case.v)
 
 
 def plan(
