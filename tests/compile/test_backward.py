@@ -596,6 +596,13 @@ def test_who_comes_first_writes_dq_where_that_is_faster(mods: str, length: int, 
     assert not plans(mods, 128, length=length, deterministic=True).main.tiling.claimed_parts
 
 
+def test_nobody_counts_on_queries_that_one_of_the_heads_alone_sees() -> None:
+    mask = Mask.of(lambda b, h, q, kv: (q >= h * 512) & (q < h * 512 + 512))
+    problem = Problem(2, 2, 2, 1024, 1024, 128, 128, torch.bfloat16, torch.device("cpu"))
+    tiling = plan_backward(problem, Program(None, mask.expr), HOPPER).main.tiling
+    assert tiling.clears and not tiling.claimed_parts
+
+
 def test_nobody_clears_dq_where_who_comes_first_writes(folder: Path) -> None:
     steps = plans("plain-full", 128, length=1024)
     prepare, main = (compile_offline(getattr(steps, name), folder).ptx for name in ("preprocess", "main"))

@@ -53,6 +53,8 @@ MODS: dict[str, tuple[Any, Any]] = {
     "causal": (None, causal),
     "hidden": (None, lambda b, h, q, kv: (q >= 20) & (kv < 30)),
     "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30)),
+    "halves": (None, lambda b, h, q, kv: (q >= h * 160) & (q < h * 160 + 160)),
+    "two-runs": (None, lambda b, h, q, kv: ((q < 90) | (q >= 95)) & (q < 240)),
     "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
     "offsets": (None, document(offsets=OFFSETS)),
     "causal-offsets": (None, document(offsets=OFFSETS) & causal),
@@ -360,6 +362,12 @@ def test_whose_turn_is_not_the_first_does_not_write_over_dq(
     monkeypatch.setattr(Block, "is_first", lambda self, slot: Int32(1))
     with pytest.raises(AssertionError, match="dq"):
         check(("plain", torch.bfloat16, 1, 1, 100, 270, 96, 96, True, True), tmp_path, generator)
+
+
+@pytest.mark.parametrize("mods", ["halves", "two-runs"])
+def test_queries_that_no_key_is_seen_by_have_no_gradient(mods: str, folder: Path, generator: torch.Generator) -> None:
+    """Heads, or runs of queries, have as many tiles together as there are, but nobody writes to some of dQ."""
+    check((mods, torch.bfloat16, 2, 2, 320, 150, 128, 128, False, True), folder, generator)
 
 
 # facts as above: pairs, in bulk with a warp that waits, and with consumers that do

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...graph.expr import Dep
 from ...graph.multiples import is_of_score
 from ..fused.order import exchanged, mirror, queries_of_a_key
 from ..fused.stretches import falls_apart
@@ -261,8 +265,24 @@ def _all_are_seen(tiling: HopperBackwardTiling, problem: Problem, program: Progr
     """Whether some tile of keys of each sequence visits all query tiles."""
     if not problem.layout.is_dense or not bounds_queries(program.mask):
         return False
-    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), tiling.tile_n, tiling.tile_m)
+    visits = _visits(problem, program, tiling.tile_n, tiling.tile_m)
     return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
+
+
+def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:
+    """How many query tiles each tile of keys visits in one run, at most: (B|1, tiles); None where tensors decide.
+
+    Nor are there numbers for heads that differ, as they would be sums over these; and runs of one tile of keys may
+    share a query tile, which would count twice.
+    """
+    intervals = exchanged(program.of_keys[0])
+    if any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
+        return None
+    found = [fixed_visits(mirror(problem), (i,), tile_n, tile_m) for i in intervals]
+    counts = [f for f in found if f is not None]
+    if not counts or len(counts) < len(found):
+        return None
+    return functools.reduce(torch.maximum, counts)
 
 
 def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
@@ -283,7 +303,7 @@ def _end_together(problem: Problem, program: Program) -> bool:
     """Whether tiles of keys end with the last queries, the first one begins with the first, and none before another."""
     if not problem.layout.is_dense or (program.mask is not None and not _differ(problem, program)):
         return False
-    visits = fixed_visits(mirror(problem), exchanged(program.of_keys[0]), 128, 1)
+    visits = _visits(problem, program, 128, 1)
     return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
 
 
