@@ -399,10 +399,11 @@ FULL, CAUSAL = "plain-full", "plain-causal"
 
 
 def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
-    exchanged, kept = "backward_exchange", "backward_transposed"
+    exchanged = "backward_exchange"
     assert {timed(m, 256, n).step for m in (FULL, CAUSAL) for n in (2048, 8192)} == {exchanged}
     assert {timed(m, 192, 8192, dv=dv).step for m in (FULL, CAUSAL) for dv in (128, 192)} == {exchanged}
-    assert [timed(m, 192, 2048).step for m in (FULL, CAUSAL)] == [exchanged, kept]
+    assert [timed(m, 192, 2048).step for m in (FULL, CAUSAL)] == [exchanged] * 2
+    assert timed(CAUSAL, 192, 1024).step == "backward_transposed"
     assert {
         timed(m, d, 8192, dv=dv, in_order=True).step for m in (FULL, CAUSAL) for d, dv in ((256, 256), (192, 128))
     } == {exchanged}
@@ -420,9 +421,9 @@ def test_at_timed_sizes_d96_has_tiles_of_96_queries_where_a_key_is_seen_by_many(
 
 
 def test_parts_of_dq_that_pairs_add_one_after_the_other() -> None:
-    """7 % at 192/128; at D 192 not timed."""
+    """7 % at 192/128, 6 to 8 % at D 192."""
     parts = {(d, dv): timed(FULL, d, 8192, dv=dv).tiling.part_columns for d, dv in ((192, 128), (192, 192), (256, 256))}
-    assert parts == {(192, 128): 48, (192, 192): 96, (256, 256): 64}
+    assert parts == {(192, 128): 48, (192, 192): 48, (256, 256): 64}
 
 
 def test_at_timed_sizes_the_rest_of_a_last_round_is_cut() -> None:
@@ -439,8 +440,9 @@ def test_at_timed_sizes_lses_are_read_ahead_and_fixed_orders_stay_where_they_gai
         return timed(mods, d, length, in_order=in_order).tiling.lse_ahead
 
     assert {ahead(m, d, 8192) for m in (FULL, CAUSAL) for d in (64, 128)} == {4}
+    assert ahead(CAUSAL, 128, 2048) == 4
     # of 64 queries, with D 96, which has registers for all of it, and in a fixed order none
-    assert ahead(CAUSAL, 128, 2048) == ahead(FULL, 96, 8192) == ahead(FULL, 64, 8192, in_order=True) == 0
+    assert ahead(CAUSAL, 128, 1024) == ahead(FULL, 96, 8192) == ahead(FULL, 64, 8192, in_order=True) == 0
     stay = [
         (d, n) for d in (64, 96, 128) for n in (1024, 2048, 8192) if timed(FULL, d, n, in_order=True).tiling.persistent
     ]
@@ -493,14 +495,18 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
 
 # each in one of both orders by default
 @pytest.mark.parametrize(("is_causal", "deterministic"), sampled([(False, False), (True, True), (True, False)]))
-def test_tiles_that_begin_with_documents_cost_no_registers(is_causal: bool, deterministic: bool, folder: Path) -> None:
+def test_tiles_that_begin_with_documents_cost_no_registers_in_the_loop(
+    is_causal: bool, deterministic: bool, folder: Path
+) -> None:
     ids = torch.arange(8192) // 1000
     program = Program(None, (causal() & document(ids) if is_causal else document(ids)).expr)
     problem = Problem(1, 4, 2, 8192, 8192, 128, 128, torch.bfloat16, torch.device("cpu"))
     plan = plan_backward(problem, program, HOPPER, deterministic=deterministic).main
     made = compile_offline(plan, folder)
-    assert plan.has_stretches and not made.stack and made.spills == 0
+    whole = not (is_causal or deterministic)  # in tiles of 80 queries, which are faster all the same
+    assert plan.has_stretches and made.spills <= (5 if whole else 0)
     if made.mnemonics:
+        assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
         assert made.mnemonics["WARPGROUP"] <= 14 + 2 * plan.tiling.passing
         assert all(loop["BAR"] == 0 for loop in loops_over_queries(made)) or deterministic
 
@@ -536,8 +542,9 @@ def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_befo
     assert tiling("plain-causal", 128, heads=4, length=8192).heads_together == 2
     # some tile of keys is seen by all queries
     assert all(tiling(mods, d).first_writes for mods in ("plain-full", "plain-causal") for d in (64, 96, 128))
-    assert tiling("plain-causal", 192).first_writes and not tiling("window", 128).first_writes
+    assert not tiling("window", 128).first_writes
     # pairs add to dQ from registers
+    assert tiling("plain-causal", 192, length=1024).first_writes and not tiling("plain-causal", 192).first_writes
     assert not tiling("plain-full", 192).first_writes and not tiling("plain-causal", 256).first_writes
 
 
@@ -583,7 +590,7 @@ def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length
         ("plain-causal", 1024, False),
         ("plain-causal", 2048, True),
         ("plain-causal", 8192, False),
-        ("plain-causal", 16384, True),
+        ("plain-causal", 16384, False),
         ("plain-causal", 32768, False),
         ("keys-ahead", 2048, False),
         ("alibi-causal", 2048, False),
@@ -592,7 +599,7 @@ def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length
 def test_who_comes_first_writes_dq_where_that_is_faster(mods: str, length: int, claimed: bool) -> None:
     tiling = plans(mods, 128, length=length).main.tiling
     assert (tiling.claimed_parts > 0, tiling.clears) == (claimed, not claimed)
-    assert tiling.tries_first is (claimed and (mods, length) != ("plain-causal", 2048))
+    assert tiling.tries_first is claimed
     assert not plans(mods, 128, length=length, deterministic=True).main.tiling.claimed_parts
 
 
