@@ -47,7 +47,7 @@ def test_a_causal_forward_has_a_loop_for_tiles_with_a_test_and_one_for_those_wit
     assert len(working.loops) == 2 and len(plain) < len(tested)
     assert len(plain) < len(working.plain.body)  # the rescale is left out
     lines = list(Counted.of(found, "sm_90a").lines())
-    assert lines[0] == "128 x 112 a block, 384 threads, 0 spills"
+    assert lines[0] == "128 x 80 a block, 384 threads, 0 spills"
     assert f"{len(working.plain.body)} plain, {len(working.tested.body)} tested" in "\n".join(lines)
 
 
