@@ -13,7 +13,7 @@ from composattn.backends.fused import counter
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.call.problem import Problem
-from composattn.mods import alibi, causal, sliding_window
+from composattn.mods import causal, sliding_window, softcap
 from tests.support import gpu_backend, poison_cuda_memory
 
 if torch.cuda.is_available() and gpu_backend() != "hopper":
@@ -23,7 +23,7 @@ MODS: dict[str, Callable[[], dict[str, Any]]] = {
     "full": dict,
     "causal": lambda: {"mask_mod": causal()},
     "window": lambda: {"mask_mod": sliding_window(257)},
-    "alibi": lambda: {"score_mod": alibi(torch.linspace(0.1, 1.0, 8, device="cuda")), "mask_mod": causal()},
+    "soft cap": lambda: {"score_mod": softcap(20.0), "mask_mod": causal()},
 }
 LENGTHS = (1, 129, 1000, 2049, 3001)
 WIDTHS = (128, 192, 256)
