@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, sliding_window
 from composattn.mods.scores import alibi
-from tests.support import outlier_normal
+from tests.support import outlier_normal, sampled
 
 FEW = dataclasses.replace(HOPPER, sms=3)  # so that blocks walk over several tiles each
 CASES: dict[str, dict[str, Any]] = {
@@ -36,8 +37,7 @@ def drawn(plan: ForwardPlan, **changes: Any) -> ForwardPlan:
     return dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, **changes))
 
 
-@pytest.mark.parametrize("guesses", [False, True], ids=["", "guessing"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "guesses"), sampled(itertools.product(CASES, (False, True))))
 def test_drawn_tiles_give_the_same_bits(
     name: str, guesses: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
         assert seen == [0, 0], sms
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "keys that no query sees"])
+@pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))
 def test_outputs_that_lie_over_queries_have_left_when_the_next_ones_come(name: str, generator: torch.Generator) -> None:
     """Of D 256, 4 tiles for one block."""
     q, k, v = (outlier_normal(1, h, 190, 256, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
