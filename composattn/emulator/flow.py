@@ -63,10 +63,7 @@ def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
 
 
 def _is_short(nodes: list[Node], start: Node) -> bool:
-    """Whether every way from a branch to where its ways meet passes nodes that can't block, and none exits.
-
-    Who jumps back may go round until another warp has done something: code that is laid out otherwise counts as that.
-    """
+    """Whether every way from a branch to where its ways meet passes nodes that can't block or loop, and none exits."""
     seen: set[int] = {start.meet}
     todo = [n for n in start.successors() if n not in seen]
     while todo:
@@ -75,11 +72,18 @@ def _is_short(nodes: list[Node], start: Node) -> bool:
             return False
         if n not in seen:
             seen.add(n)
-            ways = [s for s in nodes[n].successors() if s != start.meet]
-            if any(s <= n for s in ways):
-                return False
-            todo += ways
-    return start.meet != EXIT
+            todo += nodes[n].successors()
+    return start.meet != EXIT and not _has_loop(nodes, seen - {start.meet})
+
+
+def _has_loop(nodes: list[Node], among: set[int]) -> bool:
+    """Whether some of these nodes lead back to themselves: who goes round may wait for what another warp does."""
+    while among:
+        ends = {n for n in among if not among.intersection(nodes[n].successors())}
+        if not ends:
+            return True
+        among = among - ends
+    return False
 
 
 def _post_dominators(nodes: list[Node]) -> None:
