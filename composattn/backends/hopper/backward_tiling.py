@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any, ClassVar, Literal, NamedTuple
-
-import torch
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.expr import Dep
 from ...graph.multiples import is_of_score
-from ..fused.order import exchanged, mirror, queries_of_a_key
-from ..fused.stretches import falls_apart
+from ..fused.coverage import all_are_seen, differ, end_together, has_whole_documents
+from ..fused.order import queries_of_a_key
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
 from ..fused.traits import (
     bounds_queries,
-    has_bounded_documents,
     has_costly_test,
     has_opaque_test,
     padded,
@@ -28,7 +23,6 @@ from ..fused.traits import (
     reads_pairs,
     sums_by,
 )
-from ..fused.work import fixed_visits
 
 ROWS = 64  # of one warpgroup's product
 OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
@@ -257,32 +251,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     tiling = _tiles(problem, program, target, deterministic)
     if not deterministic:
         return tiling
-    first = tiling.dq_in_bulk and _all_are_seen(tiling, problem, program)
-    return dataclasses.replace(tiling, ends_backwards=_differ(problem, program), first_writes=first)
-
-
-def _all_are_seen(tiling: HopperBackwardTiling, problem: Problem, program: Program) -> bool:
-    """Whether some tile of keys of each sequence visits all query tiles."""
-    if not problem.layout.is_dense or not bounds_queries(program.mask):
-        return False
-    visits = _visits(problem, program, tiling.tile_n, tiling.tile_m)
-    return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
-
-
-def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:
-    """How many query tiles each tile of keys visits in one run, at most: (B|1, tiles); None where tensors decide.
-
-    Nor are there numbers for heads that differ, as they would be sums over these; and runs of one tile of keys may
-    share a query tile, which would count twice.
-    """
-    intervals = exchanged(program.of_keys[0])
-    if any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
-        return None
-    found = [fixed_visits(mirror(problem), (i,), tile_n, tile_m) for i in intervals]
-    counts = [f for f in found if f is not None]
-    if not counts or len(counts) < len(found):
-        return None
-    return functools.reduce(torch.maximum, counts)
+    first = tiling.dq_in_bulk and all_are_seen(tiling, problem, program)
+    return dataclasses.replace(tiling, ends_backwards=differ(problem, program), first_writes=first)
 
 
 def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
@@ -290,28 +260,7 @@ def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
     causal = program.mask is not None
     ways = (way.changes for way in WAYS if way.causal == causal and way.least <= seen < way.below)
     changes = next(ways, {})
-    return changes if changes and _end_together(problem, program) else {}
-
-
-def _has_whole_documents(problem: Problem, program: Program) -> bool:
-    """Whether tiles begin with documents by ids, which are seen whole."""
-    alone = program.score is None and program.mask is not None and not has_bounded_documents(program.mask)
-    return alone and falls_apart(problem, program)
-
-
-def _end_together(problem: Problem, program: Program) -> bool:
-    """Whether tiles of keys end with the last queries, the first one begins with the first, and none before another."""
-    if not problem.layout.is_dense or (program.mask is not None and not _differ(problem, program)):
-        return False
-    visits = _visits(problem, program, 128, 1)
-    return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
-
-
-def _differ(problem: Problem, program: Program) -> bool:
-    """Whether a mask of bounds leaves tiles of keys one run of queries each, of different lengths."""
-    if program.mask is None or not problem.layout.is_dense or not bounds_queries(program.mask):
-        return False
-    return len(program.of_keys[0]) == 1 and not has_costly_test(program.mask)
+    return changes if changes and end_together(problem, program) else {}
 
 
 def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
@@ -360,7 +309,7 @@ def _keys_apart(
     way = _way(problem, program, seen) if d == dv == 128 and plain and not deterministic else {}
     # full documents by ids whose tiles begin with them gain 7 % by 80 queries; causal ones, more of whose tiles have a
     # test, lose 1 to 4
-    whole = d == dv == 128 and not (reads or deterministic) and _has_whole_documents(problem, program)
+    whole = d == dv == 128 and not (reads or deterministic) and has_whole_documents(problem, program)
     wide = (d == 128 and plain and (deterministic or many or bool(way))) or whole
     overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)

@@ -1,0 +1,61 @@
+"""Which queries tiles of keys visit, as far as a plan knows: all, up to the last ones, those of whole documents."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.expr import Dep
+from .order import exchanged, mirror
+from .stretches import falls_apart
+from .tiling import BackwardTiling
+from .traits import bounds_queries, has_bounded_documents, has_costly_test
+from .work import fixed_visits
+
+
+def all_are_seen(tiling: BackwardTiling, problem: Problem, program: Program) -> bool:
+    """Whether some tile of keys of each sequence visits all query tiles."""
+    if not problem.layout.is_dense or not bounds_queries(program.mask):
+        return False
+    visits = _visits(problem, program, tiling.tile_n, tiling.tile_m)
+    return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
+
+
+def end_together(problem: Problem, program: Program) -> bool:
+    """Whether tiles of keys end with the last queries, the first one begins with the first, and none before another."""
+    if not problem.layout.is_dense or (program.mask is not None and not differ(problem, program)):
+        return False
+    visits = _visits(problem, program, 128, 1)
+    return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
+
+
+def differ(problem: Problem, program: Program) -> bool:
+    """Whether a mask of bounds leaves tiles of keys one run of queries each, of different lengths."""
+    if program.mask is None or not problem.layout.is_dense or not bounds_queries(program.mask):
+        return False
+    return len(program.of_keys[0]) == 1 and not has_costly_test(program.mask)
+
+
+def has_whole_documents(problem: Problem, program: Program) -> bool:
+    """Whether tiles begin with documents by ids, which are seen whole."""
+    alone = program.score is None and program.mask is not None and not has_bounded_documents(program.mask)
+    return alone and falls_apart(problem, program)
+
+
+def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:
+    """How many query tiles each tile of keys visits in one run, at most: (B|1, tiles); None where tensors decide.
+
+    Nor are there numbers for heads that differ, as they would be sums over these; and runs of one tile of keys may
+    share a query tile, which would count twice.
+    """
+    intervals = exchanged(program.of_keys[0])
+    if any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
+        return None
+    found = [fixed_visits(mirror(problem), (i,), tile_n, tile_m) for i in intervals]
+    counts = [f for f in found if f is not None]
+    if not counts or len(counts) < len(found):
+        return None
+    return functools.reduce(torch.maximum, counts)
