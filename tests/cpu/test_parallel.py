@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -197,6 +198,12 @@ def test_activations_computed_again_divide_and_plan_nothing_again() -> None:
         assert all(found.values()), found
 
 
+def in_ascending_order(tilings: Any) -> list[Any]:
+    """Tilings, whichever way a long causal backward goes over queries: a rank's offsets are run-time numbers."""
+    forward, backward = tilings
+    return [forward, dataclasses.replace(backward, last_queries_first=False)]
+
+
 @pytest.mark.parametrize("window", [1024, 4096, None])
 def test_a_rank_computes_in_the_tiles_of_one_gpu_and_no_more_of_them_than_its_share(window: int | None) -> None:
     length, ranks = 131072, 4
@@ -208,7 +215,7 @@ def test_a_rank_computes_in_the_tiles_of_one_gpu_and_no_more_of_them_than_its_sh
     for rank in range(ranks):
         movement = Movement.of(division, visits.seen, rank, gather=False, parts=1)
         mine = [parallel_plans.of_piece(mask, length, piece) for part in movement.parts for piece in part.pieces]
-        assert all(found.tilings == one.tilings for found in mine)
+        assert all(in_ascending_order(found.tilings) == in_ascending_order(one.tilings) for found in mine)
         for executed in ("forward_tiles", "backward_tiles"):
             share = sum(getattr(found, executed) for found in mine) * ranks / getattr(one, executed)
             assert share < 1.02
