@@ -111,6 +111,7 @@ def backward(
 
 SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Schedule(split_kv=3)}
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
+PERSISTENT = Schedule(persistent=True, split_kv=1)
 LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
 
@@ -134,6 +135,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-lists-blocks-d128": forward(mask="blocks", lengths=(300, 300)),
     "forward-varlen-causal-d128": forward(mask="causal", layout=PACKED),
     "forward-varlen-used-alibi-window-d128": forward("alibi", "window", layout=USED_Q),
+    "forward-persistent-causal-d128": forward(mask="causal", schedule=PERSISTENT),
     "forward-paged-split-gqa-d128": forward(mask="full", layout=PAGED, **SPLIT),
     "forward-varlen-paged-causal-d64": forward(mask="causal", d=64, layout=PACKED_PAGED),
     "forward-split-gqa-d128": forward(**SPLIT),
@@ -175,7 +177,6 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-bias-d64": backward("main", "bias", d=64),
     "backward-last-queries-first-d128": backward("main", mask="causal", lengths=(32768, 32768)),
     "backward-claimed-causal-d128": backward("main", mask="causal", lengths=(2048, 2048)),
-    "backward-claimed-last-queries-first-d128": backward("main", mask="causal", lengths=LONG),
     "preprocess-claimed-d128": backward("preprocess", mask="causal", lengths=LONG),
     "backward-in-order-causal-d128": backward("main", mask="causal", deterministic=True),
     "backward-in-order-backwards-d128": backward("main", mask="causal", deterministic=True, lengths=(16384, 16384)),
