@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ...analysis.program import Program
@@ -175,9 +177,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     narrow = widest <= 96 and not gathers and program.keep is None
     warpgroups = 3 if narrow and _by_registers(160, dv, program) >= asked else 2
     tile_m = 64 * warpgroups
-    guesses = _guesses(problem, program, heads)
+    mean_keys = functools.cache(lambda: keys_of_a_query(problem, program))  # asked for twice, some 20 operations
+    guesses = _guesses(problem, program, heads, mean_keys)
     asked_to_stay = problem.schedule.persistent
-    persistent = _stays(problem, program, warpgroups, guesses) if asked_to_stay is None else asked_to_stay
+    persistent = _stays(problem, program, warpgroups, guesses, mean_keys) if asked_to_stay is None else asked_to_stay
     over_q = persistent and d == dv == 256
     rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
@@ -211,7 +214,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     return _with_next_queries(tiling, target)
 
 
-def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool) -> bool:
+def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool, mean_keys: Callable[[], float]) -> bool:
     """Whether large blocks stay for many work tiles, where nothing is asked for."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     changed = program.score is not None or program.keep is not None or problem.schedule.batch_invariant
@@ -220,7 +223,7 @@ def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool) -
         return problem.layout.q == problem.layout.kv == "packed" and max(d, dv) == 128
     if max(d, dv) == 128:
         # ALiBi, whose rows guess their maxima, loses 7 % of causal 8k
-        few = keys_of_a_query(problem, program) <= FEW_KEYS_DRAWN and not (guesses and program.score is not None)
+        few = mean_keys() <= FEW_KEYS_DRAWN and not (guesses and program.score is not None)
         return few or (plain and keys(problem) >= LONG_HELD)
     if d == dv == 192:
         return not changed
@@ -255,7 +258,7 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
     return held.get((d, dv), 0) if problem.layout.is_dense else 0
 
 
-def _guesses(problem: Problem, program: Program, heads: int) -> bool:
+def _guesses(problem: Problem, program: Program, heads: int, mean_keys: Callable[[], float]) -> bool:
     """Whether a large block's rows guess their maxima: most tiles need no test, and a softmax is what they wait for.
 
     Behind score mods that are no lines they wait for its operations and loads (D 64 lost 3 % by a soft cap, D 128
@@ -272,7 +275,7 @@ def _guesses(problem: Problem, program: Program, heads: int) -> bool:
     few = MANY_KEYS_GUESSED if wide else 0
     if program.score is not None:
         few = MANY_KEYS_RISING if program.mask is None else min(few, MANY_KEYS_LINE)
-    return few == 0 or keys_of_a_query(problem, program) > few
+    return few == 0 or mean_keys() > few
 
 
 def _may_pass(problem: Problem, program: Program, heads: int) -> bool:
@@ -355,9 +358,10 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
         return True
     if widest > 96:
         return False
-    guesses = _guesses(problem, program, packed_heads(problem, program, ROWS))
+    mean_keys = functools.cache(lambda: keys_of_a_query(problem, program))
+    guesses = _guesses(problem, program, packed_heads(problem, program, ROWS), mean_keys)
     few = next(few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d)
-    return keys(problem) <= few or keys_of_a_query(problem, program) <= few
+    return keys(problem) <= few or mean_keys() <= few
 
 
 def _small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
