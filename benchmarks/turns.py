@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import queue
@@ -94,6 +95,8 @@ def serve() -> None:
             torch.manual_seed(asked["seed"])
             made = Prepared(by_name[name], [implementation(i) for i in asked["implementations"]], device)
             kept[name] = made
+            gc.collect()
+            torch.cuda.empty_cache()  # what checking took, of a memory that processes share
             return {"errors": made.errors, "failed": made.failed, "visible": made.visible}
         if asked["do"] == "begin":
             kept[name].begin()
