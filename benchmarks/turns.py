@@ -159,13 +159,15 @@ def prepare(
 
     def work(tree: str, folder: Path, waiting: queue.SimpleQueue[Case]) -> None:
         with options.log.open("a") as log:
-            process = Process(folder, log)
-            processes.append(process)
+            process: Process | None = None
             while time.monotonic() < stop_at:
                 try:
                     case = waiting.get_nowait()
                 except queue.Empty:
                     return
+                if process is None:
+                    process = Process(folder, log)
+                    processes.append(process)
                 names = wanted(case, tree == next(iter(trees)))
                 try:
                     answer = process.ask(do="prepare", case=case.name, implementations=names, seed=options.seed)
