@@ -30,6 +30,7 @@ from .api import MaskMod, ScoreMod, attention
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .graph import copies
+from .graph.buffers import Place, held_at, place_of
 from .graph.dynamo import is_traced
 from .mods.mask import Mask
 from .mods.mod import Mod
@@ -43,9 +44,9 @@ class Attention(torch.nn.Module):
     score_mod, mask_mod: as in `ca.attention`. Without them, the methods `score_mod` and `mask_mod` of a subclass are
         used, if it has them. Tensors that a given `Score` or `Mask` captured become parameters (if they require a
         gradient) or buffers of this module: `score_mod_0`, `mask_mod_0` and so on. They move, load and train with it.
-        What a plain function closes over stays where it is, as in `ca.attention`. A table that a mask made of a tensor
-        (`document(offsets=)`) is as it was made after the module has moved to another device or type: a write to the
-        moved offsets is not seen. Where they change, make the mask in `forward`.
+        One that is a buffer of another module too, as of the one in whose `__init__` this is made, stays one with that
+        buffer: after both have moved, that module's is read. What a plain function closes over stays where it is, as
+        in `ca.attention`.
     sinks: (Hq,) as in `ca.attention`; becomes the parameter (or buffer) `sinks` of this module. Without it, the
         attribute `sinks` of a subclass is used, if it has one.
     dropout_p: as in `ca.attention`, while the module is in training mode.
@@ -69,12 +70,14 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.scale, self.backend, self.deterministic, self.schedule = scale, backend, deterministic, schedule
         self.dropout_p = dropout_p
+        self._shared: dict[str, _Shared] = {}  # buffers of this module that are another one's too, by their names here
         for name, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             if given is not None:
                 setattr(self, name, _Held(self, name, given) if isinstance(given, Mod) else given)
         if sinks is not None:
             Sink.of(sinks)  # refused here, not at the first call
             _own(self, "sinks", sinks)
+        self._look_for_places()
 
     def forward(
         self,
@@ -118,7 +121,8 @@ class Attention(torch.nn.Module):
         mods: list[Any] = []
         if is_traced():
             mods = [getattr(self, name, None) for name in _NAMES]
-            return [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
+            mods = [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
+            return self._with_sinks_of_another(mods) if self._shared else mods
         kind, own = self.__class__, self.__dict__
         is_plain = kind.__getattr__ is _GETATTR and kind.__getattribute__ is _GETATTRIBUTE
         parameters, buffers, modules = own["_parameters"], own["_buffers"], own["_modules"]
@@ -134,7 +138,47 @@ class Attention(torch.nn.Module):
             ):
                 found = getattr(self, name, None)
             mods.append(found.now(self) if found.__class__ is _Held else found)
-        return mods
+        return self._with_sinks_of_another(mods) if own["_shared"] else mods
+
+    def _with_sinks_of_another(self, mods: list[Any]) -> list[Any]:
+        *of_scores, sinks = mods
+        return [*of_scores, self._shared["sinks"].one_of(sinks) if "sinks" in self._shared else sinks]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves the module; torch calls it of each, first of those inside of others."""
+        self._look_for_places()  # another module may have made a buffer of a tensor since
+        for name, shared in self._shared.items():
+            self._buffers[name] = shared.one_of(self._buffers[name])
+        moved = super()._apply(fn, recurse)
+        self._follow_tables()
+        for name, shared in self._shared.items():
+            self._buffers[name] = shared.after_a_move(self._buffers[name])
+        return moved
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        self._look_for_places()  # as other tensors may be assigned
+        super()._load_from_state_dict(*args, **named)
+        self._follow_tables()
+
+    def _follow_tables(self) -> None:
+        """Others stand where those of the mods did, and hold the same."""
+        for mod in self._held():
+            copies.follow(mod.own(self), mod.sources)
+
+    def _held(self) -> list[_Held]:
+        return [mod for mod in map(self.__dict__.get, _NAMES) if isinstance(mod, _Held)]
+
+    def _look_for_places(self) -> None:
+        """Where other modules hold as a buffer what this one was given, or what its tables were made of."""
+        for name, tensor in self._buffers.items():
+            if name not in self._shared and tensor is not None and _is_given(self, name):
+                place = place_of(tensor, _is_anothers)
+                if place is not None:
+                    self._shared[name] = _Shared(tensor, place)
+        for mod in self._held():
+            for sources in mod.sources.values():
+                places = zip(sources.places, sources.tensors, strict=True)
+                sources.places = tuple([place or place_of(t, _is_anothers) for place, t in places])
 
     def extra_repr(self) -> str:
         """The mods and the options that are not left at their default."""
@@ -153,10 +197,10 @@ _GETATTRIBUTE: Any = object.__getattribute__
 class _Held:
     """A ready mod whose tensors a module owns: made again of what the module holds by their names."""
 
-    def __init__(self, owner: torch.nn.Module, name: str, mod: Mod) -> None:
+    def __init__(self, owner: Attention, name: str, mod: Mod) -> None:
         self.kind = Score if isinstance(mod, Score) else Mask
         self.form, self.name = mod.form, mod.name
-        self.sources = tuple(copies.sources_of(mod.leaves).values())
+        self.sources = copies.sources_of(mod.leaves)
         self.leaves: list[Any] = []  # the name of a tensor, or a ca.scalar
         known: dict[int, str] = {}
         for leaf in mod.leaves:
@@ -165,16 +209,60 @@ class _Held:
                 _own(owner, place, leaf)
             self.leaves.append(known.get(id(leaf), leaf))
 
-    def now(self, owner: torch.nn.Module) -> Mod:
+    def own(self, owner: Attention) -> tuple[Any, ...]:
+        """The leaves, by what the module owns."""
+        return tuple([getattr(owner, leaf) if isinstance(leaf, str) else leaf for leaf in self.leaves])
+
+    def now(self, owner: Attention) -> Mod:
         """The mod of the tensors that the module holds now. Raises: `CapturedTensorChanged`, see `graph.copies`."""
         if not is_traced():  # compiled code looks at the tables of each call
-            for sources in self.sources:
+            for sources in self.sources.values():
                 sources.refuse_outdated()
-        leaves = tuple([getattr(owner, leaf) if isinstance(leaf, str) else leaf for leaf in self.leaves])
+        leaves, shared = self.own(owner), owner._shared
+        if shared:
+            leaves = tuple(
+                [
+                    shared[leaf].one_of(tensor) if isinstance(leaf, str) and leaf in shared else tensor
+                    for leaf, tensor in zip(self.leaves, leaves, strict=True)
+                ]
+            )
         return self.kind.formed(self.form, leaves, self.name)
 
     def __repr__(self) -> str:
         return self.name
+
+
+class _Shared:
+    """A tensor that is a buffer of a `ca.nn.Attention` and of another module, which torch moves apart."""
+
+    def __init__(self, tensor: torch.Tensor, place: Place) -> None:
+        self.tensor, self.place = tensor, place
+
+    def one_of(self, own: Any) -> Any:
+        """Of what the two hold now the one that stands for both: the other module's if it put another one there."""
+        theirs = held_at(self.place, own)
+        return own if own is None or theirs is None or theirs is self.tensor else theirs
+
+    def after_a_move(self, own: Any) -> Any:
+        """What the owner holds from now on: a copy only where the other module's has another type or device."""
+        theirs = held_at(self.place, own)
+        if own is None or theirs is None or theirs is own:
+            return own
+        self.tensor = theirs
+        if (theirs.dtype, theirs.device, theirs.shape) == (own.dtype, own.device, own.shape):
+            return theirs
+        copies.follow([own], {0: copies.Sources("buffers", (theirs,), places=(self.place,))})
+        return own
+
+
+def _is_given(module: torch.nn.Module, name: str) -> bool:
+    """Whether a `ca.nn.Attention` owns the tensor of this name because an argument read it."""
+    kinds, _, number = name.rpartition("_")
+    return isinstance(module, Attention) and (name == "sinks" or (kinds in _NAMES and number.isdigit()))
+
+
+def _is_anothers(module: torch.nn.Module, name: str) -> bool:
+    return not _is_given(module, name)
 
 
 def _own(owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

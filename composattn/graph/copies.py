@@ -13,38 +13,68 @@ from typing import Any
 import torch
 
 from ..errors import CapturedTensorChanged
+from .buffers import Place, held_at
 
 
 class Sources:
-    """The tensors that a table was made of, called `name`. A copy's are copies, as current as these are."""
+    """The tensors that a table was made of, called `name`. A copy's are copies, as current as these are.
 
-    __slots__ = ("_stamp", "name", "tensors")
+    `places`: where a module holds them; what stands there later is looked at in their place.
+    """
 
-    def __init__(self, name: str, tensors: tuple[torch.Tensor, ...], are_current: bool = True) -> None:
+    __slots__ = ("_stamp", "name", "places", "tensors")
+
+    def __init__(
+        self,
+        name: str,
+        tensors: tuple[torch.Tensor, ...],
+        are_current: bool = True,
+        places: tuple[Place | None, ...] | None = None,
+    ) -> None:
         self.name, self.tensors = name, tensors
-        self._stamp = self._now() if are_current else None
+        self.places = (None,) * len(tensors) if places is None else places
+        self._stamp: list[Any] | None = _stamp(tensors) if are_current else None
 
-    def _now(self) -> list[Any]:
-        """Another one after a write to them; nobody counts those of inference mode."""
-        return [(t.data_ptr(), None if t.is_inference() else t._version) for t in self.tensors]
+    def _are_current(self) -> bool:
+        if _stamp(self.tensors) != self._stamp:
+            self._stamp = None  # for good: a third memory may lie where the first one did
+            return False
+        held = list(map(held_at, self.places, self.tensors))
+        if all(h is t for h, t in zip(held, self.tensors, strict=True)):
+            return True
+        found = tuple([t for t in held if t is not None])
+        if len(found) < len(held) or not all(map(_hold_the_same, found, self.tensors)):
+            return False
+        self.tensors, self._stamp = found, _stamp(found)  # their module has moved, and nobody wrote to them since
+        return True
 
-    def __getstate__(self) -> tuple[str, tuple[torch.Tensor, ...], bool]:
-        return self.name, self.tensors, self._now() == self._stamp
+    def __getstate__(self) -> tuple[str, tuple[torch.Tensor, ...], bool, tuple[Place | None, ...]]:
+        return self.name, self.tensors, self._are_current(), self.places
 
-    def __setstate__(self, state: tuple[str, tuple[torch.Tensor, ...], bool]) -> None:
+    def __setstate__(self, state: tuple[str, tuple[torch.Tensor, ...], bool, tuple[Place | None, ...]]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     def refuse_outdated(self) -> None:
         """Raises `CapturedTensorChanged` where they were written to since the table was made."""
-        if self._now() != self._stamp:
+        if not self._are_current():
             raise CapturedTensorChanged(
                 f"{self.name} of a mask were written to since it was made of them; make the mask again, in the "
                 "step or as an argument of ca.attention"
             )
 
 
+def _stamp(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Another one after a write to them; nobody counts those of inference mode. Memory may become shared meanwhile."""
+    return [(t.untyped_storage()._cdata, t.storage_offset(), None if t.is_inference() else t._version) for t in tensors]
+
+
+def _hold_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, on any devices, do; none do on meta, where there are no numbers."""
+    return not (a.is_meta or b.is_meta) and torch.equal(a.cpu(), b.cpu())
+
+
 made: dict[int, Sources] = {}
-"""By the address of a table; where nothing is in it, nobody has to look."""
+"""By a table's storage, which may move in memory; where nothing is in it, nobody has to look."""
 
 
 def copy_of(table: torch.Tensor, name: str, *sources: torch.Tensor) -> torch.Tensor:
@@ -54,9 +84,9 @@ def copy_of(table: torch.Tensor, name: str, *sources: torch.Tensor) -> torch.Ten
 
 
 def _follow(table: torch.Tensor, sources: Sources) -> None:
-    address = table.data_ptr()
-    made[address] = sources
-    weakref.finalize(table.untyped_storage(), made.pop, address, None)
+    storage = table.untyped_storage()
+    made[storage._cdata] = sources
+    weakref.finalize(storage, made.pop, storage._cdata, None)
 
 
 def sources_of(leaves: Sequence[Any]) -> dict[int, Sources]:
@@ -78,8 +108,8 @@ def _known(leaf: Any) -> Sources | None:
     if not isinstance(leaf, torch.Tensor):
         return None  # a run-time number
     try:
-        return made.get(leaf.data_ptr())
-    except RuntimeError:  # fake, or below a transform: no memory to know it by
+        return made.get(leaf.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # below a transform: no memory to know it by
         return None
 
 
