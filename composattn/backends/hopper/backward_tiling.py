@@ -104,6 +104,17 @@ class HopperBackwardTiling(BackwardTiling):
     part_columns: int = 0
     distances: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
+        if self.claimed_parts or self.first_writes:
+            # reductions from registers add to what nobody cleared
+            assert self.dq_in_bulk, "who comes first at dQ writes it, which only copies from shared memory do"
+        if self.claimed_parts:
+            # who has claimed a part would wait for its second piece, and so for its other warpgroup, which may wait for
+            # a part that the second block has claimed, whose first warpgroup waits for the part of the first
+            assert self.dq_pieces == 1, "a part of dQ that is claimed leaves in one piece"
+            assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
+
     @property
     def in_stretches(self) -> bool:
         fits = self.kernel == "backward" and self.d == self.dv == 128

@@ -1,0 +1,48 @@
+"""Hopper's tilings in which whoever comes first at dQ writes it: none that leaves it unwritten, or waits in a circle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from composattn.analysis.program import Program
+from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
+from composattn.call.problem import Problem
+from composattn.mods import causal
+
+
+def tiling(length: int, *, is_causal: bool = False, deterministic: bool = False) -> HopperBackwardTiling:
+    problem = Problem(1, 16, 16, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+    program = Program(None, causal().expr if is_causal else None)
+    found = plan_backward(problem, program, HOPPER, deterministic=deterministic).main.tiling
+    assert isinstance(found, HopperBackwardTiling)
+    return found
+
+
+def test_about_a_thousand_queries_of_a_key_claim_dq_and_a_fixed_order_of_all_writes_it_first() -> None:
+    assert tiling(1024).claimed_parts == tiling(2048, is_causal=True).claimed_parts == 2
+    assert tiling(4096, deterministic=True).first_writes
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"dq_pieces": 2}, "leaves in one piece"),
+        ({"dq_in_bulk": False}, "only copies from shared memory do"),
+        ({"claimed_parts": 1}, "each warpgroup claims"),
+    ],
+)
+def test_a_claimed_part_of_dq_leaves_whole_and_in_bulk(change: dict[str, Any], why: str) -> None:
+    claimed = tiling(1024)
+    with pytest.raises(AssertionError, match=why):
+        dataclasses.replace(claimed, **change)
+
+
+def test_whoever_writes_first_in_a_fixed_order_does_so_in_bulk() -> None:
+    with pytest.raises(AssertionError, match="only copies from shared memory do"):
+        dataclasses.replace(tiling(4096, deterministic=True), dq_in_bulk=False)
