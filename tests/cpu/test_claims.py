@@ -1,4 +1,4 @@
-"""Hopper's tilings in which whoever comes first at dQ writes it: none that leaves it unwritten, or waits in a circle."""
+"""Hopper tilings where whoever comes first at dQ writes it: none that leaves it unwritten, or waits in a circle."""
 
 from __future__ import annotations
 
