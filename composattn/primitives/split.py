@@ -6,25 +6,32 @@ O = sum O_s exp(LSE_s - LSE) (Dao et al. 2023, Flash-Decoding; the rule is Milak
 
 from __future__ import annotations
 
-import cutlass
+import functools
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..call.schedule import MOST_SPLITS
 from .exponential import LN_2, LOG2_E, exp2
 from .lanes import LANES, WARP, add, over_lanes
-from .values import Fixed, choose
+from .values import Fixed, choose, smaller
 
 
 class Weights(Fixed):
     """Weights of a row's parts, the same in all lanes of a warp; `lse` is the whole's, -inf if nothing is visible."""
 
     def __init__(self, parts: cute.Tensor, lane: Int32) -> None:
-        """`parts`: LSE of each part, fp32 (splits,), natural logarithm; -inf where a part saw nothing."""
+        """`parts`: LSE of each part, fp32 (splits,), natural logarithm; -inf where a part saw nothing.
+
+        At most `MOST_SPLITS` parts, each read by one lane: with no loop what else is read need not wait for these.
+        """
         self.parts = parts
-        maximum = _largest(parts, lane)
+        mine = [_of_lane(parts, lane + n) for n in range(0, MOST_SPLITS, LANES)]
+        maximum = over_lanes(cute.arch.fmax, functools.reduce(cute.arch.fmax, mine), WARP)
         # nothing visible: subtract 0, so that exp(-inf - 0) is 0 and not NaN
         self.shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)
-        total = over_lanes(add, _sum_of_exponentials(parts, self.shift, lane), WARP)
+        own = functools.reduce(add, (_exp(lse - self.shift) for lse in mine))
+        total = over_lanes(add, own, WARP)
         nothing = (maximum == -Float32.inf) & (total == 0.0)
         self.factor = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
         log = cute.math.log2(total, fastmath=True) * LN_2
@@ -39,17 +46,7 @@ def _exp(x: Float32) -> Float32:
     return exp2(x * LOG2_E)
 
 
-@cute.jit
-def _largest(values: cute.Tensor, lane: Int32) -> Float32:
-    largest = -Float32.inf
-    for s in cutlass.range(lane, cute.size(values), LANES, unroll=1):
-        largest = cute.arch.fmax(largest, values[s])
-    return over_lanes(cute.arch.fmax, largest, WARP)
-
-
-@cute.jit
-def _sum_of_exponentials(values: cute.Tensor, shift: Float32, lane: Int32) -> Float32:
-    total = Float32(0.0)
-    for s in cutlass.range(lane, cute.size(values), LANES, unroll=1):
-        total = total + _exp(values[s] - shift)
-    return total
+def _of_lane(parts: cute.Tensor, s: Int32) -> Float32:
+    """LSE of part `s`, of one that is not there -inf."""
+    last = cute.size(parts) - 1
+    return choose(s <= last, parts[smaller(s, last)], -Float32.inf)

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ....primitives.split import Weights
-from ....primitives.values import choose, narrow
+from ....primitives.values import choose, narrow, smaller
 from ..architecture import Kernel
 from ..arguments import CombineArguments
 from ..plan import CombinePlan
@@ -14,6 +14,7 @@ from ..plan import CombinePlan
 WARPS = 4
 LANES = 32
 WIDE = 4  # columns of fp32 that a lane reads at once
+AHEAD = 4  # parts that a warp reads before it knows their weights: all of 16
 
 
 class Combine(Kernel):
@@ -33,18 +34,19 @@ class Combine(Kernel):
         given = self.arguments(*arguments)
         batch, heads, q_len, _ = given.out.shape
         self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
-            grid=(q_len * heads * batch, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+            grid=(q_len * batch, heads, 1), block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, parts, part_lse, o, lse):
-        _, heads, q_len, _ = o.shape
-        number = cute.arch.block_idx()[0]
-        b, h, q = number // (q_len * heads), number // q_len % heads, number % q_len
+        number, h, _ = cute.arch.block_idx()
+        b, q = number // o.shape[2], number % o.shape[2]
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        row = parts[None, b, h, q, None]
-        weights = Weights(part_lse[None, b, h, q], lane)
-        total = self.sum_parts(row, weights, warp, lane)
+        row, row_lse = parts[None, b, h, q, None], part_lse[None, b, h, q]
+        # under way while the weights are found: a call that is cut waits for memory two times here, not three
+        first = [self.part(row, s, lane) for s in self.first_parts(row, warp)]
+        weights = Weights(row_lse, lane)
+        total = self.sum_parts(row, first, weights, warp, lane)
         shared = SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((self.chunks * WIDE, LANES, WARPS)), byte_alignment=16
         )
@@ -56,23 +58,40 @@ class Combine(Kernel):
             if const_expr(lse is not None):
                 _store_if(lane == 0, lse[b, h, None], q, weights.lse)
 
+    def first_parts(self, row, warp: Int32):
+        """The first parts of a warp, or the last part where there are none."""
+        last = cute.size(row, mode=[0]) - 1
+        return [smaller(warp + WARPS * n, last) for n in range(AHEAD)]
+
     @cute.jit
-    def sum_parts(self, row, weights, warp: Int32, lane: Int32):
-        """This warp's part of the output, the lane's columns of each chunk."""
+    def part(self, row, s: Int32, lane: Int32):
+        """The lane's columns of part `s`."""
+        part = cute.make_rmem_tensor((WIDE, self.chunks), Float32)
+        part.fill(0.0)
+        for chunk in cutlass.range_constexpr(self.chunks):
+            if self.has(chunk, lane):
+                cute.autovec_copy(cute.local_tile(row[s, None], (WIDE,), (chunk * LANES + lane,)), part[None, chunk])
+        return part
+
+    @cute.jit
+    def sum_parts(self, row, first, weights, warp: Int32, lane: Int32):
+        """This warp's part of the output, the lane's columns of each chunk; `first` are those that were read."""
         total = cute.make_rmem_tensor(self.chunks * WIDE, Float32)
         total.fill(0.0)
         splits = cute.size(row, mode=[0])
-        for s in cutlass.range(warp, splits, WARPS, unroll=4):
-            weight = weights.of(s)
-            for chunk in cutlass.range_constexpr(self.chunks):
-                if self.has(chunk, lane):
-                    part = cute.make_rmem_tensor(WIDE, Float32)
-                    cute.autovec_copy(cute.local_tile(row[s, None], (WIDE,), (chunk * LANES + lane,)), part)
-                    for i in cutlass.range_constexpr(WIDE):
-                        # what a part that saw nothing left there may be anything
-                        added = choose(weight == 0.0, Float32(0.0), weight * part[i])
-                        total[chunk * WIDE + i] = total[chunk * WIDE + i] + added
+        for n in cutlass.range_constexpr(AHEAD):
+            s = warp + WARPS * n
+            weight = choose(s < splits, weights.of(smaller(s, splits - 1)), Float32(0.0))
+            self.add(total, first[n], weight)
+        for s in cutlass.range(warp + WARPS * AHEAD, splits, WARPS, unroll=4):
+            self.add(total, self.part(row, s, lane), weights.of(s))
         return total
+
+    @cute.jit
+    def add(self, total, part, weight: Float32):
+        """A part by its weight; what one that saw nothing left may be anything."""
+        for i in cutlass.range_constexpr(self.chunks * WIDE):
+            total[i] = total[i] + choose(weight == 0.0, Float32(0.0), weight * part[i])
 
     @cute.jit
     def store(self, shared, row, lane: Int32):
@@ -89,7 +108,8 @@ class Combine(Kernel):
                 cute.autovec_copy(rounded, cute.local_tile(row, (WIDE,), (chunk * LANES + lane,)))
 
     def has(self, chunk: int, lane: Int32):
-        return (chunk * LANES + lane) * WIDE < self.plan.head_dim_v
+        whole = (chunk + 1) * LANES * WIDE <= self.plan.head_dim_v
+        return True if whole else (chunk * LANES + lane) * WIDE < self.plan.head_dim_v
 
 
 @cute.jit
