@@ -34,13 +34,15 @@ SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k 
 class Way(NamedTuple):
     """What else is done to dQ of plain D 128 in any order where so many queries see a tile of keys, on average.
 
-    `causal`: whether tiles of keys begin with different queries; all end with the last ones.
+    `causal`: whether tiles of keys begin with different queries; all end with the last ones. `group`: query heads of a
+    key/value head, at least.
     """
 
     causal: bool
     least: int
     below: int
     changes: dict[str, Any]
+    group: int = 1
 
 
 CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
@@ -49,6 +51,7 @@ WAYS = (
     Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
     Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
     Way(True, 6144, 1 << 31, BACKWARDS),  # 16k gains 2 %, 32k 1; claimed too they lose 7 and 6
+    Way(True, 1600, 6144, BACKWARDS, group=2),  # 24 on 3 and 32 on 4 heads, 4k and 8k, gain 0.3 to 2 %
 )
 
 
@@ -269,8 +272,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
 def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
     """What else is done to dQ of plain D 128 in any order."""
     causal = program.mask is not None
-    ways = (way.changes for way in WAYS if way.causal == causal and way.least <= seen < way.below)
-    changes = next(ways, {})
+    served = (way for way in WAYS if way.causal == causal and problem.group >= way.group)
+    changes = next((way.changes for way in served if way.least <= seen < way.below), {})
     return changes if changes and end_together(problem, program) else {}
 
 

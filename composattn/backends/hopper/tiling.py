@@ -68,6 +68,8 @@ MASKED_256 = 64
 HELD = {(192, 192): 128, (128, 128): 128}
 HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor does D 256
 HELD_KEYS = 1024  # from which D 128 holds them
+# up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
+SHORT_TOGETHER = ((256, 16), (512, 32))
 LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
@@ -317,10 +319,17 @@ def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
 
 
 def _heads_together(problem: Problem, program: Program) -> int | None:
-    """What is asked for, else one head where all query tiles visit the same keys and these are not too many."""
+    """What is asked for, else one head where all query tiles visit the same keys and these are not too many.
+
+    Short masked calls of D 128 have few as well: others would need their keys again when these have left L2.
+    """
     asked = problem.schedule.heads_together
-    if asked is not None or program.mask is not None or not problem.layout.is_dense:
+    if asked is not None or not problem.layout.is_dense:
         return asked
+    if program.mask is not None:
+        widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        short = next((heads for most, heads in SHORT_TOGETHER if keys(problem) <= most), None)
+        return short if widest == 128 else None
     kv_bytes = 2 * keys(problem) * (padded(problem.head_dim) + padded(problem.head_dim_v))
     return 1 if kv_bytes <= ONE_HEAD else None
 

@@ -41,12 +41,33 @@ class Combine(Kernel):
     def kernel(self, parts, part_lse, o, lse):
         number, h, _ = cute.arch.block_idx()
         b, q = number // o.shape[2], number % o.shape[2]
+        of_parts = parts[None, b, h, q, None], part_lse[None, b, h, q]
+        whole = o[b, h, q, None], None if lse is None else lse[b, h, None], q
+        if cute.size(of_parts[1]) <= WARPS:
+            self.combine(1, of_parts, whole)
+        else:
+            self.combine(AHEAD, of_parts, whole)
+
+    @cute.jit
+    def combine(self, ahead: cutlass.Constexpr[int], of_parts, whole):
+        """A row's parts into the whole; each warp reads the first `ahead` of its parts before it knows their weights.
+
+        So memory is waited for once, not three times.
+        """
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        row, row_lse = parts[None, b, h, q, None], part_lse[None, b, h, q]
-        # under way while the weights are found: a call that is cut waits for memory two times here, not three
-        first = [self.part(row, s, lane) for s in self.first_parts(row, warp)]
+        (row, row_lse), (out, lse, q) = of_parts, whole
+        last = cute.size(row, mode=[0]) - 1
+        first = [self.part(row, smaller(warp + WARPS * n, last), lane) for n in range(ahead)]
+        cute.arch.sync_warp()  # else these are read behind the maximum
         weights = Weights(row_lse, lane)
-        total = self.sum_parts(row, first, weights, warp, lane)
+        total = cute.make_rmem_tensor(self.chunks * WIDE, Float32)
+        total.fill(0.0)
+        for n in cutlass.range_constexpr(ahead):
+            s = warp + WARPS * n
+            self.add(total, first[n], choose(s <= last, weights.of(smaller(s, last)), Float32(0.0)))
+        if const_expr(ahead == AHEAD):
+            for s in cutlass.range(warp + WARPS * ahead, last + 1, WARPS, unroll=4):
+                self.add(total, self.part(row, s, lane), weights.of(s))
         shared = SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((self.chunks * WIDE, LANES, WARPS)), byte_alignment=16
         )
@@ -54,14 +75,9 @@ class Combine(Kernel):
             shared[i, lane, warp] = total[i]
         cute.arch.sync_threads()
         if warp == 0:
-            self.store(shared, o[b, h, q, None], lane)
+            self.store(shared, out, lane)
             if const_expr(lse is not None):
-                _store_if(lane == 0, lse[b, h, None], q, weights.lse)
-
-    def first_parts(self, row, warp: Int32):
-        """The first parts of a warp, or the last part where there are none."""
-        last = cute.size(row, mode=[0]) - 1
-        return [smaller(warp + WARPS * n, last) for n in range(AHEAD)]
+                _store_if(lane == 0, lse, q, weights.lse)
 
     @cute.jit
     def part(self, row, s: Int32, lane: Int32):
@@ -72,20 +88,6 @@ class Combine(Kernel):
             if self.has(chunk, lane):
                 cute.autovec_copy(cute.local_tile(row[s, None], (WIDE,), (chunk * LANES + lane,)), part[None, chunk])
         return part
-
-    @cute.jit
-    def sum_parts(self, row, first, weights, warp: Int32, lane: Int32):
-        """This warp's part of the output, the lane's columns of each chunk; `first` are those that were read."""
-        total = cute.make_rmem_tensor(self.chunks * WIDE, Float32)
-        total.fill(0.0)
-        splits = cute.size(row, mode=[0])
-        for n in cutlass.range_constexpr(AHEAD):
-            s = warp + WARPS * n
-            weight = choose(s < splits, weights.of(smaller(s, splits - 1)), Float32(0.0))
-            self.add(total, first[n], weight)
-        for s in cutlass.range(warp + WARPS * AHEAD, splits, WARPS, unroll=4):
-            self.add(total, self.part(row, s, lane), weights.of(s))
-        return total
 
     @cute.jit
     def add(self, total, part, weight: Float32):
