@@ -6,24 +6,28 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from .stretch_entry import WIDE
 from .values import Bundle, Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
 class Stretch(Fixed):
-    """Rows [start, stop) of a sequence, the `number`-th stretch of it: tiles begin with it, and none goes on behind."""
+    """Rows [start, stop) of a sequence, the `number`-th stretch of it: tiles begin with it, and none goes on behind.
+
+    `entry`: of the table that says so, with what else it has of the tile.
+    """
 
     start: Int32
     stop: Int32
     number: Int32
+    entry: cute.Tensor | None = None
 
     @staticmethod
     def of(table: cute.Tensor, entry: Int32) -> "Stretch | None":
         """That of an entry of a table of work, if the table has such."""
-        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4]) if table.shape[1] == WIDE else None
-
-
-WIDE = 6  # numbers of an entry of a table that has stretches; the last one is not for kernels
+        if table.shape[1] < WIDE:
+            return None
+        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4], table[entry, None])
 
 
 @dataclasses.dataclass
@@ -50,7 +54,7 @@ class TileScheduler(Bundle):
 
     Row blocks run from the last to the first (longest first where the visible interval grows with q), each batch entry
     like a head of its own; or as a table says, int32 (entries, 2): the sequence and the row block of each, in order.
-    Entries that are too many have sequence -1. In tables of 6 numbers an entry has a `Stretch` as well.
+    Entries that are too many have sequence -1. In tables of 6 numbers or more an entry has a `Stretch` as well.
     """
 
     def __init__(

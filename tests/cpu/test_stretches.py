@@ -192,6 +192,43 @@ def check_covered(of_call: Stretches, n: int, tile: int) -> torch.Tensor:
     return table
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        documents(150, 1, 1, 199, 40, 206), documents(300, 297), documents(200, 200, 197).roll(50), documents(597),
+        documents(*[66] * 9, 3), torch.arange(ROWS) % 3, torch.stack([documents(300, 297), documents(200, 397)]),
+    ],
+    ids=["short", "two", "again", "one", "many", "anyhow", "by-sequence"],
+)  # fmt: skip
+def test_a_table_tells_which_queries_the_keys_of_a_tile_see(ids: torch.Tensor, groups: int) -> None:
+    """As each pair says; and what tensors say of all keys of a tile, where they say the same."""
+    mask = causal() & document(ids)
+    of_call = found(mask)
+    assert of_call is not None and len(of_call.reads) == 2
+    size = 128 // groups
+    for b, m, start, stop, _, _, *numbers in of_call.tiles_of_keys(128, groups).tensor.tolist():
+        if b < 0:
+            continue
+        q, kv = torch.arange(ROWS)[:, None], torch.arange(ROWS)
+        of = ids if ids.ndim == 1 else ids[b]
+        visible = (q >= kv) & (of[q] == of[kv])
+        first = start + m * 128
+        for group in range(groups):
+            begin, end, full_begin, full_end = numbers[4 * group : 4 * group + 4]
+            keys = slice(min(first + group * size, stop), min(first + (group + 1) * size, stop))
+            seen = visible[:, keys].any(1).nonzero()
+            assert (begin, end) == (int(seen.min()), int(seen.max()) + 1) if len(seen) else begin >= end
+            assert len(seen) == 0 or bool(visible[max(full_begin, 0) : max(full_end, 0), keys].all())
+        agree, *said = numbers[4 * groups :]
+        if agree:
+            keys = torch.arange(first, min(first + 128, stop))
+            assert torch.equal(visible[:, keys], (q >= keys) & (q >= said[0]) & (q < said[1]))
+        lie_together = len(torch.unique_consecutive(of)) == len(of.unique())
+        of_one = len(of[first : min(first + 128, stop)].unique()) == 1
+        assert bool(agree) == (lie_together and of_one)
+
+
 def test_the_tiles_that_see_most_come_first() -> None:
     ids = documents(150, 300, 147)
     of_call = found(document(ids), batch=1)

@@ -16,6 +16,7 @@ import torch
 from ...call.problem import Layout
 from ...call.sequences import Sequences
 from ...graph.expr import DType
+from ...primitives.stretch_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
 
@@ -292,7 +293,7 @@ def _sequences(layout: Layout) -> Sequences | None:
 def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.work`."""
     if plan.has_stretches:
-        return TensorForm(torch.int32, ("", 6), align=8)
+        return TensorForm(torch.int32, ("", WIDE + plan.numbers_told), align=4 if plan.numbers_told else 8)
     return TensorForm(torch.int32, ("", 2), align=8) if plan.has_order_table else None
 
 

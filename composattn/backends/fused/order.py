@@ -78,25 +78,28 @@ def order_of(
 
 
 def order_in_stretches(
-    problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False
+    problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False, groups: int = 0
 ) -> tuple[str, StretchTables]:
-    """Of tiles of so many queries, or keys, that begin with stretches."""
+    """Of tiles of so many queries, or keys (in `groups`), that begin with stretches."""
     wanted = problem.schedule.order
     order: Order = "longest_first" if wanted == "auto" else wanted
     words = order.replace("_", " ")
     if wanted == "auto" and problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once:
         order, words = "in_order", "in order, as all tiles run at once"
     made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
-    return made, stretch_tables(problem, tile, order, stretches, of_keys)
+    return made, stretch_tables(problem, tile, order, stretches, of_keys, groups)
 
 
 def order_of_keys_in_stretches(
-    problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int
+    problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int, groups: int
 ) -> tuple[str, StretchTables]:
-    """As `order_of_keys`, of tiles that begin with stretches."""
+    """As `order_of_keys`, of tiles that begin with stretches, and of `groups` of keys that each is told about.
+
+    In a fixed order, where blocks ask what others visit, it is told nothing (0).
+    """
     if deterministic:
-        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "in_order", stretches, of_keys=True)
-    return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, of_keys=True)
+        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "in_order", stretches, True, groups)
+    return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, True, groups)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

@@ -89,6 +89,11 @@ class TiledPlan(Plan, Generic[AnyTiling]):
         return super().key + " in stretches" * self.has_stretches
 
     @property
+    def numbers_told(self) -> int:
+        """Of each tile, that the table has besides its stretch."""
+        return 0
+
+    @property
     def step(self) -> str:
         return self.tiling.kernel
 

@@ -16,6 +16,7 @@ from ...analysis.tile_lists import QueryLists, made_lists
 from ...call.problem import Problem
 from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
+from ...primitives.stretch_entry import told_numbers
 from .architecture import architecture_of
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
@@ -28,6 +29,13 @@ from .work import WorkTables, fixed_visits, stretch_tables, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
+
+
+class Told(NamedTuple):
+    """What a table says of tiles of keys, see `primitives.told_keys`: no kernel computes their bounds then."""
+
+    groups: int
+    reads: tuple[Expr, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +52,17 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     lists: QueryLists | None = dataclasses.field(compare=False, repr=False)  # of query tiles; None: intervals say which
     order: str = dataclasses.field(compare=False)  # of the tiles, and why, for people to read
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of `Sequences`, mirrored for tiles of keys
+    told: Told | None = dataclasses.field(compare=False, repr=False)  # by the table, of tiles that begin with stretches
     cut: Cut | None = dataclasses.field(compare=False)  # None: no tile of keys is cut
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""
         return _captured(self.program, ends_of(self.intervals, self.limits), self.lists)
+
+    @property
+    def numbers_told(self) -> int:
+        return 0 if self.told is None else told_numbers(self.told.groups, len(self.told.reads))
 
     def __str__(self) -> str:
         t = self.tiling
@@ -148,13 +161,18 @@ def plan_backward(
         cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut is None else None
     rows: WorkTables | None
+    told = None
     if stretches is None:
         ordered_by = intervals if lists is None else None
         order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
         packed = problem.layout.q == "packed"
         rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
     else:
-        order, keys = order_of_keys_in_stretches(problem, stretches, chosen.tile_n, deterministic, at_once)
+        told = None if deterministic else Told(chosen.key_groups, stretches.reads)
+        groups = 0
+        if told is not None:
+            groups, intervals, ends = told.groups, (), ends_of((), limits)
+        order, keys = order_of_keys_in_stretches(problem, stretches, chosen.tile_n, deterministic, at_once, groups)
         rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
     known = compiled_in(problem, target)
     of_rows: OfRows = {"has_order_table": rows is not None, "has_stretches": stretches is not None, "sinks": sinks}
@@ -174,6 +192,7 @@ def plan_backward(
         lists=lists,
         order=order,
         work=keys,
+        told=told,
         cut=cut,
     )
     return BackwardPlans(

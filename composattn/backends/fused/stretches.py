@@ -8,6 +8,7 @@ Results never depend on it: a mask that does not fall apart is one stretch, whos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -27,20 +28,22 @@ MOST = 512  # as many stretches of a sequence as if they had so many rows each, 
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
-    """Of the sequences of a call; `told`, int64, has three parts.
+    """Of the sequences of a call; `told`, int64, has parts one behind the other.
 
     Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
     begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
     How many keys each row sees, or spans, (B|1 * S + 1,), and how many queries each key; a last one that sees fewest.
+    The `_OfKeys`, (3 + reads, B|1 * S + 1).
     """
 
     length: int
     batch: int
     told: Derived
+    reads: tuple[Expr, ...]  # of captured tensors, in where the queries that see a key begin and end
 
     def seen(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many keys each row sees, and how many queries each key."""
-        keys, queries = told[5 * _entries(self.length, self.batch) :].chunk(2)
+        keys, queries, *_ = _rows(told, _entries(self.length, self.batch), len(self.reads))
         return keys, queries
 
     def tiles(self, tile: int) -> Derived:
@@ -49,6 +52,12 @@ class Stretches:
         """
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
         return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
+
+    def tiles_of_keys(self, tile: int, groups: int) -> Derived:
+        """The same with what `primitives.told_keys` reads behind it: int32 (entries, 6 + 4 * groups + 1 + reads)."""
+        shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
+        recipe = _TilesOfKeys(_TilesOf(*shape), groups, len(self.reads))
+        return derive(("tiles of keys of stretches", *shape, groups, recipe.reads), recipe, self.told)
 
 
 def falls_apart(problem: Problem, program: Program) -> bool:
@@ -61,9 +70,25 @@ def stretches_of(problem: Problem, program: Program) -> Stretches | None:
     ends = _ends(problem, program)
     if ends is None:
         return None
-    recipe = _Told(ends, problem.q_len, problem.batch)
-    told: Derived = derive(("stretches", *ends, recipe.length, recipe.batch), recipe, *inputs(*ends)[0])
-    return Stretches(problem.q_len, problem.batch, told)
+    of_keys = program.of_keys[1]
+    assert of_keys is not None, "tensors decide which queries see a key"
+    reads = _reads(of_keys.begin, of_keys.end)
+    recipe = _Told(ends, _at_rows(*reads), of_keys.holds, problem.q_len, problem.batch)
+    told: Derived = derive(("stretches", *recipe.all, recipe.length, recipe.batch), recipe, *inputs(*recipe.all)[0])
+    return Stretches(problem.q_len, problem.batch, told, reads)
+
+
+def _reads(*ends: Expr) -> tuple[Expr, ...]:
+    """Whole numbers that captured tensors say of each key, in these ends of what sees it."""
+    found: dict[Expr, None] = {}
+    waiting = list(ends[::-1])
+    while waiting:
+        node = waiting.pop()
+        if node.op == "read" and node.dtype.is_integer and node.deps & Dep.KV:
+            found[node] = None
+        else:
+            waiting += node.args[::-1]
+    return tuple(found)
 
 
 def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
@@ -71,13 +96,17 @@ def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
     limits, of_keys = program.limits, program.of_keys[1]
     if limits is None or of_keys is None or not problem.layout.is_dense:
         return None
-    # a key is a row as well: what both read is read once
-    at_row = {index("kv"): index("q"), index("q_len"): index("kv_len")}
-    ends = limits.begin, limits.end, *(substitute(end, at_row) for end in (of_keys.begin, of_keys.end))
+    ends = limits.begin, limits.end, *_at_rows(of_keys.begin, of_keys.end)
     captures, scalars = inputs(*ends)
     if not LONG < problem.q_len == problem.kv_len or not captures or scalars or any(e.deps & Dep.H for e in ends):
         return None
     return ends
+
+
+def _at_rows(*of_keys: Expr) -> tuple[Expr, ...]:
+    """The same of a row as a key: what both read is read once."""
+    at_row = {index("kv"): index("q"), index("q_len"): index("kv_len")}
+    return tuple(substitute(e, at_row) for e in of_keys)
 
 
 def most_stretches(length: int) -> int:
@@ -99,28 +128,52 @@ def _entries(length: int, batch: int) -> int:
     return batch * most_stretches(length) + 1
 
 
+class _Rows(NamedTuple):
+    """What `Stretches.told` has of rows."""
+
+    seen_keys: torch.Tensor
+    seen_queries: torch.Tensor
+    of_keys: torch.Tensor  # first query that sees it, the one behind the last, whether these say all; each of the reads
+
+
+def _rows(told: torch.Tensor, entries: int, reads: int) -> _Rows:
+    keys, queries, *of_keys = told[5 * entries :].view(5 + reads, -1)
+    return _Rows(keys, queries, torch.stack(of_keys))
+
+
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What `Stretches` are told by, from captured tensors: rows see keys, and keys are seen, from end to end."""
+    """What `Stretches` are told by, from captured tensors: rows see keys, and keys are seen, from end to end.
+
+    `holds`: where all between is seen.
+    """
 
     ends: tuple[Expr, ...]
+    reads: tuple[Expr, ...]
+    holds: Expr
     length: int
     batch: int
 
+    @property
+    def all(self) -> tuple[Expr, ...]:
+        return *self.ends, self.holds, *self.reads
+
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         n, batch, device = self.length, self.batch, tensors[0].device
-        by_sequence = any(end.deps & Dep.B for end in self.ends)
+        by_sequence = any(e.deps & Dep.B for e in self.all)
         row, b = torch.arange(n, device=device)[None], torch.arange(batch, device=device)[:, None]
         at = {"b": b if by_sequence else 0, "h": 0, "q": row, "q_len": n, "kv_len": n}
-        read = {id(c.tensor): t for c, t in zip(inputs(*self.ends)[0], tensors, strict=True)}
-        found = evaluate_all(list(self.ends), Env(index=at, device=device, tensors=read))
-        begin, end, first, stop = (e.expand(batch if by_sequence else 1, n) for e in found)
-        seen = [pad((e.clamp(max=n) - b).flatten(), (0, 1), value=-n) for b, e in ((begin, end), (first, stop))]
+        read = {id(c.tensor): t for c, t in zip(inputs(*self.all)[0], tensors, strict=True)}
+        found = evaluate_all(list(self.all), Env(index=at, device=device, tensors=read))
+        found = [torch.as_tensor(e, device=device).expand(batch if by_sequence else 1, n) for e in found]
+        begin, end, first, stop, *of_keys = found
+        rows = torch.stack([end.clamp(max=n) - begin, stop.clamp(max=n) - first, first, stop, *of_keys])
         entry = torch.arange(_entries(n, batch), device=device)
         b, number = entry // most_stretches(n), entry % most_stretches(n)
         place = b * n if by_sequence else b // batch * n
         stretch = pad(runs(begin, end).expand(batch, -1, -1).reshape(-1, 2), (0, 0, 0, 1)).t()
-        return torch.cat([b.masked_fill(b == batch, -1), stretch.flatten(), number, place, *seen])
+        of_entries = torch.cat([b.masked_fill(b == batch, -1), stretch.flatten(), number, place])
+        return torch.cat([of_entries, pad(rows.flatten(1), (0, 1), value=-n).flatten()])
 
 
 def runs(begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
@@ -163,3 +216,34 @@ class _TilesOf:
         m = at - pad(after, (1, 0))[stretch]
         last = torch.minimum(start + (m + 1) * self.tile, stop).sub_(1).clamp_(min=0)
         return torch.stack([b, m, start, stop, number, last + place], 1).to(torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class _TilesOfKeys:
+    tiles: _TilesOf
+    groups: int
+    reads: int
+
+    def __call__(self, told: torch.Tensor) -> torch.Tensor:
+        tiles, (_, _, of_keys) = self.tiles(told), _rows(told, self.tiles.stretches, self.reads)
+        _, m, start, stop, _, last = tiles.unbind(1)
+        n = of_keys.shape[1]
+        behind = torch.minimum(start + (m + 1) * self.tiles.tile, stop)[:, None]
+        key = (start + m * self.tiles.tile)[:, None] + torch.arange(self.tiles.tile, device=told.device)
+        # a key that is not there is as the last one
+        begin, end, holds, *reads = of_keys[:, last[:, None] - (behind - 1 - key).clamp(min=0)]
+        there, all_between = key < behind, holds.bool().all(1, keepdim=True)
+        sees = there & (begin < end)
+        full = torch.where(all_between, begin, n), torch.where(all_between, end, -n)
+        runs_of = (
+            torch.where(sees, begin, n), torch.where(sees, end, 0),
+            torch.where(there, full[0], 0), torch.where(there, full[1], n),
+        )  # fmt: skip
+        first, stop_at, full_first, full_stop = (r.unflatten(1, (self.groups, -1)) for r in runs_of)
+        queries = torch.stack([first.amin(2), stop_at.amax(2), full_first.amax(2), full_stop.amin(2)], 2)
+        said = [r[:, :1] for r in reads]
+        alike = [(r == one).all(1, keepdim=True) & (one.int() == one) for r, one in zip(reads, said, strict=True)]
+        agree = torch.cat([all_between, *alike], 1).all(1, keepdim=True)
+        # as kernels' arithmetic with them stays within 32 bits
+        numbers = torch.cat([queries.flatten(1).clamp(-n, n), agree, *said], 1)
+        return torch.cat([tiles, numbers.to(torch.int32)], 1)

@@ -240,12 +240,16 @@ class StretchTables(WorkTables):
     """The same of tiles that begin with stretches: int32 (entries, 6), see `Stretches.tiles`.
 
     The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
+    With `groups` of keys in a tile it is told what they see, see `Stretches.tiles_of_keys`.
     """
 
-    def __init__(self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> None:
+    def __init__(
+        self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool, groups: int
+    ) -> None:
         super().__init__(problem, None, tile, tile, order)
         self.captures = stretches.told.sources
-        self.stretches, self.of_keys, self.tiles = stretches, of_keys, stretches.tiles(tile)
+        self.stretches, self.of_keys = stretches, of_keys
+        self.tiles = stretches.tiles_of_keys(tile, groups) if groups else stretches.tiles(tile)
 
     def of_call(self, given: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
         """The table of a call that is given these for captured tensors.
@@ -290,12 +294,14 @@ def work_tables(
     return found
 
 
-def stretch_tables(problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool) -> StretchTables:
+def stretch_tables(
+    problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool, groups: int = 0
+) -> StretchTables:
     """The `StretchTables` of tiles of queries, or of keys, which layers of one mask share."""
-    key = (stretches.told, tile, order, of_keys)
+    key = (stretches.told, tile, order, of_keys, groups)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = StretchTables(problem, tile, order, stretches, of_keys)
+        found = _forms[key] = StretchTables(problem, tile, order, stretches, of_keys, groups)
     return found  # type: ignore[return-value]
 
 

@@ -129,9 +129,11 @@ class Consumer(KeyWarpgroup):
     def begin_head(self, mods, head, leaves) -> None:
         super().begin_head(mods, head, leaves)
         self.own = None
-        if self.tiling.passing and mods.mods.bounds:  # else lists say what is visited
+        if self.tiling.passing and (mods.mods.bounds or leaves.told is not None):  # else lists say what is visited
             first = leaves.first + self.number * self.apart
-            own = dataclasses.replace(leaves, first=first, last=cutlass.min(first + (self.apart - 1), leaves.last))
+            told = None if leaves.told is None else leaves.told.of_group(self.number)
+            last = cutlass.min(first + (self.apart - 1), leaves.last)
+            own = dataclasses.replace(leaves, first=first, last=last, told=told)
             self.own = BandQueries(mods, self.tiling.tile_m).of(own, None, self.work.queries)
 
     def step(self, call, m, tested, *slots):

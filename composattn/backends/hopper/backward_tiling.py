@@ -124,6 +124,10 @@ class HopperBackwardTiling(BackwardTiling):
         return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
 
     @property
+    def key_groups(self) -> int:
+        return self.warpgroups if self.passing else 1
+
+    @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
 

@@ -22,6 +22,7 @@ from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import TileScheduler
+from ....primitives.told_keys import ToldKeys
 from ....primitives.values import Fixed, choose, permuted
 from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
@@ -203,7 +204,10 @@ class Backward(Kernel, Generic[AnyTiling]):
         q_len, kv_len = work.queries.length, work.keys.length
         first = work.keys.from_start((work.n if n is None else n) * self.tiling.tile_n)
         last = cutlass.min(first + self.tiling.tile_n, work.keys.end) - 1
-        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last)
+        told = None
+        if self.plan.told is not None:
+            told = ToldKeys(work.keys.stretch.entry, self.plan.told.groups, self.plan.told.reads)
+        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last, told)
 
     def members(self, call, work):
         """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""

@@ -1,0 +1,70 @@
+"""What a table says of a tile of keys: which queries it visits, and what captured tensors say where its keys agree.
+
+Documents by ids leave each key the queries of its document: two numbers that tensors say. Where a tile has keys of one
+document they are the same for all, so that a test reads nothing. `composattn.backends.fused.stretches` makes the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..graph.expr import Expr
+from .emit_ops import convert
+from .stretch_entry import RUN, WIDE
+from .values import Fixed, larger, smaller
+
+
+@dataclasses.dataclass
+class ToldKeys(Fixed):
+    """An entry of the table, for keys in so many `groups`."""
+
+    entry: cute.Tensor
+    groups: int
+    reads: tuple[Expr, ...]
+
+    @property
+    def queries(self) -> tuple[Any, Any, Any, Any]:
+        """(begin, end, full_begin, full_end) of the queries that the tile visits, as of a `TileInterval`."""
+        begin, end, full_begin, full_end = self.of_group(0).queries
+        for group in range(1, self.groups):
+            other = self.of_group(group).queries
+            begin, end = smaller(begin, other[0]), larger(end, other[1])
+            full_begin, full_end = larger(full_begin, other[2]), smaller(full_end, other[3])
+        return begin, end, full_begin, full_end
+
+    def of_group(self, group: Any) -> ToldGroup:
+        return ToldGroup(self.entry, WIDE + RUN * group)
+
+    def agreed(self) -> AgreedReads:
+        at = WIDE + RUN * self.groups
+        said = {read: convert(self.entry[at + 1 + n], read.dtype) for n, read in enumerate(self.reads)}
+        return AgreedReads(self.entry[at] != 0, said)
+
+
+@dataclasses.dataclass
+class ToldGroup(Fixed):
+    """What one group of keys visits, from number `first` of the entry on."""
+
+    entry: cute.Tensor
+    first: Any
+
+    @property
+    def queries(self) -> tuple[Any, Any, Any, Any]:
+        """As of `ToldKeys`."""
+        begin, end, full_begin, full_end = (Int32(self.entry[self.first + n]) for n in range(RUN))
+        return begin, end, full_begin, full_end
+
+
+@dataclasses.dataclass
+class AgreedReads(Fixed):
+    """Whether all keys of the tile read the same, and the limits hold; and what they read."""
+
+    all_keys: Boolean
+    said: dict[Expr, Any]
+
+
+__all__ = ["AgreedReads", "ToldGroup", "ToldKeys"]
