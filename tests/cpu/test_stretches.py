@@ -222,8 +222,8 @@ def test_a_table_tells_which_queries_the_keys_of_a_tile_see(ids: torch.Tensor, g
             assert len(seen) == 0 or bool(visible[max(full_begin, 0) : max(full_end, 0), keys].all())
         agree, *said = numbers[4 * groups :]
         if agree:
-            keys = torch.arange(first, min(first + 128, stop))
-            assert torch.equal(visible[:, keys], (q >= keys) & (q >= said[0]) & (q < said[1]))
+            key = torch.arange(first, min(first + 128, stop))
+            assert torch.equal(visible[:, key], (q >= key) & (q >= said[0]) & (q < said[1]))
         lie_together = len(torch.unique_consecutive(of)) == len(of.unique())
         of_one = len(of[first : min(first + 128, stop)].unique()) == 1
         assert bool(agree) == (lie_together and of_one)
