@@ -70,6 +70,7 @@ HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor doe
 HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
+LATE_KEYS = (1024, 4096)  # between which D 128 draws late
 LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
@@ -239,10 +240,12 @@ def _drawn(widest: int, problem: Problem) -> Literal["early", "late"] | None:
     """When large blocks that stay draw their next tile: late where tiles take long (D 192 causal 8k: 3 %) or differ.
 
     Packed ones do (eight documents: 3 %, causal 7). D 64 gains 2, 0.4 and 0.2 % of full 4k, 8k and 16k either way.
+    D 128 gains 0.5 to 4 % of 1k to 4k by late ones, grouped heads most, and loses 2 % of 256, 1 of groups of 8k.
     """
     if widest not in (64, 128, 192, 256):
         return None
-    return "early" if widest == 128 and problem.layout.is_dense else "late"
+    late = widest != 128 or not problem.layout.is_dense or LATE_KEYS[0] <= keys(problem) <= LATE_KEYS[1]
+    return "late" if late else "early"
 
 
 def _held(problem: Problem, program: Program, persistent: bool) -> int:
@@ -263,7 +266,7 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
 def _guesses(problem: Problem, program: Program, heads: int, mean_keys: Callable[[], float]) -> bool:
     """Whether a large block's rows guess their maxima: most tiles need no test, and a softmax is what they wait for.
 
-    Behind score mods that are no lines they wait for its operations and loads (D 64 lost 3 % by a soft cap, D 128
+    Behind score mods that are no lines they wait for its operations and loads (D 64 lost 3 % by a soft cap,
     spilled 48 in the loop by a table), or find tiles hidden (D 128 lost 5 % by `where(q >= kv, score, -1e9)`).
     """
     if program.keep is not None or not problem.layout.is_dense or problem.schedule.batch_invariant:

@@ -143,6 +143,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         tiling, kv_heads = self.plan.tiling, mK.shape[2]
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
+        if given.work is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
+            q_rows = q_rows * given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
         return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
