@@ -581,6 +581,13 @@ def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length
     assert not plans(mods, 128, length=length, deterministic=True).main.tiling.last_queries_first
 
 
+@pytest.mark.parametrize(("group", "length", "expected"), [(8, 8192, True), (8, 2048, False), (4, 8192, False)])
+def test_causal_tiles_of_large_groups_do_so_earlier(group: int, length: int, expected: bool) -> None:
+    problem = Problem(1, 4 * group, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+    made = plan_backward(problem, Program(None, causal().expr), HOPPER)
+    assert made.main.tiling.last_queries_first is expected
+
+
 @pytest.mark.parametrize(
     ("mods", "length", "claimed"),
     [

@@ -435,6 +435,12 @@ def test_heads_with_no_mask_come_one_after_the_other_up_to_8_mib_of_keys() -> No
     assert cut(128, 1024, None, heads_together=3).heads_together == 3
 
 
+def test_short_masked_calls_of_d_128_work_on_few_heads_at_a_time() -> None:
+    assert [cut(128, length, causal()).heads_together for length in (256, 512, 513)] == [16, 32, None]
+    assert cut(64, 256, causal()).heads_together is None
+    assert cut(128, 256, causal(), heads_together=3).heads_together == 3
+
+
 def test_with_plain_d_64_a_block_stays_for_several_tiles() -> None:
     assert [cut(64, 8192, mask).persistent for mask in (None, causal())] == [True, False]
     assert [cut(64, length).persistent for length in (2048, 16384, 32768)] == [False, True, False]
@@ -459,7 +465,7 @@ def test_blocks_that_stay_have_room_for_two_tiles_of_queries_if_there_is_any() -
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
-    assert [cut(128, length, causal()).drawn for length in (256, 8192, 16384)] == ["early", "early", None]
+    assert [cut(128, length, causal()).drawn for length in (256, 4096, 8192, 16384)] == ["late", "late", "early", None]
     assert [cut(128, length).persistent for length in (4096, 5000, 8192)] == [True, False, True]
     assert not cut(128, 256, causal(), persistent=False).persistent
     assert cut(64, 256, causal(), persistent=True).persistent

@@ -103,4 +103,4 @@ def test_these_calls_are_drawn() -> None:
     for mods in MODS.values():
         for length in LENGTHS[1:]:
             plan = plan_forward(Problem.of(*drawn(3, length, 128)), ca.Attention(**mods()).program, HOPPER)
-            assert plan.tiling.drawn == "early"
+            assert plan.tiling.drawn == "late"

@@ -51,7 +51,7 @@ WAYS = (
     Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
     Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
     Way(True, 6144, 1 << 31, BACKWARDS),  # 16k gains 2 %, 32k 1; claimed too they lose 7 and 6
-    Way(True, 1600, 6144, BACKWARDS, group=2),  # 24 on 3 and 32 on 4 heads, 4k and 8k, gain 0.3 to 2 %
+    Way(True, 1600, 6144, BACKWARDS, group=8),  # 24 on 3 and 32 on 4 heads, 4k and 8k, gain 0.3 to 2 %
 )
 
 

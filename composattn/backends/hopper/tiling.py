@@ -70,7 +70,7 @@ HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor doe
 HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
-LATE_KEYS = (1024, 4096)  # between which D 128 draws late
+LATE_KEYS = 4096  # up to which D 128 draws late
 LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
@@ -240,11 +240,11 @@ def _drawn(widest: int, problem: Problem) -> Literal["early", "late"] | None:
     """When large blocks that stay draw their next tile: late where tiles take long (D 192 causal 8k: 3 %) or differ.
 
     Packed ones do (eight documents: 3 %, causal 7). D 64 gains 2, 0.4 and 0.2 % of full 4k, 8k and 16k either way.
-    D 128 gains 0.5 to 4 % of 1k to 4k by late ones, grouped heads most, and loses 2 % of 256, 1 of groups of 8k.
+    D 128 gains 0.5 to 4 % up to 4k keys by late ones, grouped heads most, and loses 1 of groups of 8k.
     """
     if widest not in (64, 128, 192, 256):
         return None
-    late = widest != 128 or not problem.layout.is_dense or LATE_KEYS[0] <= keys(problem) <= LATE_KEYS[1]
+    late = widest != 128 or not problem.layout.is_dense or keys(problem) <= LATE_KEYS
     return "late" if late else "early"
 
 
