@@ -581,6 +581,18 @@ def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length
     assert not plans(mods, 128, length=length, deterministic=True).main.tiling.last_queries_first
 
 
+def test_of_documents_more_heads_run_together() -> None:
+    by_ids, packed = document(torch.arange(8192) // 1000), Layout("packed", "packed")
+
+    def mib_together(batch: int, length: int, mask: Mask, layout: Layout = DENSE, **how: bool) -> int:
+        problem = Problem(batch, 16, 16, length, length, 128, 128, torch.bfloat16, torch.device("cpu"), layout=layout)
+        return plan_backward(problem, Program(None, mask.expr), HOPPER, **how).main.tiling.l2 >> 20
+
+    assert mib_together(32, 32768, causal(), packed) == mib_together(4, 8192, causal() & by_ids) == 112
+    assert mib_together(4, 32768, causal(), packed) == mib_together(4, 8192, causal()) == 16
+    assert mib_together(4, 8192, by_ids) == mib_together(4, 8192, causal() & by_ids, deterministic=True) == 16
+
+
 @pytest.mark.parametrize(("group", "length", "expected"), [(8, 8192, True), (8, 2048, False), (4, 8192, False)])
 def test_causal_tiles_of_large_groups_do_so_earlier(group: int, length: int, expected: bool) -> None:
     problem = Problem(1, 4 * group, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))

@@ -12,6 +12,7 @@ from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.coverage import all_are_seen, differ, end_together, has_whole_documents
 from ..fused.order import queries_of_a_key
+from ..fused.stretches import falls_apart
 from ..fused.target import Target
 from ..fused.tiling import BackwardTiling
 from ..fused.traits import (
@@ -28,6 +29,10 @@ ROWS = 64  # of one warpgroup's product
 OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
+TOGETHER = 16 << 20  # bytes of the heads that run together, if their tiles of keys meet the same queries
+# Of documents only some are at work at a time. Eight causal ones (4 sequences of 8k, 33 MB a head) gain 2 % by three
+# heads, twelve 0 to 0.6; by five 0.5 and -3, by all 16 -28
+TOGETHER_OF_DOCUMENTS = 112 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
@@ -281,6 +286,13 @@ def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
     return changes if changes and end_together(problem, program) else {}
 
 
+def _together(problem: Problem, program: Program, seen: float) -> int:
+    """Bytes of the heads that run together, of 64 queries a tile in any order."""
+    packed = problem.layout.q == problem.layout.kv == "packed" and seen <= SHORT / 2
+    of_documents = max(problem.head_dim, problem.head_dim_v) > 96 and (packed or falls_apart(problem, program))
+    return TOGETHER_OF_DOCUMENTS if of_documents and program.mask is not None else TOGETHER
+
+
 def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Of each kernel."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -354,7 +366,7 @@ def _keys_apart(
         # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
         lse_ahead=4 if (tall or wide) and (plain or whole) and not deterministic else 0,
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
-        l2=16 << 20,
+        l2=TOGETHER if wide or deterministic else _together(problem, program, seen),
         section_tiles=_section_tiles(target),
         heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
@@ -444,7 +456,7 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
     tiling = HopperBackwardTiling(
         kernel="backward_wide",
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
-        consumer_registers=240, producer_registers=24, p_early=False, l2=16 << 20, section_tiles=_section_tiles(target),
+        consumer_registers=240, producer_registers=24, p_early=False, l2=TOGETHER, section_tiles=_section_tiles(target),
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
