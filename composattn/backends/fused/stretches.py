@@ -33,7 +33,7 @@ class Stretches:
     Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
     begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
     How many keys each row sees, or spans, (B|1 * S + 1,), and how many queries each key; a last one that sees fewest.
-    The `_OfKeys`, (3 + reads, B|1 * S + 1).
+    What `_Rows` have of keys, (3 + reads, B|1 * S + 1).
     """
 
     length: int
@@ -97,8 +97,9 @@ def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
     if limits is None or of_keys is None or not problem.layout.is_dense:
         return None
     ends = limits.begin, limits.end, *_at_rows(of_keys.begin, of_keys.end)
-    captures, scalars = inputs(*ends)
-    if not LONG < problem.q_len == problem.kv_len or not captures or scalars or any(e.deps & Dep.H for e in ends):
+    captures, scalars = inputs(*ends, of_keys.holds)
+    of_heads = any(e.deps & Dep.H for e in (*ends, of_keys.holds))
+    if not LONG < problem.q_len == problem.kv_len or not captures or scalars or of_heads:
         return None
     return ends
 
@@ -165,8 +166,9 @@ class _Told:
         at = {"b": b if by_sequence else 0, "h": 0, "q": row, "q_len": n, "kv_len": n}
         read = {id(c.tensor): t for c, t in zip(inputs(*self.all)[0], tensors, strict=True)}
         found = evaluate_all(list(self.all), Env(index=at, device=device, tensors=read))
-        found = [torch.as_tensor(e, device=device).expand(batch if by_sequence else 1, n) for e in found]
-        begin, end, first, stop, *of_keys = found
+        every = batch if by_sequence else 1, n
+        of_rows = [e.expand(every) if isinstance(e, torch.Tensor) else row.new_full(every, e) for e in found]
+        begin, end, first, stop, *of_keys = of_rows
         rows = torch.stack([end.clamp(max=n) - begin, stop.clamp(max=n) - first, first, stop, *of_keys])
         entry = torch.arange(_entries(n, batch), device=device)
         b, number = entry // most_stretches(n), entry % most_stretches(n)
