@@ -212,8 +212,9 @@ def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: F
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
     """Multiplies row r of a (row, column) view by `factors[r]`."""
     for r in range(cute.size(accumulator, mode=[0])):
+        factor = factors[r]
         for c in range(cute.size(accumulator, mode=[1])):
-            accumulator[r, c] = accumulator[r, c] * factors[r]
+            accumulator[r, c] = accumulator[r, c] * factor
 
 
 @cute.jit

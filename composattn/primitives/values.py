@@ -37,7 +37,7 @@ def total(parts: Iterable[Any]) -> Any:
     return found
 
 
-def narrow(target: cute.Tensor, source: cute.Tensor) -> None:
+def narrow(target: cute.Tensor, source: Any) -> None:
     """fp32 registers to 16-bit ones in the same order, two per instruction.
 
     A vector conversion falls apart into single ones for lengths that are no power of two (91 more instructions

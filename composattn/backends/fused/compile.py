@@ -53,13 +53,19 @@ def content_hash(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, garbage is not looked for: all that is imported and traced is in use (0.3 of 2.8 s found nothing)."""
+    """Inside, garbage is not looked for: all that is imported and traced is in use (0.3 of 2.8 s found nothing).
+
+    Nor behind it, where all of it would be young: it joins the old, among which is looked seldom (0.07 to 0.1 s).
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():  # else somebody has frozen objects, who would find them thawed
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

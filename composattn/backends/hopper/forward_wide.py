@@ -288,7 +288,7 @@ class SharedRows(OutputRows[WideTiling]):
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, rounded and in shared memory, where both warpgroups have met."""
-        tile = self.tile(self.products.rows_of(tSrS), n)
+        tile = self.tile(self.products.remembered(tSrS), n)
         self.mods.apply_score(tile, ahead)
         if tested:
             self.hide(tile, seen)

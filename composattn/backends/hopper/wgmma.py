@@ -9,6 +9,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...primitives.pipelines import Warps
+from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
 from ..fused.kernels.output_rows import OutputProducts
@@ -79,6 +80,11 @@ def fragment_shape(columns: int) -> FragmentShape:
     return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), lanes, block=16)
 
 
+def row_column_place(r: int, c: int) -> int:
+    """Which register of a 64-row accumulator is at that row and column."""
+    return 4 * (c // 2) + 2 * r + c % 2
+
+
 def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
     """The registers of a 64-row accumulator ((2, 2, n/8), 1, 1) as (row, column)."""
     pairs = cute.size(accumulator) // 4
@@ -117,6 +123,9 @@ class WarpgroupProducts(OutputProducts):
 
     def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
         return row_column_view(sums)
+
+    def remembered(self, sums: cute.Tensor) -> Remembered:
+        return Remembered(sums, row_column_place)
 
     def wait(self, running: int) -> None:
         warpgroup.wait_group(running)

@@ -199,13 +199,15 @@ class GroupRows(OutputRows[Any]):
         self.tSrQ = self.products.held_queries()
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
-        """Scores of kv tile `n` to probabilities, in fp32, in place; where `tested`, of what is `seen`."""
-        tile = self.tile(self.products.rows_of(tSrS), n)
+        """Scores of kv tile `n` to probabilities, in fp32, in place, and given; where `tested`, of what is `seen`."""
+        scores = self.products.remembered(tSrS)
+        tile = self.tile(scores, n)
         self.mods.apply_score(tile, ahead)
         if tested:
             self.hide(tile, seen)
         self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
         self.mods.drop(tile)
+        return scores
 
     def first_scores(self, n, k_slot):
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
@@ -214,8 +216,8 @@ class GroupRows(OutputRows[Any]):
         tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, True, seen, first=True)
-        narrow(self.tOrP, tSrS)  # registers in order: an accumulator's is that of the next product's left operand
+        probabilities = self.probabilities(tSrS, n, ahead, True, seen, first=True)
+        narrow(self.tOrP, probabilities)  # registers in order: an accumulator's is that of the next product's left operand
 
     @cute.jit
     def go_over(self, segment, k_slot, v_slot):
@@ -247,22 +249,21 @@ class GroupRows(OutputRows[Any]):
         ahead, tSrS = self.issue(n, k_slot, v_slot)
         if not self.tiling.wait_late:
             self.block.k_edge.release(k_slot, self.me.lane)
-        self.probabilities(tSrS, n, ahead, tested, seen, first=False)
+        probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         if self.tiling.wait_late:
-            self.release_behind_exponential(tSrS, k_slot)
+            self.release_behind_exponential(probabilities[0, 0], k_slot)
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
-        narrow(self.tOrP, tSrS)
+        narrow(self.tOrP, probabilities)
         if not self.tiling.rescale_early:
             self.rescale_output()
 
-    def release_behind_exponential(self, tSrS, k_slot):
-        """K's stage, by lane 0 if its first probability is not below 0, which none is.
+    def release_behind_exponential(self, first, k_slot):
+        """K's stage, by lane 0 if its `first` probability is not below 0, which none is.
 
         The compiler moves a wait for products up over exponentials, but not over a release: with three blocks of one
         group it stood above all of 50 and half of the maxima, now 5 come before it (H200, D 64: 1 to 3 %).
         """
-        first = self.products.rows_of(tSrS)[0, 0]
         self.block.k_edge.release(k_slot, choose(first < 0.0, Int32(32), self.me.lane))
 
     def last_product(self, v_slot):

@@ -47,13 +47,14 @@ class GuessingRows(GroupRows):
         """As `step`; gives 1 if the tile was computed again, else 0."""
         ahead, tSrS = self.issue(n, k_slot, v_slot)
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
-        tile = self.tile(self.products.rows_of(tSrS), n)
+        scores = self.products.remembered(tSrS)
+        tile = self.tile(scores, n)
         self.mods.apply_score(tile, ahead)
         most = MOST if self.block.dtype is BFloat16 else MOST_FP16
         rises = self.softmax.by_maximum_before(tile, most)
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
-        narrow(self.tOrP, tSrS)
+        narrow(self.tOrP, scores)
         # the vote tells the compiler what the barrier does not: all lanes branch alike
         again = cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(rises))
         self.again_if(again, n, k_slot, before)
@@ -69,8 +70,7 @@ class GuessingRows(GroupRows):
             ahead = self.mods.read_ahead(self.tile(None, n))
             tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
             self.products.wait(0)
-            self.probabilities(tSrS, n, ahead, False, None, first=False)
-            narrow(self.tOrP, tSrS)
+            narrow(self.tOrP, self.probabilities(tSrS, n, ahead, False, None, first=False))
             self.rescale_output()
 
     def normalize(self):

@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from ....primitives.bulk_stores import send
 from ....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ....primitives.register_chunks import THREADS
+from ....primitives.remembered import Remembered
 from ....primitives.values import Fixed, narrow, narrowed, smaller
 from ..plan import AnyForwardTiling
 from .forward_call import Call
@@ -30,6 +31,10 @@ class OutputProducts(Fixed, abc.ABC):
     @abc.abstractmethod
     def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
         """A product's registers as (row, column)."""
+
+    @abc.abstractmethod
+    def remembered(self, sums: cute.Tensor) -> Remembered:
+        """The same, for who reads a number more than once."""
 
     @abc.abstractmethod
     def wait(self, running: int) -> None:

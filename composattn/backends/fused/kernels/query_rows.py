@@ -54,7 +54,8 @@ class QueryRows(Places[AnyForwardTiling]):
         self.column = column if isinstance(origin, int) and origin == 0 else column + origin
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
 
-    def tile(self, scores, n) -> ScoreTile:
+    def tile(self, scores: Any, n: Any) -> ScoreTile:
+        """Of kv tile `n`; `scores`, by row and column: registers, None where there are none yet."""
         first_kv = n * self.tiling.tile_n + self.column
         return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
 
