@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import composattn as ca
 from composattn import backends
 from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.compile import _run_compiler
+from composattn.backends.fused.compile import _run_compiler, uncollected
 from composattn.backends.fused.target import HOPPER
 from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal
@@ -79,6 +80,33 @@ def test_no_garbage_is_looked_for_while_a_kernel_is_traced(monkeypatch: pytest.M
         assert not gc.isenabled()  # as it was before
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """No object is frozen, as in most processes; the tests' own has some."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_what_a_compilation_made_is_old_behind_it(thawed: None) -> None:
+    gc.collect()
+    with uncollected():
+        made: list[Any] = [[] for _ in range(5000)]
+    young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
+    assert gc.isenabled() and not any(id(thing) in young for thing in made)
+    made.append(made)
+    del made
+    assert gc.collect() > 5000  # found like any other garbage
+
+
+def test_what_somebody_froze_stays_so_behind_a_compilation(thawed: None) -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() == frozen > 0
 
 
 def test_inference_compiles_the_forward_without_lse(compiled: Compiled) -> None:

@@ -217,7 +217,8 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, True, seen, first=True)
-        narrow(self.tOrP, probabilities)  # registers in order: an accumulator's is that of the next product's left operand
+        # registers in order: an accumulator's is that of the next product's left operand
+        narrow(self.tOrP, probabilities)
 
     @cute.jit
     def go_over(self, segment, k_slot, v_slot):

@@ -1,0 +1,103 @@
+"""Registers that the trace remembers: branches and loops change them as if nobody did, and each is loaded once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from composattn.emulator.capture import Captured
+from composattn.emulator.launch import run
+from composattn.primitives.remembered import Remembered
+
+LANES = 32
+
+
+def fake(*shape: int) -> Any:
+    strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    return make_fake_tensor(Float32, shape, strides, assumed_align=4)
+
+
+class Changes:
+    """Of two registers a lane, by number and by place: a branch that lanes below 7 take, then a loop of three rounds."""
+
+    @cute.jit
+    def __call__(self, found: cute.Tensor, stream):
+        self.kernel(found).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, found):
+        lane = cute.arch.lane_idx()
+        registers = cute.make_rmem_tensor(2, Float32)
+        registers.fill(1.0)
+        held = Remembered(registers, lambda r, c: r + c)
+        held[0, 1] = held[0, 0] + held[1] + Float32(lane)  # 2 + lane
+        if lane < 7:
+            held[0] = held[1] * 2.0
+            held[1] = held[0, 0] + 1.0
+        found[lane, 0], found[lane, 1] = held[0], held[1]
+        for _ in cutlass.range(3, unroll=1):
+            held[0] = held[0] + 1.0
+        found[lane, 2] = held[0]
+
+
+def test_branches_and_loops_change_what_is_remembered() -> None:
+    found = torch.zeros(LANES, 3)
+    kernel = Captured(Changes(), [fake(LANES, 3), make_fake_stream()])
+    run(kernel.program, kernel.launch(found))
+    lane = torch.arange(LANES, dtype=torch.float32)
+    inside, sums = lane < 7, 2 + lane
+    first = torch.where(inside, 2 * sums, 1.0)
+    second = torch.where(inside, 2 * sums + 1, sums)
+    assert torch.equal(found, torch.stack([first, second, first + 3], 1))
+
+
+class Loads:
+    """How often a number is loaded that is read three times, twice here and once in a branch."""
+
+    def __init__(self, counted: list[int]) -> None:
+        self.counted = counted
+
+    @cute.jit
+    def __call__(self, found: cute.Tensor, stream):
+        self.kernel(found).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, found):
+        registers, counted = Counting(cute.make_rmem_tensor(1, Float32)), self.counted
+        held = Remembered(registers, lambda r, c: 0)
+        found[0] = held[0] + held[0]
+        counted.append(registers.loads)
+        if cute.arch.lane_idx() < Int32(7):
+            found[1] = held[0]
+        counted.append(registers.loads)
+
+
+class Counting:
+    def __init__(self, registers: cute.Tensor) -> None:
+        self.registers, self.loads = registers, 0
+
+    def __getitem__(self, number: int) -> Any:
+        self.loads += 1
+        return self.registers[number]
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Counting:
+        return self
+
+
+def test_a_number_is_loaded_once_in_each_block_of_code() -> None:
+    counted: list[int] = []
+    Captured(Loads(counted), [fake(2), make_fake_stream()])
+    assert counted == [1, 2]
