@@ -13,13 +13,17 @@ from typing import Any
 _LOCK = threading.Lock()  # the hook below is process-wide
 
 
-def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a") -> str:
-    """The kernel's PTX. Every compilation writes into a folder of its own: equal argument types give equal names."""
+def compile_ptx(function: Any, arguments: Sequence[Any], arch: str = "sm_90a", switches: str = "") -> str:
+    """The kernel's PTX; `switches` are options of the language's sequence of passes.
+
+    Every compilation writes into a folder of its own: equal argument types give equal names.
+    """
     import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts
 
     with tempfile.TemporaryDirectory() as folder, no_machine_code():
-        kept = f"--keep-ptx --dump-dir={folder} --gpu-arch {arch}"
-        cute.compile(function, *arguments, no_jit_engine=True, options=kept)
+        options = cute.KeepPTX(True), DumpDir(folder), cute.GPUArch(arch), ExtraCompilerOpts(switches)
+        cute.compile[options](function, *arguments, no_jit_engine=True)
         (path,) = Path(folder).glob("*.ptx")
         return path.read_text()
 

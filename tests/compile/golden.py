@@ -33,6 +33,7 @@ from composattn.backends.fused import disk_cache
 from composattn.backends.fused.architecture import kernel_of
 from composattn.backends.fused.compile import content_hash, uncollected
 from composattn.backends.fused.emulated import text_of
+from composattn.backends.fused.passes import switches
 from composattn.backends.fused.plan import Plan
 from tests.compile.golden_plans import PLANS
 
@@ -83,7 +84,7 @@ class _Traced(Exception):
 def traced(name: str) -> str:
     """What tracing makes of a plan, and the passes that would follow: all that its PTX is made from."""
     import cutlass.cute as cute
-    from cutlass.base_dsl.compiler import Compiler
+    from cutlass.base_dsl.compiler import Compiler, ExtraCompilerOpts
 
     def stop(self: object, module: Any, pipeline: str, *given: object, **named: object) -> None:
         raise _Traced(f"{pipeline}\n{module.operation.get_asm(enable_debug_info=False)}")
@@ -92,7 +93,8 @@ def traced(name: str) -> str:
     function, arguments = kernel_of(plan)
     Compiler.compile = stop
     try:
-        cute.compile(function, *arguments, no_jit_engine=True, options=f"--gpu-arch {plan.target.arch}")
+        options = cute.GPUArch(plan.target.arch), ExtraCompilerOpts(switches(plan))
+        cute.compile[options](function, *arguments, no_jit_engine=True)
     except _Traced as reached:
         return str(reached)
     finally:

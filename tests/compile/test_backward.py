@@ -714,7 +714,7 @@ def test_clearing_dq_is_traced_in_few_operations(monkeypatch: pytest.MonkeyPatch
 
     def operations(**changes: Any) -> int:
         with pytest.raises(Traced) as found:
-            _run_compiler(plans("plain-causal", 128, **changes).main, "")
+            _run_compiler(plans("plain-causal", 128, **changes).main)
         return str(found.value).count("\n")
 
     monkeypatch.setattr(Compiler, "compile", stop)

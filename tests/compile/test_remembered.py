@@ -28,7 +28,7 @@ def fake(*shape: int) -> Any:
 
 
 class Changes:
-    """Of two registers a lane, by number and by place: a branch that lanes below 7 take, then a loop of three rounds."""
+    """Two registers a lane, by number and by place: a branch that lanes below 7 take, then a loop of three rounds."""
 
     @cute.jit
     def __call__(self, found: cute.Tensor, stream):

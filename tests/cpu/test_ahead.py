@@ -29,11 +29,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The plans that a stand-in for the compiler was given; what it makes of them does nothing when it is called."""
     made: list[Any] = []
 
-    def compile_it(plan: Any, options: str) -> Any:
+    def compile_it(plan: Any, text: Path | None = None) -> Any:
         made.append(plan)
-        folder = options.rpartition("--dump-dir=")[2]
-        for suffix in ("ptx", "cubin") if "--dump-dir" in options else ():
-            (Path(folder) / f"kernel.{suffix}").write_text(f".entry it .reqntid 128 of {plan.key}")
+        for suffix in ("ptx", "cubin") if text is not None else ():
+            (text / f"kernel.{suffix}").write_text(f".entry it .reqntid 128 of {plan.key}")
         return SimpleNamespace(export_to_c=lambda path, symbol: Path(path).write_text(plan.key))
 
     def load(path: Path) -> Any:

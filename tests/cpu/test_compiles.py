@@ -71,12 +71,12 @@ def test_no_garbage_is_looked_for_while_a_kernel_is_traced(monkeypatch: pytest.M
     monkeypatch.setattr("composattn.backends.fused.compile.kernel_of", traces)
     plan: Any = SimpleNamespace(target=HOPPER)
     with pytest.raises(Traced, match="False"):
-        _run_compiler(plan, "")
+        _run_compiler(plan)
     assert gc.isenabled()
     gc.disable()
     try:
         with pytest.raises(Traced):
-            _run_compiler(plan, "")
+            _run_compiler(plan)
         assert not gc.isenabled()  # as it was before
     finally:
         gc.enable()

@@ -222,7 +222,7 @@ class Compiler:
         self.monkeypatch.setattr(compiling, "_load_library", loads[".so"])
         self.monkeypatch.setattr(compiling, "_load_object", loads[".o"])
 
-    def compile(self, plan: Any, options: str) -> Any:
+    def compile(self, plan: Any, text: Path | None = None) -> Any:
         self.made.append(plan)
         return SimpleNamespace(export_to_c=lambda path, symbol: Path(path).write_text(plan.key))
 

@@ -23,11 +23,11 @@ from ...errors import BackendUnavailable
 from . import disk_cache, toolchain
 from .architecture import kernel_of
 from .inspect import Artifact
+from .passes import switches
 from .plan import Plan
 
 Launchable = Callable[..., Any]
 _SYMBOL = "composattn_kernel"
-_OPTIONS = "--enable-tvm-ffi"
 
 _compiled: dict[str, Launchable] = {}
 _lock = threading.Lock()
@@ -42,13 +42,13 @@ def compile_plan(plan: Plan) -> Launchable:
     with _lock:
         if key not in _compiled:
             folder = disk_cache.usable()
-            _compiled[key] = _from_disk(folder, key) or _keep(_run_compiler(plan, _OPTIONS), folder, key)
+            _compiled[key] = _from_disk(folder, key) or _keep(_run_compiler(plan), folder, key)
     return _compiled[key]
 
 
 def content_hash(plan: Plan) -> str:
     """What a kernel is kept by: the hash of all that decides its code."""
-    return hashlib.sha256(f"{plan.key}\n{_OPTIONS}\n{toolchain.described(plan.target.arch)}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{plan.key}\n{switches(plan)}\n{toolchain.described(plan.target.arch)}".encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -70,9 +70,11 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def _run_compiler(plan: Plan, options: str) -> Any:
+def _run_compiler(plan: Plan, text: Path | None = None) -> Any:
+    """The kernel of `plan`, compiled; PTX and cubin are left in the folder `text`."""
     try:
         import cutlass.cute as cute
+        from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts
     except ImportError as missing:
         raise BackendUnavailable(
             f'backend="{plan.target.backend}" generates kernels with nvidia-cutlass-dsl, which is not installed; '
@@ -80,7 +82,10 @@ def _run_compiler(plan: Plan, options: str) -> Any:
         ) from missing
     function, arguments = kernel_of(plan)
     # what runs is loaded from the file that is kept: to link it in memory first costs 0.1 to 0.4 s
-    return cute.compile(function, *arguments, no_jit_engine=True, options=f"{options} --gpu-arch {plan.target.arch}")
+    options = [cute.EnableTVMFFI(True), cute.GPUArch(plan.target.arch), ExtraCompilerOpts(switches(plan))]
+    if text is not None:
+        options += [cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(str(text))]
+    return cute.compile[tuple(options)](function, *arguments, no_jit_engine=True)
 
 
 # --- on disk ------------------------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ def _kept_text(plan: Plan, folder: Path) -> Artifact | None:
 def _with_text(plan: Plan, folder: Path) -> tuple[Any, Artifact]:
     """`plan` compiled, and its PTX and cubin, kept."""
     with tempfile.TemporaryDirectory(prefix="composattn-") as aside:
-        compiled = _run_compiler(plan, f"{_OPTIONS} --keep-ptx --keep-cubin --dump-dir={aside}")
+        compiled = _run_compiler(plan, Path(aside))
         ptx, cubin = (
             disk_cache.put(folder, content_hash(plan), suffix, _only(aside, f"*{suffix}").read_bytes())
             for suffix in (".ptx", ".cubin")

@@ -24,6 +24,7 @@ from .architecture import kernel_of as generated
 from .call import FusedCall
 from .compile import content_hash, uncollected
 from .launch import ForwardLauncher, has_unused_rows, tidied
+from .passes import switches
 from .plan import ForwardPlan, Plan, plan_forward
 from .target import Target
 
@@ -113,7 +114,7 @@ def text_of(plan: Plan, folder: Path | None = None) -> str:
     if kept is not None:
         return kept.read_text()
     with uncollected():
-        text = compile_ptx(*generated(plan), plan.target.arch)
+        text = compile_ptx(*generated(plan), plan.target.arch, switches(plan))
     disk_cache.put(folder, key, ".ptx", text.encode())
     return text
 
