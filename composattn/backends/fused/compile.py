@@ -48,7 +48,8 @@ def compile_plan(plan: Plan) -> Launchable:
 
 def content_hash(plan: Plan) -> str:
     """What a kernel is kept by: the hash of all that decides its code."""
-    return hashlib.sha256(f"{plan.key}\n{switches(plan)}\n{toolchain.described(plan.target.arch)}".encode()).hexdigest()[:32]
+    decides = f"{plan.key}\n{switches(plan)}\n{toolchain.described(plan.target.arch)}"
+    return hashlib.sha256(decides.encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ....primitives.pieces import Piece
 from ....primitives.register_chunks import add_part
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.seqlen import Sequence
-from ....primitives.values import Fixed
+from ....primitives.values import Fixed, move
 from ..tiling import BackwardTiling
 
 
@@ -143,7 +143,7 @@ class RowStatistic(Fixed):
     def __init__(self, start: cute.Pointer, shape: FragmentShape, together: int):
         self.start = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.smem, assumed_align=4 * together)
         self.shape, self.together = shape, together
-        self.found: dict = {}
+        self.found: dict[int, list[Float32]] = {}
 
     def afresh(self) -> "RowStatistic":
         """The same, with nothing read yet."""
@@ -162,6 +162,6 @@ class RowStatistic(Fixed):
         if first not in self.found:
             values = cute.make_rmem_tensor(self.together, Float32)
             place = self.start + self.shape.row_offsets[first]
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(self.together)), values)
-            self.found[first] = values
+            move(cute.make_tensor(place, cute.make_layout(self.together)), values)
+            self.found[first] = [values[i] for i in range(self.together)]
         return self.found[first][r - first]

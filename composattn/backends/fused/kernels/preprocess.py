@@ -19,7 +19,7 @@ from ....primitives.padded_tiles import (
 )
 from ....primitives.register_chunks import clear
 from ....primitives.seqlen import rows_of
-from ....primitives.values import aligned, choose, permuted
+from ....primitives.values import aligned, choose, move, permuted
 from ..architecture import Kernel
 from ..arguments import PreprocessArguments
 from ..plan_backward import COUNTER, PreprocessPlan
@@ -127,7 +127,7 @@ def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, 
     for tensor in (out, dout):
         row = tensor[q, None]
         registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
-        cute.autovec_copy(cute.make_tensor(aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
+        move(cute.make_tensor(aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
         parts.append(registers)
     product = Float32(0.0)
     for e in range(ELEMENTS):
