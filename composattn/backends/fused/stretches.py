@@ -8,7 +8,6 @@ Results never depend on it: a mask that does not fall apart is one stretch, whos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -33,7 +32,7 @@ class Stretches:
     Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
     begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
     How many keys each row sees, or spans, (B|1 * S + 1,), and how many queries each key; a last one that sees fewest.
-    What `_Rows` have of keys, (3 + reads, B|1 * S + 1).
+    Of each key the least of what a tile's keys say, (5 + 2 * reads, B|1 * S + 1), see `_of_keys`.
     """
 
     length: int
@@ -43,7 +42,7 @@ class Stretches:
 
     def seen(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many keys each row sees, and how many queries each key."""
-        keys, queries, *_ = _rows(told, _entries(self.length, self.batch), len(self.reads))
+        keys, queries = _rows(told, _entries(self.length, self.batch), len(self.reads))[:2]
         return keys, queries
 
     def tiles(self, tile: int) -> Derived:
@@ -129,17 +128,22 @@ def _entries(length: int, batch: int) -> int:
     return batch * most_stretches(length) + 1
 
 
-class _Rows(NamedTuple):
-    """What `Stretches.told` has of rows."""
-
-    seen_keys: torch.Tensor
-    seen_queries: torch.Tensor
-    of_keys: torch.Tensor  # first query that sees it, the one behind the last, whether these say all; each of the reads
+def _rows(told: torch.Tensor, entries: int, reads: int) -> torch.Tensor:
+    """What `Stretches.told` has of rows, behind its entries: a number of each of them."""
+    return told[5 * entries :].view(7 + 2 * reads, -1)
 
 
-def _rows(told: torch.Tensor, entries: int, reads: int) -> _Rows:
-    keys, queries, *of_keys = told[5 * entries :].view(5 + reads, -1)
-    return _Rows(keys, queries, torch.stack(of_keys))
+def _of_keys(first: torch.Tensor, stop: torch.Tensor, holds: torch.Tensor, *reads: torch.Tensor) -> list[torch.Tensor]:
+    """Of each key, as what a tile's keys say is the least of it.
+
+    The first query that sees the key and, less, the one behind the last; less, the first of those that all keys of a
+    tile see, and the one behind the last of them; whether `holds`; what is read, and less that.
+    """
+    n = first.shape[-1]
+    sees, holds = first < stop, holds.bool()
+    begin, behind = torch.where(sees, first, n), torch.where(sees, -stop, 0)
+    full = torch.where(holds, -first, -n), torch.where(holds, stop, -n)
+    return [begin, behind, *full, holds, *reads, *(-r for r in reads)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +173,8 @@ class _Told:
         every = batch if by_sequence else 1, n
         of_rows = [e.expand(every) if isinstance(e, torch.Tensor) else row.new_full(every, e) for e in found]
         begin, end, first, stop, *of_keys = of_rows
-        rows = torch.stack([end.clamp(max=n) - begin, stop.clamp(max=n) - first, first, stop, *of_keys])
+        seen = end.clamp(max=n) - begin, stop.clamp(max=n) - first
+        rows = torch.stack([*seen, *_of_keys(first, stop, *of_keys)])
         entry = torch.arange(_entries(n, batch), device=device)
         b, number = entry // most_stretches(n), entry % most_stretches(n)
         place = b * n if by_sequence else b // batch * n
@@ -227,25 +232,21 @@ class _TilesOfKeys:
     reads: int
 
     def __call__(self, told: torch.Tensor) -> torch.Tensor:
-        tiles, (_, _, of_keys) = self.tiles(told), _rows(told, self.tiles.stretches, self.reads)
+        tiles, of_keys = self.tiles(told), _rows(told, self.tiles.stretches, self.reads)[2:]
         _, m, start, stop, _, last = tiles.unbind(1)
-        n = of_keys.shape[1]
-        behind = torch.minimum(start + (m + 1) * self.tiles.tile, stop)[:, None]
-        key = (start + m * self.tiles.tile)[:, None] + torch.arange(self.tiles.tile, device=told.device)
-        # a key that is not there is as the last one
-        begin, end, holds, *reads = of_keys[:, last[:, None] - (behind - 1 - key).clamp(min=0)]
-        there, all_between = key < behind, holds.bool().all(1, keepdim=True)
-        sees = there & (begin < end)
-        full = torch.where(all_between, begin, n), torch.where(all_between, end, -n)
-        runs_of = (
-            torch.where(sees, begin, n), torch.where(sees, end, 0),
-            torch.where(there, full[0], 0), torch.where(there, full[1], n),
-        )  # fmt: skip
-        first, stop_at, full_first, full_stop = (r.unflatten(1, (self.groups, -1)) for r in runs_of)
-        queries = torch.stack([first.amin(2), stop_at.amax(2), full_first.amax(2), full_stop.amin(2)], 2)
-        said = [r[:, :1] for r in reads]
-        alike = [(r == one).all(1, keepdim=True) & (one.int() == one) for r, one in zip(reads, said, strict=True)]
-        agree = torch.cat([all_between, *alike], 1).all(1, keepdim=True)
+        n, first = of_keys.shape[1], start + m * self.tiles.tile
+        key = first[:, None] + torch.arange(self.tiles.tile, device=told.device)
+        beyond = key - torch.minimum(first + self.tiles.tile, stop)[:, None]  # the last key of a tile is at -1
+        there = of_keys[:, last[:, None] + (beyond + 1).clamp(max=0)].masked_fill(beyond >= 0, _NOBODY)
+        of_groups = there.unflatten(2, (self.groups, -1)).amin(3)
         # as kernels' arithmetic with them stays within 32 bits
-        numbers = torch.cat([queries.flatten(1).clamp(-n, n), agree, *said], 1)
-        return torch.cat([tiles, numbers.to(torch.int32)], 1)
+        begin, behind, full_begin, full_end = of_groups[:4].clamp(-n, n).unbind()
+        queries = torch.stack([begin, -behind, -full_begin, full_end], 2).flatten(1)
+        of_tile = of_groups[4:].amin(2)
+        least, less_most = of_tile[1:].chunk(2)
+        agree = ((least == -less_most) & (least.int() == least)).all(0) & (of_tile[0] == 1)
+        told_of_keys = torch.cat([queries, agree[:, None], least.t()], 1).to(torch.int32)
+        return torch.cat([tiles, told_of_keys], 1)
+
+
+_NOBODY = 1 << 62  # what is more than any key says
