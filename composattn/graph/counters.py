@@ -32,6 +32,11 @@ class Counter:
             self._witness = tensor.detach()  # shares the counter
             self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
+    @property
+    def version(self) -> int:
+        """What it says now."""
+        return self._witness._version
+
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether this counter is `tensor`'s: 0.7 µs. It is moved and put back, so by one thread at a time."""
         now = self._witness._version

@@ -45,8 +45,8 @@ class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
     __slots__ = (
-        "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_version",
-        "dependents", "epoch", "unwritten",
+        "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_seen", "_version",
+        "dependents", "epoch", "unwritten", "written_apart",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -55,6 +55,8 @@ class Lent(Capture):
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
         self._address = 0  # of its elements
         self._version = 0  # by its counter
+        self._seen = 0  # by its counter, when it was followed last
+        self.written_apart = 0  # the last of `_apart` that was its own
         self.unwritten: Unwritten | None = None  # another one after each write; None: `version` has to be asked
         self.epoch = 0  # which memory it stands for, by which counter: the first, the second, ...
         self.dependents: dict[Hashable, Callable[[Hashable], None]] = {}  # whom to tell when it goes
@@ -105,8 +107,11 @@ class Lent(Capture):
             if tensor.is_inference():
                 self._counter = None
             elif not self._counts(tensor, alone and before[:2] == (self._last, self._address)):
+                if self._counter is not None and (tensor._version or self._counter.version != self._seen):
+                    self.written_apart = _apart.again()
                 self._counter = Counter(tensor) if plain else None
                 self.epoch += 1  # two counters may well say the same
+            self._seen = 0 if self._counter is None else self._counter.version
             trusted = plain and alone and self._counter is not None
             self._is_of_form = of_the_form(tensor) if trusted else None
             if not trusted:
@@ -116,13 +121,19 @@ class Lent(Capture):
 
     def _mark(self, tensor: torch.Tensor) -> None:
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
-        self._version = tensor._version
+        self._version = self._seen = tensor._version
         stamp = self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
         self.unwritten = Unwritten(stamp, self.epoch)
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
         return same if self._counter is None else self._counter.counts(tensor)
+
+    def is_written_apart_from(self, tensor: torch.Tensor) -> bool:
+        """Whether it follows another tensor than `tensor`, which counts for itself and was written to meanwhile."""
+        with _lock:
+            counter = self._counter
+            return counter is not None and counter.version != self._seen and not counter.counts(tensor)
 
     def ended(self) -> None:
         """Its memory is gone: whatever tensor comes at that address is another one."""
@@ -135,6 +146,19 @@ class Lent(Capture):
             return "Lent()"
 
 
+class _Apart:
+    """How often memory came that tensors write to whose writes are counted apart, `x` and `x.data`, and one had."""
+
+    count = 0
+
+    def again(self) -> int:
+        self.count += 1
+        return self.count
+
+
+_apart = _Apart()
+
+
 class _Local(threading.local):
     now: Lending | None = None  # what is lent in this thread
 
@@ -145,7 +169,7 @@ _local = _Local()
 class Lending:
     """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run, here."""
 
-    __slots__ = ("captures", "epoch", "numbers", "outer", "tensors", "unwritten")
+    __slots__ = ("captures", "epoch", "numbers", "outer", "since", "tensors", "unwritten")
 
     def __init__(
         self,
@@ -160,7 +184,7 @@ class Lending:
         `numbers`: what torch knows the tensors by, now: `torch.utils.swap_tensors` puts others in their place.
         """
         self.captures, self.tensors, self.unwritten, self.epoch = captures, tensors, unwritten, epoch
-        self.numbers = numbers
+        self.numbers, self.since = numbers, _apart.count
 
     def __enter__(self) -> None:
         self.outer, _local.now = _local.now, self
@@ -182,6 +206,7 @@ class Lending:
 
     def refuse_written(self) -> None:
         """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to, or swapped."""
+        self.refuse_written_apart()
         for tensor, then, number in zip(self.tensors, self.unwritten, self.numbers):  # noqa: B905  as above
             if tensor._cdata != number:
                 raise RuntimeError(
@@ -194,9 +219,23 @@ class Lending:
                     f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
                 )
 
+    def refuse_written_apart(self) -> None:
+        """Raises the same where another tensor of the memory, which counts its writes apart, was lent since."""
+        for capture, tensor in zip(self.captures, self.tensors, strict=True):
+            if capture.written_apart > self.since or capture.is_written_apart_from(tensor):
+                raise RuntimeError(
+                    f"the memory of a captured tensor of shape {tuple(tensor.shape)} that a gradient needs was "
+                    "captured since the call as another tensor, x.data of an x, to which was written; nobody says "
+                    "whether before the call: compute the gradient first, or write to the tensor itself"
+                )
+
     def again(self) -> Lending:
-        """The same for another time: a backward may run in another thread, or beside a second one."""
+        """The same for another time: a backward may run in another thread, or beside a second one.
+
+        Raises `RuntimeError`, see `refuse_written_apart`.
+        """
         if not self.stands():
+            self.refuse_written_apart()
             for capture, tensor in zip(self.captures, self.tensors, strict=True):
                 capture.follow(tensor)
         unwritten = [capture.unwritten for capture in self.captures]

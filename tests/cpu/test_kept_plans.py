@@ -509,6 +509,58 @@ def test_aliases_whose_writes_are_counted_apart_are_told_apart(generator: torch.
             torch.testing.assert_close(now, true, atol=3e-2, rtol=3e-2)
 
 
+READERS: dict[str, tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], dict[str, Any]]]] = {
+    "a bias": (torch.arange(LENGTH) / 5.0, torch.arange(LENGTH) % 3.0, lambda t: {"score_mod": _plus(t)}),
+    "ids": (torch.arange(LENGTH) // 5, torch.arange(LENGTH) // 3, lambda t: {"mask_mod": document(t)}),
+    "limits": (torch.arange(LENGTH), torch.arange(LENGTH) // 2, lambda t: {"mask_mod": lambda b, h, q, kv: kv <= t[q]}),
+}
+
+
+def _plus(table: torch.Tensor) -> Callable[..., Any]:
+    return lambda score, b, h, q, kv: score + table[kv]
+
+
+@pytest.mark.parametrize("backend", ["streaming", "hopper-emulated"])
+@pytest.mark.parametrize("way", ["written, called", "called, written", "written, called, and with the tensor"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_gradient_is_refused_where_an_alias_of_what_it_reads_was_written_to_and_lent(
+    name: str, way: str, backend: str, generator: torch.Generator
+) -> None:
+    """`x.data` counts its writes apart: torch looks at those of `x` alone."""
+    if backend != "streaming":
+        pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+    before, after, mods = READERS[name]
+    memory = before.clone()
+    dim, dtype = (8, torch.float32) if backend == "streaming" else (64, torch.bfloat16)
+    x = [torch.randn(1, 1, LENGTH, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+    def out(t: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ca.attention(*x, **mods(t), backend=backend)
+        return found.sum()
+
+    of_before, alias = out(memory), memory.data
+    if way == "called, written":
+        out(alias)
+    alias.copy_(after)
+    if way != "called, written":
+        out(alias)
+    if "tensor" in way:
+        out(memory)
+    with pytest.raises(RuntimeError, match=r"captured since the call as another tensor|modified by an inplace"):
+        of_before.backward()
+    out(memory).backward()
+
+
+def test_an_alias_that_nobody_wrote_to_hides_no_gradient(generator: torch.Generator) -> None:
+    bias = torch.arange(LENGTH) / 5.0
+    x = [torch.randn(1, 1, LENGTH, 8, generator=generator).requires_grad_() for _ in range(3)]
+    wanted = torch.autograd.grad(ca.attention(*x, score_mod=_plus(bias)).sin().sum(), x)
+    out = ca.attention(*x, score_mod=_plus(bias)).sin().sum()
+    ca.attention(*x, score_mod=_plus(bias.data))
+    ca.attention(*x, score_mod=_plus(bias))
+    assert all(map(torch.equal, torch.autograd.grad(out, x), wanted))
+
+
 def test_the_counter_of_a_tensor_is_told_from_others_that_say_the_same() -> None:
     x = torch.zeros(4)
     with torch.inference_mode():

@@ -185,6 +185,8 @@ class FusedAttend:
         plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
         lending = self.lending
         standing = lending if lending is not None and lending.stands() else None
+        if lending is not None and standing is None:
+            lending.refuse_written_apart()
         ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
         if gradient is None or ready is None:
             with lent_again(lending):

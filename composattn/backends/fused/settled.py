@@ -145,6 +145,8 @@ class _Settled(torch.autograd.Function):
         if lent is None:
             q, k, v, out, lse, *captured = saved
             of_captured = ctx.needs_input_grad[4:] if captured else ()
+            if lending is not None and not stands:
+                lending.refuse_written_apart()
         else:
             q, k, v, out, lse = saved
             captured = lent
