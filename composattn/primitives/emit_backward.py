@@ -37,9 +37,9 @@ from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_dropout import copied, drop
 from .emit_ops import convert, tanh_of
 from .emit_row import MODERATE, near_tanh
+from .emit_told import AgreedReads
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
-from .told_keys import AgreedReads
 from .values import Fixed, choose, larger, smaller, total
 
 

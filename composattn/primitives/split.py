@@ -11,10 +11,11 @@ import functools
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..call.schedule import MOST_SPLITS
 from .exponential import LN_2, LOG2_E, exp2
 from .lanes import LANES, WARP, add, over_lanes
 from .values import Fixed, choose, smaller
+
+MOST_PARTS = 4 * LANES
 
 
 class Weights(Fixed):
@@ -23,10 +24,10 @@ class Weights(Fixed):
     def __init__(self, parts: cute.Tensor, lane: Int32) -> None:
         """`parts`: LSE of each part, fp32 (splits,), natural logarithm; -inf where a part saw nothing.
 
-        At most `MOST_SPLITS` parts, each read by one lane: with no loop what else is read need not wait for these.
+        At most `MOST_PARTS`, each read by one lane: with no loop what else is read need not wait for these.
         """
         self.parts = parts
-        mine = [_of_lane(parts, lane + n) for n in range(0, MOST_SPLITS, LANES)]
+        mine = [_of_lane(parts, lane + n) for n in range(0, MOST_PARTS, LANES)]
         maximum = over_lanes(cute.arch.fmax, functools.reduce(cute.arch.fmax, mine), WARP)
         # nothing visible: subtract 0, so that exp(-inf - 0) is 0 and not NaN
         self.shift = choose(maximum == -Float32.inf, Float32(0.0), maximum)

@@ -32,7 +32,7 @@ AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
 
 
 class Told(NamedTuple):
-    """What a table says of tiles of keys, see `primitives.told_keys`: no kernel computes their bounds then."""
+    """What a table says of tiles of keys, see `primitives.emit_told`: no kernel computes their bounds then."""
 
     groups: int
     reads: tuple[Expr, ...]

@@ -53,7 +53,7 @@ class Stretches:
         return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
 
     def tiles_of_keys(self, tile: int, groups: int) -> Derived:
-        """The same with what `primitives.told_keys` reads behind it: int32 (entries, 6 + 4 * groups + 1 + reads)."""
+        """The same with what `primitives.emit_told` reads behind it: int32 (entries, 6 + 4 * groups + 1 + reads)."""
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
         recipe = _TilesOfKeys(_TilesOf(*shape), groups, len(self.reads))
         return derive(("tiles of keys of stretches", *shape, groups, recipe.reads), recipe, self.told)

@@ -14,6 +14,7 @@ from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
 from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_tiles import query_tiles_of
+from ....primitives.emit_told import ToldKeys
 from ....primitives.kv_source import partition
 from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
@@ -22,7 +23,6 @@ from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import TileScheduler
-from ....primitives.told_keys import ToldKeys
 from ....primitives.values import Fixed, choose, permuted
 from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments

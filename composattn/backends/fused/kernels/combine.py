@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from ....primitives.split import Weights
+from ....call.schedule import MOST_SPLITS
+from ....primitives.split import MOST_PARTS, Weights
 from ....primitives.values import choose, narrow, smaller
 from ..architecture import Kernel
 from ..arguments import CombineArguments
@@ -26,6 +27,7 @@ class Combine(Kernel):
     arguments = CombineArguments
 
     def __init__(self, plan: CombinePlan):
+        assert MOST_SPLITS <= MOST_PARTS, "a lane has the LSE of so many parts"
         self.plan = plan
         self.chunks = -(-plan.head_dim_v // (LANES * WIDE))
 
