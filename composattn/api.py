@@ -148,7 +148,8 @@ class Attention(Held):
         if alone and not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             if self._seen:
                 self._watch()
-            out = self.at_once(q, k, v, None)
+            short_way = self.short_way_of(q, k, v)
+            out = None if short_way is None else short_way(q, k, v, None)
             if out is not None:
                 return out
         inputs = Inputs(q, k, v, varlen, paged)
@@ -265,7 +266,8 @@ def attention(
         keep.draw()
     planned, lending = planned_for(score_mod, mask_mod, sinks, keep, options)
     if asked is OUT_ALONE and varlen is None and paged is None:
-        out = planned.at_once(q, k, v, lending)
+        short_way = planned.short_way_of(q, k, v)
+        out = None if short_way is None else short_way(q, k, v, lending)
         if out is not None:
             return out
     return planned(Inputs(q, k, v, varlen, paged), asked, lending)  # type: ignore[no-any-return]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import errors
 from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
-from .graph.dynamo import is_traced
+from .call.inputs import OUT_ALONE, Inputs
+from .dispatch.kept import planned_for
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.fingerprint import Fingerprint, fingerprint
 from .graph.scalar import Scalar
 from .mods.mask import Mask
+from .parallel import context
 
 KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
 _PAIRS_AT_ONCE = 1 << 24  # elements of a dense mask that are looked at together: 16 MiB of bools
@@ -49,6 +52,17 @@ def flex_attention(
     `BlockMaskMismatch`; `UnsupportedOption` for `return_lse` with `return_aux`, or a BACKEND in `kernel_options` that
     torch does not know. Other `kernel_options` tune torch's kernels: here they have no effect, and give a warning.
     """
+    if (
+        block_mask is not None
+        and return_lse is False
+        and return_aux is None
+        and kernel_options is None
+        and query.__class__ is torch.Tensor
+        and not torch.compiler.is_compiling()
+    ):
+        found = _again(query, key, value, score_mod, block_mask, scale, enable_gqa, backend)
+        if found is not None:
+            return found
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
     if kernel_options is not None and not isinstance(kernel_options, dict):
@@ -58,10 +72,8 @@ def flex_attention(
         warnings.warn(
             f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
         )
-    mask: Mask | None = None
     try:
-        shape, of_key = query.shape, key.shape
-        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = shape, of_key
+        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
     except (AttributeError, RuntimeError, ValueError):  # as below
         pass
     else:
@@ -71,11 +83,7 @@ def flex_attention(
             )
         if kv_batch == 1 and batch > 1 and _are_dense(query, key):
             key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
-            of_key = key.shape
-        if block_mask is not None and query.__class__ is torch.Tensor and not is_traced():
-            mask = _known_mask(block_mask, shape, of_key, query.device)
-    if block_mask is not None and mask is None:
-        mask = mask_of(block_mask, query, key)
+    mask = None if block_mask is None else mask_of(block_mask, query, key)
     if return_aux is None:
         return attention(
             query, key, value, score_mod=score_mod, mask_mod=mask, scale=scale, return_lse=return_lse, backend=backend
@@ -128,21 +136,23 @@ def _check_kernel(kernel_options: dict[str, Any]) -> None:
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------
 
 
-class _Known(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Known:
     """The mask that a `BlockMask` means, for as long as it has the mask_mod and the lists that it was made of."""
 
+    of: weakref.ref[Any]  # the BlockMask
     mask_mod: Any
     said: Fingerprint | None  # of the mask_mod: for as long as it says this, it means the same
     inner: Mask  # what the mask_mod means
     lists: tuple[torch.Tensor | None, ...]
     mask: Mask
     # tensors and numbers that decided that it is the mask_mod's alone, but for those of inference mode, whose writes
-    # nobody counts; and their `_stamp`
-    decided: tuple[torch.Tensor, ...]
+    # nobody counts; each with what it was then
+    decided: tuple[tuple[torch.Tensor, int, int], ...]  # counts of writes, addresses
     numbers: tuple[Scalar, ...]
-    stamp: Any
+    values: list[Any]  # of the numbers
     fits: list[Any]  # shapes, device and lengths of calls that it was checked for, the latest
-    of: weakref.ref[Any]  # the BlockMask
+    latest: tuple[Any, ...] | None = None  # whose form is this short way's, with what else it was checked for
 
 
 _known: dict[int, _Known] = {}  # by the place of a BlockMask, for as long as it lives
@@ -157,7 +167,7 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     or whose mask_mod means something else since, both count.
     """
     compiling = torch.compiler.is_compiling()
-    known = None if compiling else _known_still(block_mask)
+    known = None if compiling else _unchanged(block_mask) or _known_still(block_mask)
     if known is None:
         _check(block_mask)
     asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
@@ -177,12 +187,49 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     return known.mask
 
 
-def _known_mask(given: object, shape: torch.Size, of_key: torch.Size, device: torch.device) -> Mask | None:
-    """The mask that it means, if all is as it was and the latest call was one of these shapes; in one function."""
-    block_mask: Any = given
-    known = _known.get(object.__hash__(block_mask))
-    if known is None or known.of() is not given or not known.fits:
+def _again(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    backend: str | None,
+) -> torch.Tensor | None:
+    """The output of a call that differs from an earlier one in nothing but what tensors hold; else None.
+
+    What is checked of shapes is known by their form, at which the call looks itself.
+    """
+    known = None if context.entered or context.left else _unchanged(block_mask)
+    if known is None:
         return None
+    options = scale, backend, None, None
+    if known.mask is known.inner:
+        planned, lending = planned_for(score_mod, known.mask_mod, None, None, options, known.said)
+    else:
+        planned, lending = planned_for(score_mod, known.mask, None, None, options)
+    short_way = planned.short_way_of(query, key, value)
+    if short_way is None:
+        return None
+    asked = short_way, enable_gqa, block_mask.seq_lengths
+    if asked != known.latest:
+        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
+        if (heads != kv_heads and not enable_gqa) or (kv_batch == 1 < batch):
+            return None
+        if mask_of(block_mask, query, key) is not known.mask:
+            return None
+        known.latest = asked
+    out = short_way(query, key, value, lending)
+    return planned(Inputs(query, key, value), OUT_ALONE, lending) if out is None else out
+
+
+def _unchanged(given: object) -> _Known | None:
+    """What is known of a BlockMask, if all of it is what it was; in one function."""
+    known = _known.get(object.__hash__(given))
+    if known is None or known.of() is not given:
+        return None
+    block_mask: Any = given
     mod, then, lists = known.mask_mod, known.said, known.lists
     if (
         then is None
@@ -191,16 +238,24 @@ def _known_mask(given: object, shape: torch.Size, of_key: torch.Size, device: to
         or block_mask.kv_indices is not lists[1]
         or block_mask.full_kv_num_blocks is not lists[2]
         or block_mask.full_kv_indices is not lists[3]
-        or known.fits[0] != (shape, of_key, device, *block_mask.seq_lengths)
     ):
         return None
     said = fingerprint(mod, _ARGUMENTS)
     # as `_are_the_same`, without the call
     if said is None or said[0] != then[0] or len(said[1]) != len(then[1]):
         return None
-    if not all(map(operator.is_, said[1], then[1])):
-        return None
-    return known.mask if _stamp(known.decided, known.numbers) == known.stamp else None
+    for a, b in zip(said[1], then[1]):  # noqa: B905  named arguments take time
+        if a is not b:
+            return None
+    return known if _stands(known) else None
+
+
+def _stands(known: _Known) -> bool:
+    """Whether nothing was written to what decided."""
+    for tensor, writes, place in known.decided:
+        if tensor._version != writes or tensor.data_ptr() != place:
+            return False
+    return not known.numbers or [s.value for s in known.numbers] == known.values
 
 
 def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
@@ -214,21 +269,19 @@ def _remembered(block_mask: Any, inner: Mask, mask: Mask) -> _Known:
     # blocks that a mask lists are read at each call
     read = () if isinstance(mask, BlockSparse) else (*lists, *mask.leaves)
     numbers = tuple(leaf for leaf in read if isinstance(leaf, Scalar))
-    decided = tuple(leaf for leaf in read if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
-    stamp, of, mod = _stamp(decided, numbers), weakref.ref(block_mask, ended), block_mask.mask_mod
+    decided = tuple(
+        (leaf, leaf._version, leaf.data_ptr())
+        for leaf in read
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    )
+    of, mod, values = weakref.ref(block_mask, ended), block_mask.mask_mod, [s.value for s in numbers]
     found = _known[place] = _Known(
-        mod, fingerprint(mod, _ARGUMENTS), inner, lists, mask, decided, numbers, stamp, [], of
+        of, mod, fingerprint(mod, _ARGUMENTS), inner, lists, mask, decided, numbers, values, []
     )
     return found
 
 
 _lists_of = operator.attrgetter(*LISTS)
-_writes, _place = operator.attrgetter("_version"), torch.Tensor.data_ptr
-
-
-def _stamp(decided: tuple[torch.Tensor, ...], numbers: tuple[Scalar, ...]) -> tuple[Any, ...]:
-    """Another one after a write to what decided."""
-    return sum(map(_writes, decided)), [*map(_place, decided)], [s.value for s in numbers] if numbers else None
 
 
 def _known_still(block_mask: Any) -> _Known | None:
@@ -242,7 +295,7 @@ def _known_still(block_mask: Any) -> _Known | None:
     said = fingerprint(mod, _ARGUMENTS)
     now = before if said is not None and _are_the_same(said, known.said) else Mask.of(mod)
     if now is before or _are_the_same((now.form, now.leaves), (before.form, before.leaves)):
-        if _stamp(known.decided, known.numbers) == known.stamp:
+        if _stands(known):
             return known
         now = before
     return _remembered(block_mask, now, BlockSparse.from_block_mask(block_mask, now))

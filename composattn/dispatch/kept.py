@@ -37,20 +37,32 @@ _SINKS = Sink.of(torch.zeros(1)).form
 
 
 def planned_for(
-    score_mod: Any, mask_mod: Any, sinks: Any, keep: Dropout | None, options: tuple[Any, ...]
+    score_mod: Any,
+    mask_mod: Any,
+    sinks: Any,
+    keep: Dropout | None,
+    options: tuple[Any, ...],
+    masked: Fingerprint | None = _NOTHING_SAID,
 ) -> tuple[Planned, Lending | None]:
     """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
 
     Functions that say what they said before, of tensors that are lent, are not made into a `Score` or a `Mask`.
+    `masked`: what the mask says now, if whoever asks knows it.
 
     Raises: what `Attention` raises.
     """
     said: Fingerprint | None = _NOTHING_SAID
-    masked: Fingerprint | None = _NOTHING_SAID
+    are_of_form = sinks is None  # what functions say, a plan's key, tells the forms of the tensors that they read
     if score_mod is not None:
-        said = (score_mod.form, score_mod.leaves) if score_mod.__class__ is Score else fingerprint(score_mod, 5)
+        if score_mod.__class__ is Score:
+            said, are_of_form = (score_mod.form, score_mod.leaves), False
+        else:
+            said = fingerprint(score_mod, 5)
     if mask_mod is not None:
-        masked = (mask_mod.form, mask_mod.leaves) if mask_mod.__class__ is Mask else fingerprint(mask_mod, 4)
+        if mask_mod.__class__ is Mask:
+            masked, are_of_form = (mask_mod.form, mask_mod.leaves), False
+        elif masked is _NOTHING_SAID:
+            masked = fingerprint(mask_mod, 4)
     key: tuple[Any, ...] | None = None
     if (
         not (said is None or masked is None or keep is not None)
@@ -60,7 +72,7 @@ def planned_for(
         leaves = said[1] + masked[1] if sinks is None else (*said[1], *masked[1], sinks)
         if copies.made and leaves:
             copies.refuse_outdated(leaves)
-        lending = lent_before(leaves) if leaves else None
+        lending = lent_before(leaves, are_of_form) if leaves else None
         if lending is not None or not leaves:
             key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None), options)
         if key is not None:

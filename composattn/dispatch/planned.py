@@ -26,7 +26,7 @@ from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from ..graph.expr import Expr, walk
-from ..graph.forms import of_the_form
+from ..graph.forms import of_these_forms
 from ..graph.lent import Lending
 from . import transforms
 from .spoken import Spoken
@@ -35,9 +35,8 @@ _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_Is = Callable[[torch.Tensor], bool]
-# whether q, k and v are of this form, and sequences lie so
-_Met = tuple[_Is, _Is, _Is, Any, backends.Call, backends.ShortWay | None]
+# whether q, k and v are of these forms, and sequences lie so
+_Met = tuple[Callable[..., bool], Any, backends.Call, backends.ShortWay | None]
 
 
 class Options:
@@ -103,8 +102,8 @@ class Planned:
                 latest = () if q.is_nested or k.is_nested or v.is_nested else self._latest
             except AttributeError:  # likewise
                 latest = ()
-            for is_q, is_k, is_v, then, call, short_way in latest:  # noqa: B007  which of them is what is looked for
-                if is_q(q) and is_k(k) and is_v(v) and lie == then:
+            for are_of_forms, then, call, short_way in latest:  # noqa: B007  which of them is what is looked for
+                if are_of_forms(q, k, v) and lie == then:
                     break
             else:
                 call, short_way = self._met(inputs, lending)
@@ -117,8 +116,8 @@ class Planned:
         with _NOTHING if lending is None else lending:
             return asked_of(self._called(call, inputs, asked), asked)
 
-    def at_once(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None) -> Any:
-        """The output of a dense call that asks for nothing else, where its form is known; else None.
+    def short_way_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.ShortWay | None:
+        """Gives the output of a dense call that asks for nothing else, where its form is known; each form has its own.
 
         Not to be asked below a transform: a plan that was made there knows no forms.
         """
@@ -127,9 +126,9 @@ class Planned:
                 return None
         except AttributeError:
             return None
-        for is_q, is_k, is_v, lie, _, short_way in self._latest:
-            if is_q(q) and is_k(k) and is_v(v) and lie is None and short_way is not None:
-                return short_way(q, k, v, lending)
+        for are_of_forms, lie, _, short_way in self._latest:
+            if lie is None and short_way is not None and are_of_forms(q, k, v):
+                return short_way
         return None
 
     def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.Call, backends.ShortWay | None]:
@@ -138,7 +137,7 @@ class Planned:
             self._refuse_paged_gradient(inputs)
             call = self.prepared(inputs)
             q, k, v, _, _ = inputs
-            met = of_the_form(q), of_the_form(k), of_the_form(v), inputs.lie, call, call.short_way(inputs)
+            met = of_these_forms(q, k, v), inputs.lie, call, call.short_way(inputs)
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]
 

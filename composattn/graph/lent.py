@@ -78,13 +78,14 @@ class Lent(Capture):
     def identity(self) -> int:
         return id(self)
 
-    def is_lent(self, tensor: torch.Tensor) -> bool:
+    def is_lent(self, tensor: torch.Tensor, number: int) -> bool:
         """Whether `tensor` is the one that was followed last, in the same memory and of the same form.
 
         It has to be alone in its memory: with another one there an address may be taken over. Its writes are looked at.
+        number: what torch knows it by, which takes as long to ask for as its version and its address.
         """
         if (
-            self._last != tensor._cdata
+            self._last != number
             or self._is_of_form is None
             or not self._is_of_form(tensor)
             or tensor.data_ptr() != self._address
@@ -97,7 +98,7 @@ class Lent(Capture):
 
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
-        if self.is_lent(tensor):
+        if self.is_lent(tensor, tensor._cdata):
             return
         with _lock:
             _forget_tensor(self)
@@ -336,7 +337,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     for tensor in tensors:
         number = tensor._cdata
         capture = known.get(number)
-        if capture is None or not capture.is_lent(tensor):
+        if capture is None or not capture.is_lent(tensor, number):
             capture = _found(tensor, user, (reader, len(captures)))
             if capture is None:
                 return None
@@ -347,8 +348,11 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     return Lending(tuple(captures), tensors, unwritten, epoch, numbers)
 
 
-def lent_before(leaves: Sequence[Any]) -> Lending | None:
-    """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now."""
+def lent_before(leaves: Sequence[Any], are_of_form: bool = False) -> Lending | None:
+    """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now.
+
+    are_of_form: whoever asks has their forms, and takes the captures for nothing but tensors of those forms.
+    """
     captures: list[Lent] = []
     unwritten: list[Unwritten | None] = []
     numbers: list[int] = []
@@ -358,8 +362,19 @@ def lent_before(leaves: Sequence[Any]) -> Lending | None:
             return None
         number = leaf._cdata
         capture = _of_tensor.get(number)
-        if capture is None or not capture.is_lent(leaf) or getattr(leaf, "_fsdp_flattened", False):
+        # as `is_lent`, without the call
+        if (
+            capture is None
+            or capture._last != number
+            or capture._is_of_form is None
+            or not (are_of_form or capture._is_of_form(leaf))
+            or leaf.data_ptr() != capture._address
+            or storage_uses(leaf.untyped_storage()._cdata) > OF_ONE_TENSOR
+            or getattr(leaf, "_fsdp_flattened", False)
+        ):
             return None
+        if leaf._version != capture._version:
+            capture._mark(leaf)
         captures.append(capture)
         unwritten.append(capture.unwritten)
         numbers.append(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 import composattn as ca
+from benchmarks.host_work import without_kernels
 from composattn import errors, flex
+from composattn.parallel import context
 
 Mod = Callable[..., Any]
 LENGTH = 70
@@ -209,3 +211,106 @@ def test_what_is_known_of_a_block_mask_ends_with_it(generator: torch.Generator) 
 def test_what_is_no_block_mask_is_refused_by_name(given: Any, generator: torch.Generator) -> None:
     with pytest.raises(errors.BlockMaskMismatch):
         ca.flex_attention(*inputs(generator), block_mask=given)
+
+
+# --- calls that repeat ---------------------------------------------------------------------------------------------
+
+
+class Repeated:
+    """Calls with one BlockMask whose kernels don't run, until `attention` says no: the short way never asks it."""
+
+    def __init__(self, mod: Mod, kv_heads: int = 2, **options: Any) -> None:
+        shape, shared = (1, 2, LENGTH, 16), (1, kv_heads, LENGTH, 16)
+        self.inputs = [torch.zeros(s, dtype=torch.bfloat16) for s in (shape, shared, shared)]
+        self.blocks = torchs.create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        for _ in range(3):
+            self(**options)
+
+    def __call__(self, of: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **options: Any) -> Any:
+        return ca.flex_attention(*map(of, self.inputs), block_mask=self.blocks, **options)
+
+
+class Asked(Exception):
+    """All of a call is looked at."""
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Kernels don't run; from when it is called on, who takes the long way is refused."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Asked
+
+    with without_kernels(lambda plan: lambda *arguments: None):
+        yield lambda: monkeypatch.setattr(flex, "attention", refuse)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_call_that_repeats_takes_the_short_way_until_something_is_written(
+    name: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[[], None]
+) -> None:
+    mod, write = WRITES[name]
+    before, call = IDS.clone(), Repeated(mod)
+    refused()
+    assert call().shape == call.inputs[0].shape
+    try:
+        write(call.blocks, monkeypatch)
+        with pytest.raises(Asked):
+            call()
+    finally:
+        IDS.data = before
+
+
+LONG_WAYS: dict[str, Callable[[Repeated], Any]] = {
+    "other shapes": lambda call: call(lambda x: x.expand(3, -1, -1, -1)),
+    "another dtype": lambda call: call(torch.Tensor.half),
+    "LSE": lambda call: call(return_lse=True),
+    "another scale": lambda call: call(scale=2.0),
+    "a score mod": lambda call: call(score_mod=lambda score, b, h, q, kv: score * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG_WAYS)
+def test_a_call_that_differs_is_looked_at_anew(name: str, refused: Callable[[], None]) -> None:
+    call = Repeated(causal)
+    refused()
+    call()
+    with pytest.raises(Asked):
+        LONG_WAYS[name](call)
+
+
+def test_what_a_repeated_call_was_checked_for_is_checked_again_where_it_is_another(refused: Callable[[], None]) -> None:
+    call = Repeated(causal, kv_heads=1, enable_gqa=True)
+    refused()
+    call(enable_gqa=True)
+    with pytest.raises(errors.GroupMismatch):
+        call()
+    call.blocks.seq_lengths = (LENGTH, LENGTH + 1)
+    with pytest.raises(errors.BlockMaskMismatch):
+        call(enable_gqa=True)
+
+
+def test_a_repeated_call_below_autocast_or_a_hook_of_saved_tensors_is_what_it_is_elsewhere() -> None:
+    packed: list[torch.Tensor] = []
+    with without_kernels(lambda plan: lambda *arguments: None):
+        call = Repeated(causal)
+        call.inputs = [x.requires_grad_() for x in call.inputs]
+        for _ in range(3):
+            call()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+            call()
+        assert packed
+        call.inputs = [x.detach().float() for x in call.inputs]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert [call().dtype for _ in range(3)] == [torch.bfloat16] * 3
+
+
+def test_a_rank_that_shares_a_sequence_never_takes_the_short_way(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[[], None]
+) -> None:
+    call = Repeated(causal)
+    refused()
+    call()
+    monkeypatch.setattr(context, "entered", [object()])
+    with pytest.raises(Asked):
+        call()

@@ -126,6 +126,27 @@ def test_a_tensor_that_a_mask_read_before_is_told_apart_by_its_form() -> None:
     assert len(set(keys)) == 2
 
 
+@pytest.mark.parametrize("entry", ["a function", "a block mask"])
+def test_a_tensor_whose_form_changes_in_place_is_read_as_it_is_now(entry: str, generator: torch.Generator) -> None:
+    inputs = [torch.randn(1, 3, 3, 8, generator=generator) for _ in range(3)]
+    table = torch.tensor([[True, True, False], [False, True, True], [False, False, True]])
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return table[q, kv]
+
+    blocks = create_block_mask(visible, None, None, 3, 3, device="cpu", BLOCK_SIZE=16)  # one, in which all is asked for
+    for step in range(6):
+        if step % 2:
+            table.t_()
+        for _ in range(2):
+            if entry == "a function":
+                out = ca.attention(*inputs, mask_mod=visible)
+            else:
+                out = ca.flex_attention(*inputs, block_mask=blocks)
+            want = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=table)
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
 def test_flex_attention_plans_once_per_block_mask(inputs: list[torch.Tensor], work: Work) -> None:
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return IDS[q] == IDS[kv]

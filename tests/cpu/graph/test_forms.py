@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from composattn.graph.forms import of_the_form
+from composattn.graph.forms import of_the_form, of_these_forms
 
 OF = torch.zeros(2, 3, 8)
 OTHERS: dict[str, Callable[[], object]] = {
@@ -41,3 +41,20 @@ def test_what_torch_dispatches_by_belongs_to_the_form() -> None:
         assert not has_it(OF)
     torch.vmap(lambda x: (seen.append(has_it(OF)), x)[1])(torch.zeros(2))
     assert seen == [False]
+
+
+@pytest.mark.parametrize("given", [(0, 1, 2), (0, 1, 1), (0, 0, 1), (0, 1, 0), (0, 0, 0)])
+def test_three_tensors_have_their_forms_each_and_may_be_the_same_one(given: tuple[int, ...]) -> None:
+    made = [torch.zeros(2, 3, 8) for _ in range(3)]
+    have_them = of_these_forms(*[made[n] for n in given])
+    assert have_them(*[made[n] for n in given])
+    assert have_them(*[torch.ones(2, 3, 8) for _ in range(3)])
+    for place in range(3):
+        others = [torch.zeros(2, 3, 9 if n == place else 8) for n in range(3)]
+        assert not have_them(*others)
+
+
+def test_tensors_that_are_one_may_be_met_after_three_by_another_look() -> None:
+    x, three = torch.zeros(2, 3, 8), [torch.zeros(2, 3, 8) for _ in range(3)]
+    assert not of_these_forms(*three)(x, x, x)
+    assert of_these_forms(x, x, x)(*three)
