@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
+from composattn.testing.tolerance import Case, check
 
 KEYS = 430  # in tiles of 64, of which the kernel goes over the last one first; after 3 failures it guesses no more
 
@@ -131,3 +133,17 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     with emulating(EAGER):
         out = EmulatedForward(guessing(Problem.of(q, k, v), ca.Attention().program))(q, k, v, 0.125)[0]
     assert torch.equal(out, wanted.bfloat16())
+
+
+@pytest.mark.parametrize(("heads", "queries", "keys", "d", "dv"), [(4, 63, 900, 96, 64), (8, 20, 1600, 64, 64)])
+def test_heads_that_share_a_tile_guess_in_all_its_rows(
+    heads: int, queries: int, keys: int, d: int, dv: int, generator: torch.Generator
+) -> None:
+    """Rows of the second warpgroup on are queries that exist, though rows of that number would not."""
+    sizes = (heads, queries, d), (2, keys, d), (2, keys, dv)
+    q, k, v = (torch.randn(1, *size, generator=generator).bfloat16() for size in sizes)
+    many = Problem.of(*(x.expand(64, -1, -1, -1) for x in (q, k, v)))  # as many tiles as keep a GPU busy
+    plan = plan_forward(many, Program(), HOPPER)
+    assert (plan.tiling.kernel, plan.is_split) == (GUESSING, False) and plan.tiling.slots > 1
+    asked = {"backend": "hopper-emulated", "schedule": ca.Schedule(split_kv=1)}
+    check(partial(ca.attention, **asked), Case(q, k, v, name="no mask"))

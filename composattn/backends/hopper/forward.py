@@ -125,7 +125,8 @@ class HopperForwardApart(HopperForward):
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan)
-        self.apart = isinstance(self.visited, BandTiles) and not plan.is_split
+        # where heads share a tile, a warpgroup's rows are fewer queries, and no mask cuts those that guess
+        self.apart = isinstance(self.visited, BandTiles) and not plan.is_split and plan.tiling.slots == 1
         if self.apart:
             self.consumes = ConsumeApart
 
