@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import statistics
 import sys
 import time
@@ -209,12 +210,14 @@ def _recorded(forward: list[Launch], backward: list[Launch]) -> Iterator[None]:
         ForwardLauncher.launch, BackwardLauncher._launch = ahead, back  # type: ignore[method-assign]
 
 
-def timed(rounds: int, device: torch.device, cores: int) -> list[dict[str, Any]]:
-    """Rows of all entries, forward and with the backward: on so many cores, but compiled on all."""
+def timed(rounds: int, device: torch.device, cores: int, only: str) -> list[dict[str, Any]]:
+    """Rows of entries whose names have `only`, forward and with the backward: on so many cores, but compiled on all."""
     rows: list[dict[str, Any]] = []
     for grad in (False, True):
         x = Inputs(device, grad)
         for name, calls in entries(x).items():
+            if not re.search(only, name):
+                continue
             done: dict[str, Callable[[], object]] = {}
             for who, call in calls.items():
                 try:
@@ -383,7 +386,8 @@ def _steps(step: Callable[[int], Any], count: int, x: Inputs) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="of compiled code, each with a new mask")
+    parser.add_argument("--steps", type=int, default=20, help="of compiled code, each with a new mask; 0: none")
+    parser.add_argument("--only", default="", help="regular expression on the names of entries")
     parser.add_argument("--cores", type=int, default=1, help="of the host that calls run on; compiled steps have all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--count", action="store_true", help="calls of Python and time, kernels left out; no GPU")
@@ -394,9 +398,12 @@ def main() -> None:
             print(f"{name:106} {calls.python:4} functions of Python {calls.c:4} of C {us:7.1f} µs")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {**provenance(device), "rows": compiled_steps(options.steps, device)}
+    result: dict[str, Any] = {
+        **provenance(device),
+        "rows": compiled_steps(options.steps, device) if options.steps else [],
+    }
     save(result, options.out)
-    result["rows"] += timed(options.rounds, device, options.cores)
+    result["rows"] += timed(options.rounds, device, options.cores, options.only)
     save(result, options.out)
 
 
