@@ -3,7 +3,8 @@
 Every sample is a process of its own. Seconds of the wall: `torch` and `import` are the two imports, `inputs` until q, k
 and v lie on the device (which on a GPU begins the CUDA context), `forward` and `backward` the first call of each until
 the device is done. A sample of "nothing warm" begins with an empty disk cache, one of "kernels on disk" with what such
-a process left. FlexAttention beside: torch.compile with an empty cache of its own, and with a filled one.
+a process left. Beside the walls of the two calls the seconds of CPUs: fewer where a process waited for files, or was
+not let run. FlexAttention beside: torch.compile with an empty cache of its own, and with a filled one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from benchmarks.provenance import ROOT, provenance
 
 PARTS = ("torch", "import", "inputs", "forward", "backward")
+ON_CPUS = ("forward_cpu", "backward_cpu")
 NOTHING, ON_DISK = "nothing warm", "kernels on disk"
 
 
@@ -61,9 +63,11 @@ CALLED = {
 }
 
 PROCESS = """
-import json, sys, time
-marks = [time.perf_counter()]
-mark = lambda: marks.append(time.perf_counter())
+import json, os, sys, time
+marks, cpus = [time.perf_counter()], [0.0]
+def mark():
+    marks.append(time.perf_counter())
+    cpus.append(sum(os.times()[:4]))
 import torch
 mark()
 {imports}
@@ -79,7 +83,7 @@ out = call(*leaves, {options})
 wait(); mark()
 (out * dout).sum().backward()  # out.backward(dout) would import sympy, by torch itself: 0.4 s
 wait(); mark()
-print(json.dumps([b - a for a, b in zip(marks, marks[1:])]))
+print(json.dumps([b - a for a, b in [*zip(marks, marks[1:]), *list(zip(cpus, cpus[1:]))[-2:]]]))
 """
 
 
@@ -91,7 +95,7 @@ class Size:
 
 
 def sample(case: Case, implementation: str, size: Size, device: str, cache: Path) -> dict[str, float]:
-    """Seconds of each of `PARTS`, of a new process that keeps what it compiles in `cache`."""
+    """Seconds of each of `PARTS` and `ON_CPUS`, of a new process that keeps what it compiles in `cache`."""
     imports, spelled = CALLED[implementation]
     options = getattr(case, spelled)
     code = PROCESS.format(
@@ -105,7 +109,7 @@ def sample(case: Case, implementation: str, size: Size, device: str, cache: Path
     )
     if done.returncode:
         raise RuntimeError(f"{implementation}, {case.name}: {done.stderr.strip().splitlines()[-1]}")
-    return dict(zip(PARTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(PARTS + ON_CPUS, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def measure(case: Case, implementation: str, size: Size, device: str, repeats: int) -> list[dict[str, Any]]:
@@ -119,7 +123,7 @@ def measure(case: Case, implementation: str, size: Size, device: str, repeats: i
         {
             "row": f"{case.name}, {state}",
             "impl": implementation,
-            **{f"{part}_s": statistics.median(s[part] for s in found) for part in PARTS},
+            **{f"{part}_s": statistics.median(s[part] for s in found) for part in PARTS + ON_CPUS},
             "samples": found,
         }
         for state, found in samples.items()
@@ -139,7 +143,7 @@ def main() -> None:
     for case in CASES:
         for implementation in CALLED if options.flex else ("composattn",):
             for row in measure(case, implementation, size, options.device, options.repeats):
-                parts = "   ".join(f"{part} {row[f'{part}_s']:6.2f}" for part in PARTS)
+                parts = "   ".join(f"{part} {row[f'{part}_s']:6.2f}" for part in PARTS + ON_CPUS)
                 print(f"[{time.monotonic() - start:4.0f} s] {row['row']:36} {implementation:14} {parts}", flush=True)
                 result["rows"].append(row)
         if options.out is not None:
