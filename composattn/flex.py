@@ -201,7 +201,9 @@ def _again(
 
     What is checked of shapes is known by their form, at which the call looks itself.
     """
-    known = None if context.entered or context.left else _unchanged(block_mask)
+    if (context.entered or context.left) and context.active(query, compiling=False) is not None:
+        return None
+    known = _unchanged(block_mask)
     if known is None:
         return None
     options = scale, backend, None, None

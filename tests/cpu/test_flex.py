@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,15 @@ def test_a_rank_that_shares_a_sequence_never_takes_the_short_way(
     call = Repeated(causal)
     refused()
     call()
-    monkeypatch.setattr(context, "entered", [object()])
+    monkeypatch.setattr(context, "entered", [SimpleNamespace(shard=object())])
     with pytest.raises(Asked):
         call()
+
+
+def test_a_process_that_shared_sequences_before_takes_the_short_way_again(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[[], None]
+) -> None:
+    call = Repeated(causal)
+    monkeypatch.setattr(context, "left", [64])
+    refused()
+    assert call().shape == call.inputs[0].shape

@@ -140,9 +140,9 @@ def _of_keys(first: torch.Tensor, stop: torch.Tensor, holds: torch.Tensor, *read
     tile see, and the one behind the last of them; whether `holds`; what is read, and less that.
     """
     n = first.shape[-1]
-    sees, holds = first < stop, holds.bool()
-    begin, behind = torch.where(sees, first, n), torch.where(sees, -stop, 0)
-    full = torch.where(holds, -first, -n), torch.where(holds, stop, -n)
+    unseen, torn = first >= stop, holds.logical_not()
+    begin, behind = first.masked_fill(unseen, n), (-stop).masked_fill(unseen, 0)
+    full = (-first).masked_fill(torn, -n), stop.masked_fill(torn, -n)
     return [begin, behind, *full, holds, *reads, *(-r for r in reads)]
 
 
