@@ -98,8 +98,8 @@ class Consumer(KeyWarpgroup):
     def __init__(self, tiling: HopperBackwardTiling, block: Block, thread):
         super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
-        self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True)
-        self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True)
+        self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
+        self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.number, 0)

@@ -24,6 +24,7 @@ from ..fused.traits import (
     reads_pairs,
     sums_by,
 )
+from .written import Written
 
 ROWS = 64  # of one warpgroup's product
 OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
@@ -91,6 +92,7 @@ class HopperBackwardTiling(BackwardTiling):
     `Edge`.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
+    `written`: how products are.
     """
 
     q_stages: int
@@ -111,6 +113,7 @@ class HopperBackwardTiling(BackwardTiling):
     bends_early: bool = True
     part_columns: int = 0
     distances: int = 0
+    written: Written = "by steps"
 
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""

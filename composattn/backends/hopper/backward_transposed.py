@@ -67,7 +67,7 @@ class Sharer(KeyWarpgroup):
         keys = self.apart = tiling.tile_n // tiling.warpgroups
         super().__init__(tiling, block, number, thread, columns=keys)
         dtype, share = block.dtype, tiling.shares[number]
-        self.mma_sum = product(dtype, tiling.tile_n, left=MN, right=MN)
+        self.mma_sum = product(dtype, tiling.tile_n, left=MN, right=MN, written=tiling.written)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         sK, sV = [
             cute.local_tile(t, (keys, columns), (number, 0))
@@ -79,7 +79,7 @@ class Sharer(KeyWarpgroup):
         self.right = [total.make_fragment_B(total.partition_B(permuted(t, 1, 0, 2))) for t in (block.sdS, block.sP)]
         self.sums = [Sum(*which, self.mma_sum, block) for which in share.blocks]
         self.results = [result for result in (DK, DV) if share.of(result)]
-        self.dq = DqColumns(share, block, tiling.tile_m, tiling.tile_n)
+        self.dq = DqColumns(share, block, tiling)
         self.store = store_matrix(self.mma_s, dtype, thread)
         self.tSsP, self.tSsdS = [
             self.store.partition_D(cute.local_tile(t, (ROWS, keys), (0, number, None))) for t in (block.sP, block.sdS)

@@ -64,7 +64,8 @@ class Side(KeyWarpgroup):
     def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
         super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
-        self.mma_sum = product(block.dtype, columns // self.products_of(columns), right=MN, left_in_registers=True)
+        wide = columns // self.products_of(columns)
+        self.mma_sum = product(block.dtype, wide, right=MN, left_in_registers=True, written=tiling.written)
         s, total = self.mma_s.get_slice(0), self.mma_sum.get_slice(0)
         self.tSra = s.make_fragment_A(s.partition_A(stationary))
         self.tSrb = s.make_fragment_B(s.partition_B(moving))

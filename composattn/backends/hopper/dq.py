@@ -28,10 +28,10 @@ def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tupl
     """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
     if tiling.dq_split in ("transposed", "overlapping"):
         part = (max(ROWS, tiling.d // tiling.warpgroups), tiling.tile_m)
-        return product(dtype, part[1], left=MN, right=K), part
+        return product(dtype, part[1], left=MN, right=K, written=tiling.written), part
     rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
-    return product(dtype, part[1], left=K, right=MN), part
+    return product(dtype, part[1], left=K, right=MN, written=tiling.written), part
 
 
 def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, part: tuple[int, int]) -> cute.Tensor:
@@ -78,15 +78,15 @@ class WarpColumns:
 class DqColumns(Fixed):
     """A warpgroup's part of the product where each has a number of columns of its own."""
 
-    def __init__(self, share: Share, block, tile_m: int, tile_n: int):
+    def __init__(self, share: Share, block, tiling: HopperBackwardTiling):
         assert share.first % share.columns == 0, "a part that begins at no multiple of its columns"
         self.place = share.first // share.columns  # in memory, where parts are as large as this one
-        self.mma = product(block.dtype, share.columns, left=K, right=MN)
+        self.mma = product(block.dtype, share.columns, left=K, right=MN, written=tiling.written)
         dq, place = self.mma.get_slice(0), (self.place, 0)
-        b = cute.local_tile(permuted(block.sK, 1, 0), (share.columns, tile_n), place)
+        b = cute.local_tile(permuted(block.sK, 1, 0), (share.columns, tiling.tile_n), place)
         self.tQra = dq.make_fragment_A(dq.partition_A(block.sdS))
         self.tQrb = dq.make_fragment_B(dq.partition_B(b))
-        self.shape = dq.partition_shape_C((tile_m, share.columns))
+        self.shape = dq.partition_shape_C((tiling.tile_m, share.columns))
 
     def issue(self, stage) -> cute.Tensor:
         """Registers that the product of a stage of dS is on its way to."""

@@ -264,9 +264,9 @@ class Products(WarpgroupProducts):
 
     def __init__(self, tiling, block, number):
         self.q_stages = tiling.q_stages
-        self.qk = product(block.dtype, tiling.tile_n)
-        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True)
-        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True)
+        self.qk = product(block.dtype, tiling.tile_n, written=tiling.written)
+        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.written)
+        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
@@ -312,7 +312,7 @@ class ProductsWithSums(Products):
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)
-        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True)
+        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True, written=tiling.written)
         # of so many columns that the memory's layout divides them; fewer are multiplied
         wide = product(block.dtype, tiling.dv + tiling.ones, right=MN, left_in_registers=True).get_slice(0)
         self.tOrV = wide.make_fragment_B(wide.partition_B(permuted(block.sVOnes, 1, 0, 2)))

@@ -167,7 +167,7 @@ class KeyWarpgroup(Group, KeyGroup):
         super().__init__(block, number, thread)
         self.tiling = tiling
         width = columns or tiling.tile_m
-        self.mma_s = product(block.dtype, width)
+        self.mma_s = product(block.dtype, width, written=tiling.written)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
         self.shape = fragment_shape(width) if columns else fragment_shape(width).transposed
 

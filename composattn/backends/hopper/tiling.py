@@ -26,6 +26,7 @@ from ..fused.traits import (
 )
 from ..fused.work import captured_decide
 from .wide_tiling import WideTiling, wide_tiling
+from .written import Written
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -92,7 +93,7 @@ class HopperTiling(ForwardTiling):
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
     all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
-    that draw their tiles put the output where Q is, and the next Q comes once it has left.
+    that draw their tiles put the output where Q is, and the next Q comes once it has left. `written`: how products are.
     """
 
     stages: int
@@ -104,6 +105,7 @@ class HopperTiling(ForwardTiling):
     rescale_threshold: float = 8.0
     q_stages: int = 1
     held: int = 0
+    written: Written = "by steps"
     output_over_q: bool = dataclasses.field(default=False, repr=False)  # in the key by `dealt`
 
     def __post_init__(self) -> None:

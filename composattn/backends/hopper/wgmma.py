@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -13,8 +12,11 @@ from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
 from ..fused.kernels.output_rows import OutputProducts
+from .in_one_piece import OPERATIONS, InOnePiece, multiply
+from .written import Written
 
 ROWS = 64  # of one warpgroup's product
+DEPTH = 16  # numbers of a row that a step of a product sums
 WARPGROUP = 128  # threads
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
@@ -27,12 +29,13 @@ def warps_of(warpgroups: int) -> Warps:
 # --- products ---------------------------------------------------------------------------------------------------
 
 
-def product(dtype, columns: int, left=K, right=K, left_in_registers: bool = False) -> cute.TiledMma:
-    """64 rows by `columns`, summed in fp32; the operands' contiguous modes."""
+def product(
+    dtype, columns: int, left=K, right=K, left_in_registers: bool = False, written: Written = "by steps"
+) -> cute.TiledMma:
+    """64 rows by `columns`, summed in fp32; the operands' contiguous modes; how it is `written` where it is issued."""
     source = warpgroup.OperandSource.RMEM if left_in_registers else warpgroup.OperandSource.SMEM
-    return hopper.make_trivial_tiled_mma(
-        dtype, dtype, left, right, Float32, (1, 1, 1), (ROWS, columns), a_source=source
-    )
+    op = OPERATIONS[written](dtype, Float32, (ROWS, columns, DEPTH), source, left, right)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
 
 
 def issue(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
@@ -66,6 +69,9 @@ def issue_in_parts(
 def _multiply(
     mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
 ) -> None:
+    if isinstance(mma.op, InOnePiece):
+        multiply(mma.op, accumulator, a, b, steps, accumulate)
+        return
     # an atom of its own: its accumulate flag changes along the way
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)

@@ -1,0 +1,7 @@
+"""How a product's instructions are written, one for each step of its sum; measured, as is what a tiling says."""
+
+from typing import Literal
+
+# "by steps": an operation of the kernel language for each; "whole": one for all of them; "anew": so, and a sum that
+# begins goes on from no registers, where "whole" names those of the sum before
+Written = Literal["by steps", "whole", "anew"]
