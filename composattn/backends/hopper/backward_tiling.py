@@ -19,6 +19,7 @@ from ..fused.traits import (
     bounds_queries,
     has_costly_test,
     has_opaque_test,
+    is_line,
     padded,
     reads_any,
     reads_pairs,
@@ -52,7 +53,7 @@ class Way(NamedTuple):
 
 
 CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
-BACKWARDS: dict[str, Any] = {"last_queries_first": True}
+BACKWARDS: dict[str, Any] = {"last_queries_first": True, "written": "by steps"}  # whole products lose 1 %
 WAYS = (
     Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
     Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
@@ -374,6 +375,8 @@ def _keys_apart(
         heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
+        # D 96 gains 1 %, others nothing but less to compile; registers that D 128 lacks for soft caps spill more (3 %)
+        written="whole" if max(d, dv) < 128 or is_line(program.score) else "by steps",
     )
     if deterministic and sends and not wide:
         return _staying_in_order(tiling, seen)
@@ -497,6 +500,7 @@ def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, ta
         "part_columns": columns,
         "consumer_registers": 208 if columns == 64 else 192,
         "section_tiles": one.section_tiles // 2,
+        "written": "whole",  # 2 to 4 % of D 256, 1 to 3 of D 192 at 8k; `backward_pair` loses 4
     }
     tilings = (
         ExchangeBackwardTiling(**kept | own | {"do_stages": stages, "dv_later": stages == 2}) for stages in (2, 1)
