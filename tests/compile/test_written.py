@@ -1,0 +1,82 @@
+"""Products written by steps, whole and anew: the same bits, in the emulator, from as many pieces of assembly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.analysis.program import Program
+from composattn.backends.fused.emulated import EmulatedForward, emulating, text_of
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
+from composattn.backends.hopper.written import Written
+from composattn.call.problem import Problem
+from composattn.emulator.cluster import EAGER
+from composattn.mods import causal
+from tests.compile.test_backward_emulated import CASES, check
+from tests.support import outlier_normal
+
+STYLES: tuple[Written, ...] = ("by steps", "whole", "anew")
+MANY = 8192  # keys of which large blocks are chosen, which guess their maxima
+
+
+def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan:
+    cut = forward_tiling(dataclasses.replace(problem, q_len=MANY, kv_len=MANY), program, HOPPER)
+    assert isinstance(cut, HopperTiling)
+    return plan_forward(problem, program, HOPPER, tiling=dataclasses.replace(cut, written=written))
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "mods"),
+    [
+        pytest.param(64, 64, {"mask_mod": causal()}, id="d64, maxima guessed"),
+        pytest.param(128, 128, {}, id="d128, columns of q in registers"),
+        pytest.param(256, 256, {"mask_mod": causal()}, id="d256"),
+        pytest.param(64, 64, {"score_mod": lambda s, b, h, q, kv: s + TABLE[q, kv]}, id="what is read at pairs"),
+    ],
+)
+def test_outputs_have_the_same_bits(d: int, dv: int, mods: dict[str, Any], generator: torch.Generator) -> None:
+    q, k, v = (
+        outlier_normal(1, 1, n, width, generator=generator, dtype=torch.bfloat16)
+        for n, width in ((141, d), (301, d), (301, dv))
+    )
+    program, problem = ca.Attention(**mods).program, Problem.of(q, k, v)
+    read = [c.tensor for c in program.captures]
+    with emulating(EAGER):
+        found = [EmulatedForward(forward(style, problem, program))(q, k, v, d**-0.5, read) for style in STYLES]
+    for out, lse, _ in found:
+        assert torch.equal(out, found[0][0])
+        assert lse is None or torch.equal(lse, found[0][1])
+    wanted = ca.attention(q.double(), k.double(), v.double(), **mods, backend="reference")
+    assert float((found[0][0].double() - wanted).norm() / wanted.norm()) <= torch.finfo(q.dtype).eps
+
+
+TABLE = torch.randn(141, 301, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("case", ["causal-d64", "causal-gqa2-d96", "softcap-d128", "softcap-d192-dv128", "causal-d256"])
+def test_gradients_have_the_same_bits(case: str, tmp_path: Path) -> None:
+    """D 256 has products of several blocks of rows; D 128 reads P from registers, D 192 from shared memory."""
+    facts = (*CASES[case][:-1], True)  # sums in a fixed order
+    by_steps, *others = (check(facts, tmp_path, torch.Generator().manual_seed(3), written=style) for style in STYLES)
+    for found in others:
+        assert all(map(torch.equal, found, by_steps))
+
+
+@pytest.mark.parametrize(("style", "steps"), [("by steps", {1}), ("whole", {4, 8})])
+def test_a_whole_product_is_one_piece_of_assembly(style: Written, steps: set[int]) -> None:
+    """Of D 64: four steps of scores, eight of 128 keys' values."""
+    problem = Problem(1, 1, 1, MANY, MANY, 64, 64, torch.bfloat16, torch.device("cpu"))
+    text = text_of(forward(style, problem, ca.Attention().program))
+    pieces = re.findall(r"// begin inline asm(.*?)// end inline asm", text, re.DOTALL)
+    assert {count for piece in pieces if (count := piece.count("wgmma.mma_async"))} == steps
