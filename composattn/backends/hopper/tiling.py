@@ -72,7 +72,6 @@ HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
 LATE_KEYS = 4096  # up to which D 128 draws late
-MANY_KEYS_ANEW = 1536  # that a query of D 64 sees on average, above which scores begin `anew`
 LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
@@ -216,18 +215,24 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
         held=held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0,
-        written="anew" if gathers or (guesses and _begins_anew(widest, program, mean_keys)) else "whole",
+        written=_written(d, dv, program, guesses),
     )
     return _with_next_queries(tiling, target)
 
 
-def _begins_anew(widest: int, program: Program, mean_keys: Callable[[], float]) -> bool:
-    """Whether scores of rows that guess begin in registers of no scores before: D 128 gains 3 % of 8k, D 96 1.
+def _written(d: int, dv: int, program: Program, guesses: bool) -> Written:
+    """How a large block's products are; whole ones compile fastest. Timed on an H200, in turns.
 
-    D 64 gains 1 to 2 % of causal 4k and more, and loses 2 with no mask and of 2k. ALiBi loses 2. What is read at
-    (q, kv) gains 1 to 3 too; documents lose 5, soft caps 3, 192/128 6.
+    D 128 that guesses gains 3 % of 8k by scores that begin anew, D 96 1, D 64 1 to 2 of causal 4k and more (it loses 2
+    with no mask), what is read at (q, kv) 1 to 3. ALiBi loses 2 by it, soft caps 3, documents 5, 192/128 6, which gains
+    1 % with no mask by steps.
     """
-    return program.score is None and (widest > 64 or (program.mask is not None and mean_keys() > MANY_KEYS_ANEW))
+    if d > dv:
+        return "by steps"
+    if reads_pairs(program.score):
+        return "anew"
+    gains = max(d, dv) > 64 or program.mask is not None
+    return "anew" if guesses and program.score is None and gains else "whole"
 
 
 def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool, mean_keys: Callable[[], float]) -> bool:
@@ -419,6 +424,8 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
         persistent=short if persistent is None else persistent,
         heads_together=_heads_together(problem, program),
         kernel=_kernel(problem),
+        # causal 1k and 2k of D 64 lose 1 % by whole ones
+        written="by steps" if program.mask is not None else "whole",
     )
     return _with_next_queries(tiling, target)
 
