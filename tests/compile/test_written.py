@@ -18,8 +18,8 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating, text_of
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.written import Written
 from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
-from composattn.backends.hopper.written import Written
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER
 from composattn.mods import causal

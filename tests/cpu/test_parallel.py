@@ -199,9 +199,12 @@ def test_activations_computed_again_divide_and_plan_nothing_again() -> None:
 
 
 def in_ascending_order(tilings: Any) -> list[Any]:
-    """Tilings, whichever way a long causal backward goes over queries: a rank's offsets are run-time numbers."""
+    """Tilings, whichever way a long causal backward goes over queries: a rank's offsets are run-time numbers.
+
+    Its products are written by steps where it goes backwards, of which the bits are the same (`test_written`).
+    """
     forward, backward = tilings
-    return [forward, dataclasses.replace(backward, last_queries_first=False)]
+    return [forward, dataclasses.replace(backward, last_queries_first=False, written="whole")]
 
 
 @pytest.mark.parametrize("window", [1024, 4096, None])

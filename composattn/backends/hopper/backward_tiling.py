@@ -25,7 +25,7 @@ from ..fused.traits import (
     reads_pairs,
     sums_by,
 )
-from .written import Written
+from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
 OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each

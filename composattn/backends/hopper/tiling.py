@@ -25,8 +25,8 @@ from ..fused.traits import (
     reads_pairs,
 )
 from ..fused.work import captured_decide
+from ..fused.written import Written
 from .wide_tiling import WideTiling, wide_tiling
-from .written import Written
 
 ROWS = 64  # of one warpgroup's product
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and

@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Iterable
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...primitives.pipelines import Warps
 from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
+from ...primitives.whole_products import Instruction, multiply
 from ..fused.kernels.output_rows import OutputProducts
-from .in_one_piece import OPERATIONS, InOnePiece, multiply
-from .written import Written
+from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
 DEPTH = 16  # numbers of a row that a step of a product sums
@@ -27,6 +27,31 @@ def warps_of(warpgroups: int) -> Warps:
 
 
 # --- products ---------------------------------------------------------------------------------------------------
+
+
+class Whole(warpgroup.MmaF16BF16Op):
+    """A product that is written whole."""
+
+    @property
+    def instruction(self) -> Instruction:
+        rows, columns, depth = self.shape_mnk
+        in_registers = self.a_src is warpgroup.OperandSource.RMEM
+        majors = [self.b_major_mode] if in_registers else [self.a_major_mode, self.b_major_mode]
+        transposed = ", ".join(str(int(OperandMajorMode(major.value) == MN)) for major in majors)
+        kind = "bf16" if self.a_dtype is BFloat16 else "f16"
+        name = f"wgmma.mma_async.sync.aligned.m{rows}n{columns}k{depth}.f32.{kind}.{kind}"
+
+        def spell(sums: str, left: str, right: str, goes_on: str) -> str:
+            return f"{name} {sums}, {left}, {right}, {goes_on}, 1, 1, {transposed};"
+
+        return Instruction(rows * columns // WARPGROUP, in_registers, spell)
+
+
+class Anew(Whole):
+    """So, and a sum that begins does so in registers that held none."""
+
+
+OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew}
 
 
 def product(
@@ -69,8 +94,8 @@ def issue_in_parts(
 def _multiply(
     mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
 ) -> None:
-    if isinstance(mma.op, InOnePiece):
-        multiply(mma.op, accumulator, a, b, steps, accumulate)
+    if isinstance(mma.op, Whole):
+        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, Anew))
         return
     # an atom of its own: its accumulate flag changes along the way
     atom = cute.make_mma_atom(mma.op)
