@@ -32,9 +32,9 @@ OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
 DK, DV = 0, 1  # the results that stay in registers
 L2 = 50 << 20  # bytes
 TOGETHER = 16 << 20  # bytes of the heads that run together, if their tiles of keys meet the same queries
-# Of documents only some are at work at a time. Eight causal ones (4 sequences of 8k, 33 MB a head) gain 2 % by three
-# heads, twelve 0 to 0.6; by five 0.5 and -3, by all 16 -28
-TOGETHER_OF_DOCUMENTS = 112 << 20
+# Of documents only some are at work at a time. Eight causal ones (2 sequences of 8k, 17 MB a head) gain 2 % by three
+# heads, twelve 0 to 0.6; by five 0.5 and -3, by six -3 and -8, by all 16 -28
+TOGETHER_OF_DOCUMENTS = 56 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 
 
