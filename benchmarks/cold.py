@@ -6,8 +6,8 @@ the device is done. A sample of "nothing warm" begins with an empty disk cache, 
 a process left. Beside the walls of the two calls the seconds of CPUs: fewer where a process waited for files, or was
 not let run. FlexAttention beside: torch.compile with an empty cache of its own, and with a filled one.
 
-Both are installed as pip leaves them, with bytecode, which is written before the first sample where an installer left
-it out: to compile the kernel language's sources took 1.5 s of each sample that found none.
+composattn and the kernel language are as pip leaves them, with bytecode, which is written before the first sample where
+an installer left it out: to compile the language's sources took 1.5 s of each sample that found none.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ def sample(case: Case, implementation: str, size: Size, device: str, cache: Path
 
 
 def write_bytecode() -> None:
-    """The bytecode of all that a sample imports from the kernel language, as `pip install` writes it."""
+    """The bytecode of composattn, the kernel language and what it calls kernels with, as `pip install` writes it."""
     for package in ("cutlass", "tvm_ffi", "composattn"):
         found = importlib.util.find_spec(package)
-        for folder in (found.submodule_search_locations or ()) if found else ():
-            compileall.compile_dir(folder, quiet=2, workers=0)
+        if found is not None:
+            for folder in found.submodule_search_locations or ():
+                compileall.compile_dir(folder, quiet=2, workers=0)
 
 
 def measure(case: Case, implementation: str, size: Size, device: str, repeats: int) -> list[dict[str, Any]]:

@@ -14,18 +14,17 @@ import cutlass.cute as cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import builtin, llvm
 
-WORDS = 4  # registers of a left operand that a step reads
-
 
 @dataclass(frozen=True)
 class Instruction:
     """A step of a product: of a block of rows, of whose sums a thread has `results`.
 
-    `spell` makes its text of what sums, left and right operand are called, and of a predicate: whether the sums go on.
+    `words`: registers of 32 bits that a thread has of a step's left operand; 0: that lies in shared memory. `spell`
+    makes the text of what sums, left and right operand are called, and of a predicate: whether the sums go on.
     """
 
     results: int
-    left_in_registers: bool
+    words: int
     spell: Callable[[str, str, str, str], str]
 
 
@@ -52,11 +51,12 @@ def multiply(
     accumulate: bool,
     anew: bool = False,
 ) -> None:
-    """accumulator (+)= a · b over these steps of the last modes of `a` and `b`; sums of fp32 in registers.
+    """accumulator (+)= a · b over these steps of the last modes of `a` and `b`; its sums of fp32 lie side by side.
 
     `anew`: what begins a sum goes on from no registers; else it names those of the sums before.
     """
     count, kept = cute.size(accumulator), accumulator.iterator.to_llvm_ptr()
+    assert cute.cosize(accumulator.layout) == count, "sums that lie apart are not loaded as one"
     sums = llvm.StructType.get_literal([ir.F32Type.get()] * count)
     before = llvm.mlir_undef(sums) if anew and not accumulate else llvm.load(sums, kept)
     operands = _Operands(count)
@@ -74,6 +74,10 @@ def multiply(
     llvm.store(result, kept)
 
 
+# a step's operand by its block and its step: what it is called, and the instruction that makes it, or none
+_Spelled = Callable[[int, int], tuple[str, str]]
+
+
 def _lines(
     instruction: Instruction,
     operands: _Operands,
@@ -83,48 +87,52 @@ def _lines(
     steps: range,
     accumulate: bool,
 ) -> list[str]:
-    """Each step with addresses of its own, made where it is: made ahead, they spill up to 39 registers."""
-    right = _first_descriptor(operands, b)
-    left = "" if instruction.left_in_registers else _first_descriptor(operands, a)
-    words = {} if left else _registers(operands, a, steps)
+    blocks, parts = (range(cute.size(sums, mode=[mode])) for mode in (1, 2))
+    right = _from_shared(operands, b, "right")
+    if instruction.words:
+        assert len(blocks) == 1, "a left operand in registers has the rows of one block"
+        left = _from_registers(operands, a, steps, instruction.words)
+    else:
+        left = _from_shared(operands, a, "left")
     lines = []
-    for step in steps:
-        for block, part in itertools.product(range(cute.size(sums, mode=[1])), range(cute.size(sums, mode=[2]))):
-            first = cute.crd2idx((0, block, part), sums)
-            results = _listed(f"${first + number}" for number in range(instruction.results))
-            right_at, move_right = _moved("right", right, cute.crd2idx((0, part, step), b.layout))
-            left_at, move_left = words.get(step, ""), ""
-            if left:
-                left_at, move_left = _moved("left", left, cute.crd2idx((0, block, step), a.layout))
-            lines += [
-                "{ .reg .pred goes_on; .reg .b64 left, right;",
-                f"setp.ne.b32 goes_on, {int(accumulate or step > steps.start)}, 0; {move_right}{move_left}",
-                f"{instruction.spell(results, left_at, right_at, 'goes_on')} }}",
-            ]
+    for step, block, part in itertools.product(steps, blocks, parts):
+        first = cute.crd2idx((0, block, part), sums)
+        results = _listed(f"${first + number}" for number in range(instruction.results))
+        right_name, right_made = right(part, step)
+        left_name, left_made = left(block, step)
+        lines += [
+            "{ .reg .pred goes_on; .reg .b64 left, right;",
+            f"setp.ne.b32 goes_on, {int(accumulate or step > steps.start)}, 0; {right_made}{left_made}",
+            f"{instruction.spell(results, left_name, right_name, 'goes_on')} }}",
+        ]
     return lines
 
 
-def _moved(name: str, first: str, by: int) -> tuple[str, str]:
-    """What a step's descriptor is called, and the instruction that makes it of the first one's."""
-    return (name, f"add.s64 {name}, {first}, {by}; ") if by else (first, "")
+def _from_shared(operands: _Operands, tile: cute.Tensor, name: str) -> _Spelled:
+    """By the descriptor of a tile, which says where it is and how it lies, and to which its layout's strides are added.
 
-
-def _first_descriptor(operands: _Operands, tile: cute.Tensor) -> str:
-    """The name of what says where a tile in shared memory is, and how it lies; its layout's strides are added to it."""
+    Each step adds its own, where it is: made ahead, addresses spill up to 39 registers.
+    """
     integer = ir.IntegerType.get_signless(64)
-    return operands.name("l", builtin.unrealized_conversion_cast([integer], [tile.iterator]))
+    first = operands.name("l", builtin.unrealized_conversion_cast([integer], [tile.iterator]))
+
+    def spelled(block: int, step: int) -> tuple[str, str]:
+        by = cute.crd2idx((0, block, step), tile.layout)
+        return (name, f"add.s64 {name}, {first}, {by}; ") if by else (first, "")
+
+    return spelled
 
 
-def _registers(operands: _Operands, a: cute.Tensor, steps: range) -> dict[int, str]:
-    """The names of each step's registers of a left operand of one block, whose numbers of 16 bits lie in pairs."""
+def _from_registers(operands: _Operands, a: cute.Tensor, steps: range, words: int) -> _Spelled:
+    """By the registers of each step, in which two numbers of 16 bits lie together."""
     word = ir.IntegerType.get_signless(32)
-    loaded = llvm.load(llvm.StructType.get_literal([word] * (cute.cosize(a.layout) // 2)), a.iterator.to_llvm_ptr())
-    names = {}
+    every = llvm.StructType.get_literal([word] * (cute.cosize(a.layout) // 2))
+    loaded, names = llvm.load(every, a.iterator.to_llvm_ptr()), {}
     for step in steps:
         first = cute.crd2idx((0, 0, step), a.layout) // 2
-        words = _members(loaded, word, range(first, first + WORDS))
-        names[step] = _listed(operands.name("r", value) for value in words)
-    return names
+        values = _members(loaded, word, range(first, first + words))
+        names[step] = _listed([operands.name("r", value) for value in values])
+    return lambda block, step: (names[step], "")
 
 
 def _members(struct: ir.Value, kind: ir.Type, numbers: Iterable[int]) -> list[Any]:

@@ -582,7 +582,8 @@ def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length
 
 
 def test_of_documents_three_heads_run_together() -> None:
-    """Two sequences of 8k by ids, or packed; else one. All rows of a head count: Q and dO are read, dQ is added to."""
+    """Two sequences of 8k by ids, or packed; else one. All rows of a head count: Q and dO are read, dQ is added to, as
+    `order` in `fused/kernels/backward.py` counts them."""
     by_ids, packed = document(torch.arange(8192) // 1000), Layout("packed", "packed")
 
     def heads(batch: int, length: int, mask: Mask, layout: Layout = DENSE, **how: bool) -> int:

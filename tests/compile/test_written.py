@@ -23,10 +23,11 @@ from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER
 from composattn.mods import causal
-from tests.compile.test_backward_emulated import CASES, check
+from tests.compile.test_backward_emulated import CASES, TRANSPOSED_CASES, check
 from tests.support import outlier_normal
 
 STYLES: tuple[Written, ...] = ("by steps", "whole", "anew")
+TABLE = torch.randn(141, 301, generator=torch.Generator().manual_seed(7))
 MANY = 8192  # keys of which large blocks are chosen, which guess their maxima
 
 
@@ -61,14 +62,24 @@ def test_outputs_have_the_same_bits(d: int, dv: int, mods: dict[str, Any], gener
     assert float((found[0][0].double() - wanted).norm() / wanted.norm()) <= torch.finfo(q.dtype).eps
 
 
-TABLE = torch.randn(141, 301, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize("case", ["causal-d64", "causal-gqa2-d96", "softcap-d128", "softcap-d192-dv128", "causal-d256"])
+@pytest.mark.parametrize(
+    "case", ["causal-d64", "causal-gqa2-d96", "causal-d128-in-order", "softcap-d192-dv128", "causal-d256"]
+)
 def test_gradients_have_the_same_bits(case: str, tmp_path: Path) -> None:
-    """D 256 has products of several blocks of rows; D 128 reads P from registers, D 192 from shared memory."""
+    """D 256 has products of two parts of columns, D 128 dQ transposed."""
     facts = (*CASES[case][:-1], True)  # sums in a fixed order
     by_steps, *others = (check(facts, tmp_path, torch.Generator().manual_seed(3), written=style) for style in STYLES)
+    for found in others:
+        assert all(map(torch.equal, found, by_steps))
+
+
+@pytest.mark.parametrize("name", ["plain-ragged-d192", pytest.param("causal-gqa2-d192", marks=pytest.mark.slow)])
+def test_gradients_from_probabilities_in_shared_memory_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    case, changes = TRANSPOSED_CASES[name]
+    facts = (*case[:-1], True)
+    by_steps, *others = (
+        check(facts, tmp_path, torch.Generator().manual_seed(3), **changes, written=style) for style in STYLES
+    )
     for found in others:
         assert all(map(torch.equal, found, by_steps))
 

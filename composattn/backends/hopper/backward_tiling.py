@@ -93,7 +93,7 @@ class HopperBackwardTiling(BackwardTiling):
     `Edge`.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
-    `written`: how products are.
+    `written`: how products are, see `fused/written.py`.
     """
 
     q_stages: int
@@ -114,7 +114,7 @@ class HopperBackwardTiling(BackwardTiling):
     bends_early: bool = True
     part_columns: int = 0
     distances: int = 0
-    written: Written = "by steps"
+    written: Written = "by steps"  # `backward_pair` loses 4 % by whole ones; `_keys_apart` and `_exchanged` choose
 
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
@@ -375,7 +375,7 @@ def _keys_apart(
         heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
-        # D 96 gains 1 %, others nothing but less to compile; registers that D 128 lacks for soft caps spill more (3 %)
+        # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
         written="whole" if max(d, dv) < 128 or is_line(program.score) else "by steps",
     )
     if deterministic and sends and not wide:
@@ -500,7 +500,7 @@ def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, ta
         "part_columns": columns,
         "consumer_registers": 208 if columns == 64 else 192,
         "section_tiles": one.section_tiles // 2,
-        "written": "whole",  # 2 to 4 % of D 256, 1 to 3 of D 192 at 8k; `backward_pair` loses 4
+        "written": "whole",  # 2 to 4 % of D 256, 0 to 3 of D 192 at 8k
     }
     tilings = (
         ExchangeBackwardTiling(**kept | own | {"do_stages": stages, "dv_later": stages == 2}) for stages in (2, 1)

@@ -93,7 +93,8 @@ class HopperTiling(ForwardTiling):
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
     all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
-    that draw their tiles put the output where Q is, and the next Q comes once it has left. `written`: how products are.
+    that draw their tiles put the output where Q is, and the next Q comes once it has left. `written`: how products are,
+    see `fused/written.py`.
     """
 
     stages: int
@@ -223,14 +224,14 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
 def _written(d: int, dv: int, program: Program, guesses: bool) -> Written:
     """How a large block's products are; whole ones compile fastest. Timed on an H200, in turns.
 
-    D 128 that guesses gains 3 % of 8k by scores that begin anew, D 96 1, D 64 1 to 2 of causal 4k and more (it loses 2
-    with no mask), what is read at (q, kv) 1 to 3. ALiBi loses 2 by it, soft caps 3, documents 5, 192/128 6, which gains
-    1 % with no mask by steps.
+    Anew, what is read at (q, kv) gains 1 to 3 %, and of rows that guess D 128 3 of 8k, D 96 1, D 64 1 to 2 of causal 4k
+    and more. ALiBi loses 2 by it, soft caps 3, documents 5, 192/128 6.
     """
-    if d > dv:
+    if d > dv:  # 192/128 with no mask loses 1 % by whole ones
         return "by steps"
     if reads_pairs(program.score):
         return "anew"
+    # D 64 with no mask loses 2 % anew
     gains = max(d, dv) > 64 or program.mask is not None
     return "anew" if guesses and program.score is None and gains else "whole"
 

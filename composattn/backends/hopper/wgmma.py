@@ -30,25 +30,26 @@ def warps_of(warpgroups: int) -> Warps:
 
 
 class Whole(warpgroup.MmaF16BF16Op):
-    """A product that is written whole."""
+    """The operation of a product that is written whole: a TiledMma keeps its operation, and so how it is written."""
 
     @property
     def instruction(self) -> Instruction:
         rows, columns, depth = self.shape_mnk
         in_registers = self.a_src is warpgroup.OperandSource.RMEM
         majors = [self.b_major_mode] if in_registers else [self.a_major_mode, self.b_major_mode]
-        transposed = ", ".join(str(int(OperandMajorMode(major.value) == MN)) for major in majors)
+        transposed = ", ".join(str(int(major == MN)) for major in majors)
         kind = "bf16" if self.a_dtype is BFloat16 else "f16"
         name = f"wgmma.mma_async.sync.aligned.m{rows}n{columns}k{depth}.f32.{kind}.{kind}"
 
         def spell(sums: str, left: str, right: str, goes_on: str) -> str:
             return f"{name} {sums}, {left}, {right}, {goes_on}, 1, 1, {transposed};"
 
-        return Instruction(rows * columns // WARPGROUP, in_registers, spell)
+        left = rows * depth // 2 // WARPGROUP if in_registers else 0
+        return Instruction(rows * columns // WARPGROUP, left, spell)
 
 
 class Anew(Whole):
-    """So, and a sum that begins does so in registers that held none."""
+    """The same, but a sum that begins names no registers of sums before."""
 
 
 OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew}
