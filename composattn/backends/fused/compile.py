@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def compile_plan(plan: Plan) -> Launchable:
-    """The kernel of `plan`, from memory, else from disk, else compiled now (2 to 4 seconds)."""
+    """The kernel of `plan`, from memory, else from disk, else compiled now (1 to 4 seconds)."""
     key = content_hash(plan)
     found = _compiled.get(key)
     if found is not None:

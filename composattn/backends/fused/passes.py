@@ -1,4 +1,4 @@
-"""Passes that a kernel is compiled without: they would find nothing in it, and look for 0.1 s of a forward's 1.2.
+"""Passes that a kernel is compiled without: they would find nothing in it, and look for 0.1 s of a forward's 1.
 
 All recorded kernels have the same PTX with them and without, but where tiles are found by a division in a loop.
 """
