@@ -13,6 +13,7 @@ Nothing is analysed or planned before the transforms are peeled off: what mods r
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -70,8 +71,21 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
+    Dynamo, which compiles each function that is called after a break, would follow a rewriting of graphs, and guard all
+    that is known of them: 14 s where 600 plans are kept.
+
     Raises: as `Attention`; `GradientUnsupported` for forward mode of generated kernels, `UnsupportedTransform`.
     """
+    global _unfollowed
+    dynamo = sys.modules.get("torch._dynamo")
+    if _unfollowed is _attend and hasattr(dynamo, "disable"):  # which it has not while it is being imported
+        _unfollowed = dynamo.disable(_attend)  # type: ignore[union-attr]
+    return _unfollowed(attention, inputs, return_max_scores)
+
+
+def _attend(
+    attention: Planned, inputs: Inputs, return_max_scores: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from .planned import check_captures
 
     problem = attention.problem(inputs)
@@ -99,6 +113,10 @@ def attend(
         out, lse, top = _Attend.apply(call, *tensors)
     statistics = torch.promote_types(q.dtype, torch.float32)
     return out.to(q.dtype), lse.to(statistics), top.to(statistics)
+
+
+_unfollowed = _attend
+"""`_attend`, which Dynamo leaves alone with all that it calls, if there is a Dynamo."""
 
 
 def _layers(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:

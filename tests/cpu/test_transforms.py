@@ -435,6 +435,30 @@ def test_compiled_transforms_run_in_eager_mode_or_are_refused(
         torch.compile(transformed, backend="aot_eager", fullgraph=True)(*inputs)
 
 
+def test_what_vmap_runs_in_eager_mode_is_not_compiled(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of mods are rewritten there, and Dynamo would guard the table of all that are known."""
+    from torch._dynamo import convert_frame
+
+    inputs, slopes = qkv(generator, N, B), draw(generator, H)
+    mapped = vmap(lambda *x: ca.attention(*x, score_mod=alibi(slopes)))
+    followed: list[str] = []
+    compile_frame = convert_frame._compile
+
+    def recorded(code: Any, *given: Any, **named: Any) -> Any:
+        followed.append(f"{code.co_filename}:{code.co_name}")
+        return compile_frame(code, *given, **named)
+
+    monkeypatch.setattr(convert_frame, "_compile", recorded)
+    torch._dynamo.reset()
+    assert_same(torch.compile(lambda *x: mapped(*x), backend="aot_eager")(*inputs), mapped(*inputs))
+    assert any("api.py:attention" in frame for frame in followed)
+    of_transforms = {frame.partition(":")[2] for frame in followed if "dispatch/transforms.py" in frame}
+    assert of_transforms <= {"active", "attend", "break_graph"}
+    assert not any("backends/streaming.py" in frame for frame in followed)
+
+
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_compiled_code_in_a_dual_level_loses_no_tangent(compiled_before: bool, generator: torch.Generator) -> None:
     q, k, v = qkv(generator, B)
