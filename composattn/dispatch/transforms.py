@@ -72,7 +72,7 @@ def attend(
     """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
     Dynamo, which compiles each function that is called after a break, would follow a rewriting of graphs, and guard all
-    that is known of them: 14 s where 600 plans are kept.
+    that is known of them: 10 s of a vmap where 600 plans are kept, 3.6 where one is; left alone it takes 1.4.
 
     Raises: as `Attention`; `GradientUnsupported` for forward mode of generated kernels, `UnsupportedTransform`.
     """
