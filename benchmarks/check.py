@@ -38,7 +38,7 @@ class Expected:
         return float((got.double() - self.truth).norm() / self.truth.norm())
 
 
-def _rows(
+def dense_rows(
     case: Case, pattern: Pattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, head: int
 ) -> torch.Tensor:
     """Attention of the query rows `rows`, q (B, H, R, D), densely in the precision of its inputs.
@@ -71,7 +71,7 @@ def expect_output(case: Case, pattern: Pattern, inputs: Inputs) -> tuple[torch.T
         entries = []
         for b in range(case.batch):
             one, k, v = (t[b : b + 1].detach().to(dtype) for t in (q, inputs.k, inputs.v))
-            entries.append(_rows(case, pattern, one, k, v, rows, 0))
+            entries.append(dense_rows(case, pattern, one, k, v, rows, 0))
         return torch.cat(entries)
 
     return rows, Expected(dense(torch.float64), dense(case.dtype))
@@ -91,7 +91,7 @@ def _head_gradients(
     dq = []
     for rows in torch.arange(case.q_len, device=q.device).split(max(1, 2**23 // case.kv_len)):
         block = q[:, :, rows].requires_grad_()
-        out = _rows(case, pattern, block, k, v, rows, heads.start)
+        out = dense_rows(case, pattern, block, k, v, rows, heads.start)
         dq_block, dk_block, dv_block = torch.autograd.grad(out, (block, k, v), grad[:, :, rows])
         dq.append(dq_block)
         dk += dk_block

@@ -116,6 +116,8 @@ def markdown(result: Result) -> str:
         return planning(result)
     if any("forward_s" in row for row in result.facts["rows"]):
         return cold(result)
+    if any("rmse" in row for row in result.facts["rows"]):
+        return accuracy(result)
     table = result.table
     seen = [name for rows in table.values() for name in rows]
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
@@ -150,6 +152,21 @@ def cold(result: Result) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in result.facts["rows"]:
         lines.append("| " + " | ".join([row["row"], row["impl"], *(f"{row[part]:.2f}" for part in parts)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def accuracy(result: Result) -> str:
+    """What `benchmarks/accuracy.py` kept: root mean square errors of each, and ours of the least of the others'."""
+    table = result.table
+    names = list(dict.fromkeys(name for rows in table.values() for name in rows))
+    head = ["inputs", *names, "of the least of the others"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for case, rows in table.items():
+        known = {name: row["rmse"] for name, row in rows.items() if "rmse" in row}
+        others = [error for name, error in known.items() if name != OURS]
+        ratio = f"{known[OURS] / min(others):.3f}" if OURS in known and others else ""
+        errors = (f"{known[name]:.3e}" if name in known else "–" for name in names)
+        lines.append("| " + " | ".join([case, *errors, ratio]) + " |")
     return "\n".join(lines) + "\n"
 
 

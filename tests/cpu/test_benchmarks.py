@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cold, context_parallel_report, planning, report, run, timing
+from benchmarks import accuracy, cold, context_parallel_report, planning, report, run, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
-from benchmarks.implementations import GEMM, Inputs, TorchSdpa, interval_ends
+from benchmarks.implementations import GEMM, OURS, Inputs, TorchSdpa, interval_ends
 
 CPU = torch.device("cpu")
 SMALL = Case("small", (), causal, batch=2, heads=4, kv_heads=2, q_len=96, dim=16, dtype=torch.float32)
@@ -78,6 +78,28 @@ def test_the_check_has_score_mods_and_gqa() -> None:
     checker = Checker(case, pattern, inputs)
     checker.check_output(out)
     checker.check_gradients(*torch.autograd.grad(out, leaves, inputs.grad.double()))
+
+
+def test_an_error_is_the_deviation_of_all_elements_from_fp64() -> None:
+    class Shifted:
+        name = "shifted"
+
+        def prepare(self, case, pattern, inputs: Inputs):
+            job = TorchSdpa("torch sdpa", None).prepare(case, pattern, inputs)
+            return dataclasses.replace(job, forward=lambda *tensors: job.forward(*tensors) + 0.01)
+
+    for draw in accuracy.DRAWS:
+        exact, shifted = accuracy.rows_of(SMALL, draw, [TorchSdpa("torch sdpa", None), Shifted()], 2, CPU)
+        assert exact["row"] == shifted["row"] == f"small, {draw.name}"
+        assert exact["rmse"] < 1e-6 and shifted["rmse"] == pytest.approx(0.01, rel=1e-3)
+    table = report.markdown(report.Result("a-chip", {"rows": [exact, {**shifted, "impl": OURS}]}))
+    assert float(table.split("|")[-2]) == pytest.approx(shifted["rmse"] / exact["rmse"], rel=1e-3)
+
+
+def test_outliers_are_as_many_and_as_large_as_they_are_said_to_be() -> None:
+    drawn = accuracy.DRAWS[0]((1000, 1000), torch.Generator().manual_seed(0))
+    assert drawn.std() ** 2 == pytest.approx(1 + accuracy.SHARE * accuracy.SIZE**2, rel=0.02)
+    assert (drawn.abs() > 6).double().mean() == pytest.approx(accuracy.SHARE * 0.55, rel=0.1)
 
 
 def test_implementations_take_turns() -> None:
