@@ -22,7 +22,7 @@ from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, LAG, LAG_WIDE, HopperTiling, forward_tiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
@@ -356,11 +356,17 @@ def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> No
 
 
 def test_behind_a_score_mod_that_is_a_line_a_maximum_is_guessed_too() -> None:
-    guessed = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", d=d) for d in (64, 128)]
-    guessed.append(plan("alibi", "causal", length=2048))
+    guessed = [plan("alibi", "causal", d) for d in (64, 96, 128)] + [plan("alibi", "causal", length=2048)]
     assert {p.tiling.kernel for p in guessed} == {GUESSING}
-    short = [plan("alibi", d=d, length=4096) for d in (64, 128)]  # with no mask its scores may rise
-    assert {p.tiling.kernel for p in short} == {"forward"}
+    to_both_sides = [plan("alibi", d=d, length=length) for d in (64, 128) for length in (4096, 8192)]
+    assert {p.tiling.kernel for p in to_both_sides} == {"forward"}  # scores may rise, and far
+
+
+def test_a_maximum_may_lag_by_little_where_outliers_would_cost_accuracy() -> None:
+    """Rows that guess take every tile's own maximum where they look for one; D 192 and above would lose speed by it."""
+    assert [cut(d, 8192, mask).rescale_threshold for d in (64, 128) for mask in (None, causal())] == [0.0] * 4
+    assert [cut(d, 1024, causal()).rescale_threshold for d in (64, 96, 128)] == [LAG] * 3
+    assert [cut(d, 8192).rescale_threshold for d in (192, 256)] == [LAG_WIDE] * 2
 
 
 @pytest.mark.parametrize("score", ["softcap", "bias", "chosen", "key"])

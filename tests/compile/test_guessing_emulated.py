@@ -17,22 +17,24 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import GUESSING, forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, LAG, forward_tiling
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
 from composattn.testing.tolerance import Case, check
 
-KEYS = 430  # in tiles of 64, of which the kernel goes over the last one first; after 3 failures it guesses no more
+# In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
+# behind the first failure
+KEYS = 430
 
 HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
 
 
 def guessing(problem: Problem, program: Program) -> ForwardPlan:
-    """The plan for 8,192 queries, its tiles of 64 keys so that few have several, and the largest scores kept."""
+    """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
-    cut = dataclasses.replace(forward_tiling(long, program, HOPPER), kernel=GUESSING, rescale_early=False, tile_n=64)
+    cut = dataclasses.replace(forward_tiling(long, program, HOPPER), kernel=GUESSING, rescale_early=False, tile_n=32)
     return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
 
 
@@ -133,6 +135,48 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     with emulating(EAGER):
         out = EmulatedForward(guessing(Problem.of(q, k, v), ca.Attention().program))(q, k, v, 0.125)[0]
     assert torch.equal(out, wanted.bfloat16())
+
+
+@pytest.mark.parametrize(("kernel", "most"), [(GUESSING, 1.02), ("forward", 1.1)])
+def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(kernel: str, most: float) -> None:
+    """Root mean square errors of plain rows; a largest probability that is rounded costs more the larger it may be.
+
+    By guesses up to 2^64 they are 1.085 of those, with a lag of 2^8 1.19.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (192, KEYS, KEYS))
+    for x in (q, k, v):
+        x += torch.where(
+            torch.rand(x.shape, generator=generator) < 1e-2, 10 * torch.randn(x.shape, generator=generator), 0
+        )
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    wanted = ca.attention(q.double(), k.double(), v.double(), backend="reference")
+    plan = guessing(Problem.of(q, k, v), ca.Attention().program)
+    lag = {GUESSING: plan.tiling.rescale_threshold, "forward": LAG}[kernel]
+    cut = dataclasses.replace(plan.tiling, kernel=kernel, rescale_threshold=lag)
+    with emulating(EAGER):
+        forward = EmulatedForward(plan_forward(Problem.of(q, k, v), ca.Attention().program, HOPPER, tiling=cut))
+        out = forward(q, k, v, 0.125)[0]
+    by_tile = by_each_maximum(q, k, v, 32)
+    assert deviation(out, wanted) <= most * deviation(by_tile, wanted)
+
+
+def by_each_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile_n: int) -> torch.Tensor:
+    """Probabilities in bf16 by the largest score that a row has seen when a tile's are computed; sums in fp32."""
+    scores = q.float() @ k.float().transpose(-1, -2) * 0.125
+    highest = torch.full((*q.shape[:-1], 1), -torch.inf)
+    total, out = torch.zeros_like(highest), torch.zeros(*q.shape[:-1], v.shape[-1])
+    for first in reversed(range(0, k.shape[-2], tile_n)):
+        tile, before = scores[..., first : first + tile_n], highest
+        highest = torch.maximum(before, tile.amax(-1, keepdim=True))
+        p, fades = (tile - highest).exp(), (before - highest).exp()
+        total = total * fades + p.sum(-1, keepdim=True)
+        out = out * fades + p.bfloat16().float() @ v[..., first : first + tile_n, :].float()
+    return (out / total).bfloat16()
+
+
+def deviation(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((out.double() - wanted).square().mean().sqrt())
 
 
 @pytest.mark.parametrize(("heads", "queries", "keys", "d", "dv"), [(4, 63, 900, 96, 64), (8, 20, 1600, 64, 64)])

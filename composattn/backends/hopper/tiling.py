@@ -39,9 +39,6 @@ FEW_KEYS_GUESSED = {64: 1536, 96: 768}
 MANY_KEYS_GUESSED = 2304
 # The same with a score mod: ALiBi gains 10 % of causal 2k, 11 % of 8k
 MANY_KEYS_LINE = 1024
-# Keys from which any D guesses behind a score mod where there is no mask: scores may rise towards the diagonal, so that
-# up to three tiles are computed again, of 64 with 8,192 keys (ALiBi to both sides gains 3 to 4 %)
-MANY_KEYS_RISING = 4096
 # Keys of a query, on average, up to which D 128 gains from blocks that stay and draw their tiles, the next one copied
 # under this one's end: 1 to 9 % of full 1k to 4k, 19, 8 and 0 to 1 % of causal 1k, 2k and 4k, 8 % of a window of 1,024.
 # By a fixed stride causal 2k loses 7 %
@@ -76,6 +73,10 @@ LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
+# By how much, in log2 units, a maximum may rise before the output is rescaled, up to D 128 and above it. With outliers,
+# errors by 3 are 1.02 to 1.04 of those with no lag, by 8 1.06 to 1.13. Of N(0, 1) one tile of a hundred is rescaled by
+# 3, which D 192 and above lose 1 to 2 % by (by 4 0 to 1 %, and their errors are 1.02 to 1.05)
+LAG, LAG_WIDE = 3.0, 8.0
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
@@ -103,7 +104,7 @@ class HopperTiling(ForwardTiling):
     producer_registers: int
     pingpong: bool = False
     rescale_early: bool = False
-    rescale_threshold: float = 8.0
+    rescale_threshold: float
     q_stages: int = 1
     held: int = 0
     written: Written = "whole"
@@ -294,11 +295,12 @@ def _guesses(problem: Problem, program: Program, heads: int, mean_keys: Callable
         return False
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     wide = max(d, dv) > 96
-    if not is_line(program.score) or (wide and not d == dv == 128):
+    rises = program.score is not None and program.mask is None  # towards the diagonal, and far: ALiBi to both sides
+    if rises or not is_line(program.score) or (wide and not d == dv == 128):
         return False
     few = MANY_KEYS_GUESSED if wide else 0
     if program.score is not None:
-        few = MANY_KEYS_RISING if program.mask is None else min(few, MANY_KEYS_LINE)
+        few = min(few, MANY_KEYS_LINE)
     return few == 0 or mean_keys() > few
 
 
@@ -356,11 +358,15 @@ def _heads_together(problem: Problem, program: Program) -> int | None:
     return 1 if kv_bytes <= ONE_HEAD else None
 
 
-def _tiling(problem: Problem, heads: int, **chosen: Any) -> HopperTiling:
-    """With what hangs on the problem alone."""
+def _tiling(problem: Problem, heads: int, kernel: str, **chosen: Any) -> HopperTiling:
+    """With what hangs on the problem and the kernel alone."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     return HopperTiling(
-        d=padded(problem.head_dim),
-        dv=padded(problem.head_dim_v),
+        d=d,
+        dv=dv,
+        kernel=kernel,
+        # where maxima are guessed, few tiles look for their own
+        rescale_threshold=0.0 if kernel == GUESSING else LAG if max(d, dv) <= 128 else LAG_WIDE,
         l2=32 << 20,
         packed_heads=heads,
         **chosen,
