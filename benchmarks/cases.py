@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -146,7 +147,8 @@ class Case:
 
     `latent`: V is the first columns of K, in the same memory. `page_size`: the keys lie in pages of so many rows, in no
     order; 0: together. `in_graph`: a CUDA graph of the
-    call is replayed, as servers do where the host would be what takes the time.
+    call is replayed, as servers do where the host would be what takes the time. `deviation`: the standard deviation of
+    scores; that of q, as k has 1.
     """
 
     name: str
@@ -162,6 +164,7 @@ class Case:
     latent: bool = False
     page_size: int = 0
     in_graph: bool = False
+    deviation: float = 1.0
     direction: Direction = "forward"
     measure: Measure = "tflops"
     dtype: torch.dtype = field(default=torch.bfloat16)
@@ -259,6 +262,14 @@ def _of_training() -> Iterable[Case]:
         yield _grouped(direction, 2, 8192, 24, 3, full)
 
 
+def _of_scores_that_deviate() -> Iterable[Case]:
+    """Scores further apart than those of N(0, 1), as trained models have: maxima rise for longer."""
+    for dim, pattern, deviation in itertools.product((64, 128), (full, causal), (2, 3, 6)):
+        plain = _plain(dim, 8192, pattern, "forward", ("deviation",))
+        name = f"forward D{dim} of deviation {deviation} S8192 {pattern.__name__}"
+        yield dataclasses.replace(plain, name=name, deviation=deviation)
+
+
 def _of_wide_heads() -> Iterable[Case]:
     """Head dimensions above 256; D 576 with Dv 512 is multi-head latent attention (DeepSeek-V2, 2024)."""
     for direction in ("forward", "backward"):
@@ -349,7 +360,9 @@ def _of_cpus() -> Iterable[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(
-    itertools.chain(_of_training(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus())
+    itertools.chain(
+        _of_training(), _of_scores_that_deviate(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus()
+    )
 )
 SETS: tuple[str, ...] = (
     "core",
@@ -357,6 +370,7 @@ SETS: tuple[str, ...] = (
     "backward",
     "mods",
     "gqa",
+    "deviation",
     "wide",
     "decode",
     "decode grid",

@@ -56,7 +56,7 @@ def draw(case: Case, device: torch.device) -> Inputs:
     def tensor(heads: int, length: int, dim: int) -> torch.Tensor:
         return torch.randn(case.batch, heads, length, dim, device=device).to(case.dtype)
 
-    q, k = tensor(case.heads, case.q_len, case.dim), tensor(case.kv_heads, case.kv_len, case.dim)
+    q, k = tensor(case.heads, case.q_len, case.dim) * case.deviation, tensor(case.kv_heads, case.kv_len, case.dim)
     v = k[..., : case.v_dim] if case.latent else tensor(case.kv_heads, case.kv_len, case.v_dim)
     return Inputs(q, k, v, tensor(case.heads, case.q_len, case.v_dim))
 
