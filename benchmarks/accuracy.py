@@ -10,6 +10,8 @@ same rounded inputs.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(ROOT)
 
 from benchmarks.cases import Case, Pattern, causal, full  # noqa: E402
-from benchmarks.check import dense_rows  # noqa: E402
+from benchmarks.check import WrongResult, dense_rows  # noqa: E402
 from benchmarks.implementations import Implementation, Inputs, available  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import Row, error_row, save  # noqa: E402
@@ -74,9 +76,10 @@ def deviation(got: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def rows_of(case: Case, draw: Draw, who: list[Implementation], seeds: int, device: torch.device) -> list[Row]:
-    """A row for each implementation."""
+    """A row for each implementation; one that fails on a draw has no error, as others' are of all draws."""
     pattern = case.pattern(case, device)
-    found: dict[str, list[float]] = {}
+    named = dataclasses.replace(case, name=f"{case.name}, {draw.name}")
+    found: dict[str, list[float]] = {one.name: [] for one in who}
     failed: dict[str, Row] = {}
     for seed in range(seeds):
         generator = torch.Generator(device).manual_seed(seed)
@@ -85,20 +88,23 @@ def rows_of(case: Case, draw: Draw, who: list[Implementation], seeds: int, devic
         inputs = Inputs(q, k, v, torch.zeros_like(v))
         true = truth(case, pattern, inputs)
         for one in who:
+            if one.name in failed:
+                continue
             try:
                 job = one.prepare(case, pattern, inputs)
                 with torch.no_grad():
-                    out = job.to_common(job.forward(*job.leaves))
+                    error = deviation(job.to_common(job.forward(*job.leaves)), true)
+                if not math.isfinite(error):
+                    raise WrongResult("output: not finite")
+                found[one.name].append(error)
             except Exception as error:  # peers raise what they like
-                failed[one.name] = error_row(case, one.name, error)
-                continue
-            found.setdefault(one.name, []).append(deviation(out, true))
-    named = f"{case.name}, {draw.name}"
-    rows = [
-        {"row": named, "impl": name, "rmse": statistics.fmean(e * e for e in errors) ** 0.5, "of_seeds": errors}
-        for name, errors in found.items()
-    ]
-    return rows + [row for name, row in failed.items() if name not in found]
+                failed[one.name] = error_row(named, one.name, error)
+    return [failed.get(name) or _row(named, name, errors) for name, errors in found.items()]
+
+
+def _row(case: Case, name: str, errors: list[float]) -> Row:
+    whole = statistics.fmean(e * e for e in errors) ** 0.5
+    return {"row": case.name, "impl": name, "rmse": whole, "of_seeds": errors}
 
 
 def shown(rows: list[Row], peer: str) -> str:
@@ -119,6 +125,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     who = [one for one in available(device) if one.name in options.impl]
+    if not who:
+        parser.error(f"none of {options.impl} is here; there are {[one.name for one in available(device)]}")
     result: dict[str, Any] = {**provenance(device), "rows": []}
     for case in cases(options.lengths):
         for draw in DRAWS:

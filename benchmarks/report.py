@@ -165,7 +165,7 @@ def accuracy(result: Result) -> str:
         known = {name: row["rmse"] for name, row in rows.items() if "rmse" in row}
         others = [error for name, error in known.items() if name != OURS]
         ratio = f"{known[OURS] / min(others):.3f}" if OURS in known and others else ""
-        errors = (f"{known[name]:.3e}" if name in known else "–" for name in names)
+        errors = (f"{known[name]:.3e}" if name in known else cell(rows.get(name)) for name in names)
         lines.append("| " + " | ".join([case, *errors, ratio]) + " |")
     return "\n".join(lines) + "\n"
 

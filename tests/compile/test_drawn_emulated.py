@@ -59,6 +59,8 @@ def test_drawn_tiles_give_the_same_bits(
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, program, FEW)
+    if guesses and plan.tiling.kernel == tiling.GUESSING:
+        plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
     assert plan.tiling.drawn == "late"
     out, lse = run(drawn(plan, persistent=False, drawn=None, q_stages=1))
     assert lse is not None and not out.isnan().any()

@@ -180,7 +180,7 @@ def in_rounds(plan: ForwardPlan) -> bool:
 
 
 def guessed(artifact: Artifact) -> int:
-    """Loops over tiles of which a maximum is guessed; behind each is one for those after too many guesses failed."""
+    """Loops over tiles of which a maximum is guessed; before each is one for those that look for it."""
     plan = artifact.plan
     assert isinstance(plan, ForwardPlan)
     return sum(s.full for s in plan.intervals) if plan.tiling.kernel == GUESSING else 0

@@ -83,6 +83,21 @@ def test_rows_come_out_right_however_far_they_rise(
         torch.testing.assert_close(out_highest.double(), highest.double(), atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_guesses_begin_again_behind_those_that_fail(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Keys of 41 tiles whose scores rise all the time: 8 tiles look for their maximum, later 16."""
+    keys = 1300
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (70, keys, keys))
+    k = k * torch.linspace(40.0, 1.0, keys)[:, None]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    wanted, lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
+    with emulating(LATE):
+        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program()))(q, k, v, 0.125)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+    assert out_lse is not None
+    torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
+
+
 SLOPES = torch.tensor([4.0, 0.25])
 DOWN = torch.arange(KEYS) // 64 % 3 * -5e8  # to where a row counts as hidden, and back
 LEAST = torch.finfo(torch.float32).min

@@ -15,7 +15,7 @@ import composattn as ca
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import HopperTiling, forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import AUTO
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -54,6 +54,8 @@ def test_rows_are_those_of_fp64(
     """Two heads on one; of the last tile's queries one warpgroup has a few, the other none."""
     q = outlier_normal(1, 2, 141, d, generator=generator, dtype=dtype)
     k, v = (outlier_normal(1, 1, 301, width, generator=generator, dtype=dtype) for width in (d, dv))
+    if d == 128 and mask is None:  # of tiles of 32, so that guesses are made, and some fail
+        k = (k * torch.linspace(8.0, 1.0, 301)[:, None]).to(dtype)
     mods: dict[str, Any] = {"mask_mod": mask, "scale": d**-0.5, "return_lse": True}
     wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), **mods, backend="reference")
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=schedule)
@@ -61,6 +63,8 @@ def test_rows_are_those_of_fp64(
     cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
     assert isinstance(cut, HopperTiling)
     assert cut.held == held
+    if cut.kernel == GUESSING:
+        cut = dataclasses.replace(cut, tile_n=32)
     found = []
     for mode in (EAGER, LATE, random_mode(1)):
         with emulating(mode):

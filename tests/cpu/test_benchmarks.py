@@ -96,6 +96,33 @@ def test_an_error_is_the_deviation_of_all_elements_from_fp64() -> None:
     assert float(table.split("|")[-2]) == pytest.approx(shifted["rmse"] / exact["rmse"], rel=1e-3)
 
 
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_who_fails_on_a_draw_has_a_row_that_says_so_and_no_error(fails_at: int) -> None:
+    class Failing:
+        name, draws = "failing", 0
+
+        def prepare(self, case, pattern, inputs: Inputs):
+            self.draws += 1
+            if self.draws > fails_at:
+                raise AssertionError("deep inside\na compiler")
+            return TorchSdpa("torch sdpa", None).prepare(case, pattern, inputs)
+
+    class NotFinite(TorchSdpa):
+        def prepare(self, case, pattern, inputs: Inputs):
+            job = super().prepare(case, pattern, inputs)
+            return dataclasses.replace(job, forward=lambda *tensors: job.forward(*tensors) * torch.nan)
+
+    who = [TorchSdpa("torch sdpa", None), Failing(), NotFinite("not finite", None)]
+    right, *wrong = accuracy.rows_of(SMALL, accuracy.DRAWS[0], who, 2, CPU)
+    assert right["row"] == "small, outliers" and len(right["of_seeds"]) == 2
+    assert [(row["row"], row["impl"], row["error"]) for row in wrong] == [
+        ("small, outliers", "failing", "AssertionError: deep inside"),
+        ("small, outliers", "not finite", "WrongResult: output: not finite"),
+    ]
+    table = report.markdown(report.Result("a-chip", {"rows": [right, *wrong]}))
+    assert table.count("failed") == 2
+
+
 def test_outliers_are_as_many_and_as_large_as_they_are_said_to_be() -> None:
     drawn = accuracy.DRAWS[0]((1000, 1000), torch.Generator().manual_seed(0))
     assert drawn.std() ** 2 == pytest.approx(1 + accuracy.SHARE * accuracy.SIZE**2, rel=0.02)

@@ -149,16 +149,17 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
+        lag = self.rescale_threshold
+        when = f"when a maximum rose by 2^{lag:g}" if lag else "behind each tile that looks for its maximum"
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel in (APART, FROM_FIRST) else ""
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
-        guess = "; of tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
+        guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
         held = f"; {self.held} columns of Q in registers" if self.held else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} when a maximum rose by 2^{self.rescale_threshold:g}"
-            f"{apart}{guess}{held}",
+            "overlap": f"{order}, rescale {rescale} {when}{apart}{guess}{held}",
         }
 
 
@@ -295,8 +296,8 @@ def _guesses(problem: Problem, program: Program, heads: int, mean_keys: Callable
         return False
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     wide = max(d, dv) > 96
-    rises = program.score is not None and program.mask is None  # towards the diagonal, and far: ALiBi to both sides
-    if rises or not is_line(program.score) or (wide and not d == dv == 128):
+    unmasked = program.score is not None and program.mask is None  # ALiBi to both sides rises far
+    if unmasked or not is_line(program.score) or (wide and not d == dv == 128):
         return False
     few = MANY_KEYS_GUESSED if wide else 0
     if program.score is not None:

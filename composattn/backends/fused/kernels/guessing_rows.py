@@ -1,4 +1,6 @@
-"""Rows that guess a tile's maximum: the one before. Nobody looks for one unless probabilities come out too large."""
+"""Rows that guess a tile's maximum: the one before. Few tiles look for theirs: the second one, and some behind each
+whose probabilities came out too large.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +12,7 @@ from .group_rows import GroupRows
 
 # To which power of 2 a thread's probabilities of a row may sum up in a tile. The largest one is rounded, a part of the
 # row's error, so it may be large only where that is seldom: with outliers, errors are 1.00 to 1.01 of those of each
-# tile's own maximum, and with no limit 1.03 to 1.13. Of N(0, 1) one tile of a thousand is above it.
+# tile's own maximum, and with no limit 1.02 to 1.10. Of N(0, 1) one tile of a thousand is above it.
 MOST = 5.0
 # Tiles that look for their maximum before one is guessed: behind the first tile, which may have few keys, and behind
 # the first failure; each further one has twice as many. Of 8,192 keys whose scores deviate by 2 and 3, 0.8 and 0.5 of
