@@ -36,13 +36,14 @@ class Pattern:
     alibi_slopes: torch.Tensor | None = None
     document_starts: tuple[int, ...] = ()  # offsets of packed documents, the end included
     prefix: int = 0
+    step: int = 1  # between keys of a dilated window
     learned: tuple[torch.Tensor, ...] = ()  # captured tensors with a gradient, which a backward has to give
 
     @property
     def is_plain(self) -> bool:
         """Nothing but an optional causal mask: every implementation has it."""
-        special = self.left_window, self.softcap, self.alibi_slopes, self.document_starts, self.prefix, self.learned
-        return special == (None, 0.0, None, (), 0, ())
+        windows = self.left_window, self.document_starts, self.prefix, self.step
+        return windows == (None, (), 0, 1) and (self.softcap, self.alibi_slopes, self.learned) == (0.0, None, ())
 
 
 PatternFactory = Callable[["Case", torch.device], Pattern]
@@ -65,6 +66,13 @@ def window(case: Case, device: torch.device, width: int = 1024) -> Pattern:
         return (q >= kv) & (q - kv < width)
 
     return Pattern(f"window {width}", mask, causal=True, left_window=width - 1)
+
+
+def dilated(case: Case, device: torch.device, width: int = 4096, step: int = 4) -> Pattern:
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (q >= kv) & (q - kv < width) & ((q - kv) % step == 0)
+
+    return Pattern(f"dilated window {width} by {step}", mask, step=step)
 
 
 def alibi(case: Case, device: torch.device) -> Pattern:
@@ -247,7 +255,7 @@ def _of_training() -> Iterable[Case]:
                     core = dim == 128 and length >= 4096 and direction == "forward"
                     yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
         for pattern in (
-            window, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
+            window, dilated, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
         ):  # fmt: skip
             core = direction == "forward" and pattern in (window, alibi, softcap)
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,7 @@ import composattn as ca
 from composattn import backends
 from composattn.analysis.program import Program
 from composattn.backends import Call
+from composattn.backends.fused import residues
 from composattn.backends.fused.arguments import (
     ForwardArguments,
     MainArguments,
@@ -64,7 +66,7 @@ def without_kernels(kernel_of: Callable[[Any], Any] = Recorded) -> Iterator[None
     """Inside, new plans of every entry are an H200's, on CPU tensors; their kernels don't run."""
 
     def prepare(problem: Problem, program: Program, scale: float) -> Call:
-        return FusedCall(problem, program, scale, HOPPER, kernel_of)
+        return residues.prepared(partial(FusedCall, target=HOPPER, kernel_of=kernel_of), problem, program, scale)
 
     chosen = backends.choose
     backends.choose = lambda name, problem: SimpleNamespace(prepare=prepare)  # type: ignore[assignment,return-value]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -153,7 +154,7 @@ def folder_from(options: argparse.Namespace) -> Path:
 
 def compile_kernels(options: argparse.Namespace) -> int:
     """Compile the kernels of one call, GPU or not, and keep them as the call itself would; print what they cost."""
-    from composattn.backends.fused import toolchain
+    from composattn.backends.fused import residues, toolchain
     from composattn.backends.fused.call import FusedCall
     from composattn.backends.fused.compile import compile_ahead
     from composattn.call.problem import softmax_scale
@@ -177,7 +178,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
         print(f"  machine    {machine_words(made)}")
         print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
 
-    call = FusedCall(problem.rounded, program, softmax_scale(None, problem.head_dim), target, compiled)
+    make = functools.partial(FusedCall, target=target, kernel_of=compiled)
+    call = residues.prepared(make, problem.rounded, program, softmax_scale(None, problem.head_dim))
     call.kernels(Asked(options.lse, options.max_scores), options.gradient)
     print(f"A first call on a GPU of {target.sms} multiprocessors finds them where COMPOSATTN_CACHE_DIR={folder},")
     print(f"with these sources, a processor of this kind, and {toolchain.versions()}")

@@ -20,6 +20,7 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..graph.lent import Lending
 from . import blackwell, hopper, reference, streaming
+from .fused import residues
 from .fused.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.call import FusedCall
 from .fused.launch import Outputs
@@ -102,15 +103,18 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return _without_compiler()
 
     def prepare(problem: Problem, program: Program, scale: float) -> Call:
-        return FusedCall(problem, program, scale, Target.of(problem.device))
+        return residues.prepared(of_target(FusedCall, Target.of(problem.device)), problem, program, scale)
 
     def elsewhere(problem: Problem, program: Program, scale: float) -> Call:
-        return FusedCall(problem, program, scale, architecture.target)
+        return residues.prepared(of_target(FusedCall, architecture.target), problem, program, scale)
 
     def emulated(problem: Problem, program: Program, scale: float) -> Call:
         from .fused.emulated import EmulatedCall  # imports the emulator: only when asked for
 
-        return EmulatedCall(problem, program, scale, architecture.target)
+        return residues.prepared(of_target(EmulatedCall, architecture.target), problem, program, scale)
+
+    def of_target(kind: type[FusedCall], target: Target) -> residues.Make:
+        return functools.partial(kind, target=target)
 
     return (
         Backend(name, f"fp16 and bf16 on {chip} GPUs", on_gpu, prepare, elsewhere),
