@@ -64,7 +64,7 @@ class BlockSparse(Mask):
         self.source, self.block, self._expr = source, source[1], None
         kind = _kind_at(source, [max([t.shape[d] for t in tensors]) > 1 for d in (0, 1)], len(tensors))
         if partial is None:
-            shown = _compared(kind, "ne", HIDDEN) if source[0] == "listed" else kind  # the others are bool
+            shown = _compared(kind, "ne", HIDDEN) if source[0] in LISTED else kind  # the others are bool
             self.form, self.leaves = _steps(len(tensors), shown), tensors
         else:
             inner = Mask.of(partial)
@@ -168,7 +168,10 @@ class BlockSparse(Mask):
             raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
         given = [t for t in (getattr(block_mask, name) for name in LISTS) if t is not None]
         block = tuple(block_mask.BLOCK_SIZE)
-        source = ("listed", _block(block), _grid(block, *block_mask.seq_lengths))
+        grid = _grid(block, *block_mask.seq_lengths)
+        # by the lists' own shapes where these say it: a compiled region writes no number that changes with the lengths
+        numbers = () if grid == (given[0].shape[-1], given[1].shape[-1]) else grid
+        source = ("listed" if numbers else "lists", _block(block), numbers)
         return cls._of(source, tuple(given), block_mask.mask_mod if partial is None else partial)
 
 
@@ -194,7 +197,7 @@ class Table(Derived, Formed):
     @property
     def says_visible(self) -> bool:
         """torch's lists do."""
-        return self.source[0] == "listed"
+        return self.source[0] in LISTED
 
     @property
     def form(self) -> tuple[str, tuple[Any, ...]]:
@@ -308,23 +311,36 @@ def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
     return none.scatter(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 
+def _lists(*lists: torch.Tensor) -> torch.Tensor:
+    """The same where there are as many blocks of keys as indices."""
+    return _listed(lists[0].shape[-1], lists[1].shape[-1], *lists)
+
+
 _RECIPES: dict[str, Callable[..., torch.Tensor]] = {
     "map": _map,
     "topk": _picked,
     "csr": _rows_of,
     "coo": _pairs,
     "listed": _listed,
+    "lists": _lists,
 }
+LISTED = ("listed", "lists")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _LIMITS: dict[str, Callable[..., dict[str, tuple[int, int]]]] = {
     "map": lambda test, tiles: {"tiles": (HIDDEN, VISIBLE)},
     "topk": lambda columns, indices: {"indices": (-1, columns - 1)},
     "csr": lambda columns, indptr, indices: {"indptr": (0, indices.shape[2]), "indices": (-1, columns - 1)},
     "coo": lambda height, width, rows, columns: {"rows": (-1, height - 1), "columns": (-1, width - 1)},
-    "listed": lambda height, width, *lists: {
-        name: (0, t.shape[-1] if name.endswith("blocks") else width - 1) for name, t in zip(LISTS, lists, strict=False)
-    },
+    "listed": lambda height, width, *lists: _limits_of_lists(width, lists),
+    "lists": lambda *lists: _limits_of_lists(lists[1].shape[-1], lists),
 }
+
+
+def _limits_of_lists(width: int, lists: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
+    limits = {}
+    for name, t in zip(LISTS, lists, strict=False):
+        limits[name] = (0, t.shape[-1] if name.endswith("blocks") else width - 1)
+    return limits
 
 
 # --- the mask, as a form: a compiled region can write it down ------------------------------------------------------
@@ -333,11 +349,12 @@ _LIMITS: dict[str, Callable[..., dict[str, tuple[int, int]]]] = {
 def _kind_at(source: Source, several: Sequence[bool], count: int) -> list[str]:
     """Steps that read the kind of the block of (q, kv); `several`: whether batches, heads have blocks of their own."""
     kind, block, numbers = source
+    # Dynamo can't write a number down that changes with a length; as the length of a range it is that of this call
+    constants = "".join([f", {len(range(n))}" for n in numbers])
     tensors = ", ".join([f"'t{n}'" for n in range(count)])
     b, h = ["'b'" if several[0] else "'x3'", "'h'" if several[1] else "'x3'"]
     return [
-        f"('made', 'blocks', ('i', {kind!r}, ('i', {block[0]}, {block[1]}), ('i', {', '.join(map(str, numbers))},)), "
-        f"{tensors})",
+        f"('made', 'blocks', ('i', {kind!r}, ('i', {block[0]}, {block[1]}), ('i'{constants},)), {tensors})",
         f"('op:const', {block[0]}, 'int32')",
         f"('op:const', {block[1]}, 'int32')",
         "('op:const', 0, 'int32')",

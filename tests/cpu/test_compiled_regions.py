@@ -218,6 +218,41 @@ def test_flex_attention_code_compiles_as_it_stands(generator: torch.Generator) -
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_block_masks_of_other_lengths_compile_as_they_stand(dynamic: bool | None, generator: torch.Generator) -> None:
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=dynamic)
+    def forward(q: torch.Tensor, block_mask: Any) -> Any:
+        return ca.flex_attention(q, q, q, block_mask=block_mask)
+
+    for length in (64, 96, 128, 160):
+        ids = torch.arange(length) // 7
+        block_mask = create_block_mask(
+            lambda b, h, q, kv, ids=ids: ids[q] == ids[kv], None, None, length, length, device="cpu", BLOCK_SIZE=32
+        )
+        q = torch.randn(1, 2, length, 16, generator=generator)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=ids[:, None] == ids)
+        torch.testing.assert_close(forward(q, block_mask), wanted)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_blocks_picked_in_a_step_may_be_of_other_lengths(dynamic: bool | None, generator: torch.Generator) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    def forward(q: torch.Tensor, picked: torch.Tensor) -> Any:
+        return ca.attention(q, q, q, mask_mod=ca.BlockSparse.topk(picked, 32, q.shape[2], q.shape[2]))
+
+    for length in (64, 96, 128):
+        rows = length // 32
+        picked = torch.stack([torch.randperm(rows, generator=generator)[:2] for _ in range(rows)])[None, None]
+        q = torch.randn(1, 2, length, 16, generator=generator)
+        blocks = torch.zeros(rows, rows, dtype=torch.bool).scatter_(1, picked[0, 0], True)
+        seen = blocks.repeat_interleave(32, 0).repeat_interleave(32, 1)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+        torch.testing.assert_close(forward(q, picked), wanted)
+
+
 def test_scalars_change_without_recompiling(generator: torch.Generator) -> None:
     counter, width = CompileCounter(), ca.scalar(4)
 
