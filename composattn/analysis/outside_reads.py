@@ -2,12 +2,14 @@
 
 Backends clamp such reads, at no cost and without a word. This is what `composattn.debug_checks` adds: each read becomes
 a mask of its own, "visible, needed and outside", whose tiles are mostly seen to be empty from bounds; what bounds leave
-open is computed pair by pair, some tiles at a time.
+open is computed pair by pair, some tiles at a time. What a score decides has no bounds: there the scores of all tiles
+that have a visible pair are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -20,25 +22,58 @@ from .program import Program
 from .tiles import EMPTY, tiles
 
 _TILE = 128
+_TILES_AT_ONCE = 64  # 2^20 pairs
+
+
+class Scores(NamedTuple):
+    """The scores of some sequences: scale and q (B, Hq, Sq, D), k (B, Hkv, Skv, D)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    scale: float
+
+    def at(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """(n, rows, columns) of tiles: b and h (n, 1, 1), q (n, rows, 1), kv (n, 1, columns); fp32, fp64 of fp64."""
+        working = torch.promote_types(self.q.dtype, torch.float32)
+        queries = self.q[b, h, q].squeeze(2).to(working)
+        keys = self.k[b, h // (self.q.shape[1] // self.k.shape[1]), kv].squeeze(1).to(working)
+        return (queries * self.scale) @ keys.mT
+
+
+class Outside(NamedTuple):
+    """A read, and where it leaves its tensor and is needed at a visible pair; `possible`, whatever the scores are."""
+
+    read: Expr
+    here: Expr
+    possible: Expr
 
 
 def refuse_outside_reads(
-    program: Program, batches: range, heads: int, q_len: int, kv_len: int, device: torch.device
+    program: Program,
+    batches: range,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    scores: Scores | None = None,
 ) -> None:
     """Looks at what `program` reads for the sequences `batches`, all of lengths `q_len` and `kv_len`.
 
-    A read in a branch of `torch.where` counts where the branch is taken. Indices computed from the score are not
-    looked at. Waits for the device. Raises: `CapturedIndexOutOfRange`.
+    A read in a branch of `torch.where` counts where the branch is taken. `scores`: those of `batches`, needed where
+    `asks_for_scores`. Waits for the device. Raises: `CapturedIndexOutOfRange`.
     """
     if not q_len or not kv_len:
         return
-    for read, bad in _outside(program):
+    for outside in _outside(program):
         first = batches.start
-        at = apply("add", index("b"), const(first)) if first else index("b")
-        here = substitute(bad, {index("b"): at})
-        kinds = tiles(here, q_len, kv_len, (_TILE, _TILE), len(batches), heads, refine=True, device=device)
-        if bool((kinds != EMPTY).any()):
-            b, h, q, kv = _first_pair(here, kinds, q_len, kv_len, device)
+        at = {index("b"): apply("add", index("b"), const(first)) if first else index("b")}
+        read, here, possible = outside.read, substitute(outside.here, at), substitute(outside.possible, at)
+        kinds = tiles(possible, q_len, kv_len, (_TILE, _TILE), len(batches), heads, refine=True, device=device)
+        if here.deps & Dep.SCORE:
+            kinds = kinds.expand(len(batches), heads, -1, -1)
+        pair = _first_pair(here, (kinds != EMPTY).nonzero(), q_len, kv_len, scores)
+        if pair is not None:
+            b, h, q, kv = pair
             raise CapturedIndexOutOfRange(
                 f"a captured tensor of shape {tuple(read.attr.tensor.shape)} is read at {list(read.args)}, which "
                 f"leaves that shape at b {b + first}, h {h}, q {q}, kv {kv}, where the mask is true; make the tensor "
@@ -46,45 +81,78 @@ def refuse_outside_reads(
             )
 
 
-def _outside(program: Program) -> Iterator[tuple[Expr, Expr]]:
-    """(read, where it leaves its tensor and is needed at a visible pair) of all reads that could."""
+def asks_for_scores(program: Program) -> bool:
+    """Whether a score decides what `program` reads, or whether a read of it is needed."""
+    return any(outside.here.deps & Dep.SCORE for outside in _outside(program))
+
+
+def _outside(program: Program) -> Iterator[Outside]:
+    """All reads that could leave their tensors."""
     visible = const(True) if program.mask is None else program.mask
     for root in (program.mask, program.score):
-        for node, needed in {} if root is None else _needed(root).items():
+        if root is None:
+            continue
+        needed, perhaps = _needed(root, by_score=True), _needed(root, by_score=False)
+        for node in needed:
             if node.op != "read" or isinstance(node.attr, Derived):
                 continue  # tables of blocks are made to be read beyond their end
-            beyond = const(False)
-            for i, size in zip(node.args, node.attr.tensor.shape, strict=True):
-                if not i.deps & Dep.SCORE:
-                    beyond = apply("or", beyond, apply("or", apply("lt", i, const(-size)), apply("ge", i, const(size))))
-            bad = apply("and", apply("and", beyond, needed), visible)
-            if not bad.is_const or bad.attr:
-                yield node, bad
+            here, possible = (
+                apply("and", apply("and", _beyond(node, by_score), where[node]), visible)
+                for by_score, where in ((True, needed), (False, perhaps))
+            )
+            if not here.is_const or here.attr:
+                yield Outside(node, here, possible)
 
 
-def _needed(root: Expr) -> dict[Expr, Expr]:
-    """Each node under `root`, and where its value has a say in that of `root`: in branches that are taken."""
+def _beyond(read: Expr, by_score: bool) -> Expr:
+    """Where a read leaves its tensor; without `by_score`, anywhere that a score decides."""
+    found = const(False)
+    for i, size in zip(read.args, read.attr.tensor.shape, strict=True):
+        if i.deps & Dep.SCORE and not by_score:
+            return const(True)
+        found = apply("or", found, apply("or", apply("lt", i, const(-size)), apply("ge", i, const(size))))
+    return found
+
+
+def _needed(root: Expr, by_score: bool) -> dict[Expr, Expr]:
+    """Each node under `root`, and where its value has a say in that of `root`: in branches that are taken.
+
+    Without `by_score`, both branches are taken where a score decides.
+    """
     needed = {root: const(True)}
     for node in reversed(list(walk(root))):
         here = needed[node]
-        for argument, condition in zip(node.args, _conditions(node), strict=True):
+        for argument, condition in zip(node.args, _conditions(node, by_score), strict=True):
             there = apply("and", here, condition)
             needed[argument] = apply("or", needed[argument], there) if argument in needed else there
     return needed
 
 
-def _conditions(node: Expr) -> list[Expr]:
+def _conditions(node: Expr, by_score: bool) -> list[Expr]:
     always = const(True)
-    if node.op != "where" or node.args[0].deps & Dep.SCORE:
+    if node.op != "where" or (node.args[0].deps & Dep.SCORE and not by_score):
         return [always] * len(node.args)
     return [always, node.args[0], apply("not", node.args[0])]
 
 
-def _first_pair(bad: Expr, kinds: torch.Tensor, q_len: int, kv_len: int, device: torch.device) -> list[int]:
-    b, h, row, column = (kinds != EMPTY).nonzero()[0].tolist()
-    q = torch.arange(row * _TILE, min(q_len, (row + 1) * _TILE), device=device).view(-1, 1)
-    kv = torch.arange(column * _TILE, min(kv_len, (column + 1) * _TILE), device=device).view(1, -1)
-    at: dict[str, torch.Tensor | int] = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len}
-    found = evaluate(bad, Env(at, device=device, float_dtype=torch.float32)).expand(len(q), kv.shape[1])
-    i, j = found.nonzero()[0].tolist()
-    return [b, h, int(q[i, 0]), int(kv[0, j])]
+def _first_pair(
+    here: Expr, where: torch.Tensor, q_len: int, kv_len: int, scores: Scores | None
+) -> tuple[int, int, int, int] | None:
+    """(b, h, q, kv) of the first pair that is `here`, of the tiles (n, 4) `where`."""
+    by_row = torch.arange(min(_TILE, q_len), device=where.device).view(1, -1, 1)
+    by_column = torch.arange(min(_TILE, kv_len), device=where.device).view(1, 1, -1)
+    for part in where.split(_TILES_AT_ONCE):
+        b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
+        # beyond the end the last position stands again
+        q, kv = (row * _TILE + by_row).clamp(max=q_len - 1), (column * _TILE + by_column).clamp(max=kv_len - 1)
+        at: dict[str, torch.Tensor | int] = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len}
+        env = Env(at, device=where.device, float_dtype=torch.float32)
+        if here.deps & Dep.SCORE:
+            assert scores is not None
+            env.score = scores.at(b, h, q, kv)
+            env.float_dtype, env.deciding = env.score.dtype, {}
+        found = evaluate(here, env).expand(len(part), by_row.numel(), by_column.numel()).nonzero()
+        if len(found):
+            n, i, j = found[0].tolist()
+            return int(b[n]), int(h[n]), int(q[n, i]), int(kv[n, 0, j])
+    return None

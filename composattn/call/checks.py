@@ -15,8 +15,6 @@ from types import TracebackType
 import torch
 
 from .. import errors
-from ..analysis.outside_reads import refuse_outside_reads
-from ..analysis.program import Program
 from .block_sparse import Table
 from .inputs import Inputs
 
@@ -32,6 +30,11 @@ class debug_checks:
     Raises then, at the call: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`, `PageOutOfRange`,
     `MaximumExceeded`, `BlocksOutOfRange`, `CapturedIndexOutOfRange` for a mod that reads a captured tensor outside of
     its shape at a visible pair. All backends but the reference clamp such a read without a message.
+
+    Where a score decides what is read, or whether a read is needed, scores are computed for the check, of all tiles of
+    128 x 128 that have a visible pair: scale * q·k and what the score mod makes of it, in fp32 (fp64 of fp64 tensors).
+    That is slow, and takes the memory of a list of those tiles. A backend that sums in another order may round a score
+    to the other side of a bound: the check speaks of the scores that it computed.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -84,46 +87,11 @@ def refuse_keywords(unknown: Iterable[str]) -> None:
         )
 
 
-def check_call(program: Program, tables: Iterable[Table], inputs: Inputs) -> None:
-    """Where `debug_checks` are on, all of them."""
-    if are_on:
-        check_contents(inputs)
-        check_blocks(tables)
-        check_reads(program, inputs)
-
-
 def check_blocks(tables: Iterable[Table]) -> None:
     """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
     if are_on:
         for table in tables:
             table.check_contents()
-
-
-def check_reads(program: Program, inputs: Inputs) -> None:
-    """Where `debug_checks` are on, checks that what the mods read is inside of the captured tensors.
-
-    inputs: those of a call whose contents are checked. Raises: `CapturedIndexOutOfRange`.
-    """
-    if not are_on or not program.captures:
-        return
-    q, k, _, varlen, paged = inputs
-    if varlen is None and paged is None:
-        batch, heads, q_len, _ = q.shape
-        refuse_outside_reads(program, range(batch), heads, q_len, k.shape[2], q.device)
-        return
-    sequences = inputs.sequences
-    heads = q.shape[1]
-    kv_lens = _lengths(sequences.cu_k, sequences.used_k)
-    q_lens = [q.shape[2]] * len(kv_lens) if varlen is None else _lengths(sequences.cu_q, sequences.used_q)
-    for b, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        refuse_outside_reads(program, range(b, b + 1), heads, q_len, kv_len, q.device)
-
-
-def _lengths(offsets: torch.Tensor | None, used: torch.Tensor | None) -> list[int]:
-    if used is not None:
-        return used.tolist()  # type: ignore[no-any-return]
-    assert offsets is not None
-    return offsets.diff().tolist()  # type: ignore[no-any-return]
 
 
 def check_contents(inputs: Inputs) -> None:

@@ -35,7 +35,7 @@ from ..analysis.refreshed import distrusting, no_caching
 from ..analysis.streams import is_capturing
 from ..backends.fused.captured import values
 from ..call.autograd import BackwardInputs, Differentiable
-from ..call.checks import check_blocks, check_contents, check_reads
+from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import HINTS
@@ -45,6 +45,7 @@ from ..graph import copies
 from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
+from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_form
 from .kept import planned_of
 from .planned import Planned, asked_of, refuse_gradient
@@ -176,7 +177,7 @@ def attend(
     check_contents(inputs)
     with bound.around, torch.autocast(q.device.type, enabled=False):
         check_blocks(planned._tables)
-        check_reads(planned.program, inputs)
+        check_reads(planned.program, inputs, planned.options.scale)
         call = _differentiable(planned, None, inputs, with_max)
         with no_caching():
             out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))

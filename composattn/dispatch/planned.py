@@ -21,7 +21,7 @@ from ..analysis.short_reads import refuse_short_reads
 from ..backends.fused.launch import Outputs
 from ..call import checks
 from ..call.block_sparse import Table
-from ..call.checks import check_call, check_flag
+from ..call.checks import check_flag
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
@@ -29,6 +29,7 @@ from ..graph.expr import Expr, walk
 from ..graph.forms import of_these_forms
 from ..graph.lent import Lending
 from . import transforms
+from .contents import check_call
 from .spoken import Spoken
 
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
@@ -146,7 +147,7 @@ class Planned:
         self._refuse_paged_gradient(inputs)
         if call is None:
             return transforms.attend(self, inputs, asked.max_scores)
-        check_call(self.program, self._tables, inputs)
+        check_call(self.program, self._tables, inputs, self.options.scale)
         return call(inputs, asked)
 
     def _refuse_paged_gradient(self, inputs: Inputs) -> None:

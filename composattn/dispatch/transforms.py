@@ -38,6 +38,7 @@ from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
 from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
 from ..graph.ops import apply
+from .contents import check_reads
 
 if TYPE_CHECKING:
     from .planned import Planned
@@ -159,7 +160,7 @@ class Call:
     batch: int  # sequences
     max_scores: bool  # whether they are asked for
 
-    def begin(self, tensors: Sequence[Any]) -> tuple[Differentiable, list[torch.Tensor]]:
+    def begin(self, tensors: Sequence[Any], is_forward: bool) -> tuple[Differentiable, list[torch.Tensor]]:
         """The call of a backend on tensors that no transform wraps any more, and the captured ones as it holds them."""
         q, k, v, lengths, captured = parts(tensors)
         captured = _apart(captured)
@@ -167,6 +168,8 @@ class Call:
         check_contents(inputs)
         attention = _planned(self, captured)
         prepared = attention.prepared(inputs)
+        if is_forward:
+            check_reads(attention.program, inputs, attention.options.scale)
         refresh(attention.program.captures)
         numbers = [self.numbers[s] for s in attention.program.scalars]
         return prepared.begin(numbers, inputs.sequences, self.max_scores), captured
@@ -266,7 +269,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> Any:
-        begun, _ = call.begin(tensors)
+        begun, _ = call.begin(tensors, is_forward=True)
         q, k, v, *_ = tensors
         out, lse, top = without_autocast(q, begun.forward, q, k, v, begun.captures)
         return out, lse, top if call.max_scores else lse.new_empty(0)
@@ -308,7 +311,7 @@ class _Gradient(torch.autograd.Function):
             raise GradientUnsupported(
                 "keys in pages are for inference, forward only; pack the keys and pass varlen=ca.Varlen(...)"
             )
-        begun, captured = call.begin(tensors)
+        begun, captured = call.begin(tensors, is_forward=False)
         asked = {id(t) for t, w in zip(captured, wanted[3 + LENGTHS :], strict=True) if w}
         q, k, v, *_ = tensors
         of_call = (*wanted[:3], *(id(t) in asked for t in begun.captures))

@@ -12,8 +12,8 @@ import torch
 
 from ..analysis.derived import refresh
 from ..call.autograd import BackwardInputs, Differentiable, Grads, Results, without_autocast
-from ..call.checks import check_call
 from ..call.inputs import Inputs
+from ..dispatch.contents import check_call
 from ..dispatch.kept import planned_of
 from ..graph.lent import current
 from .placed import FIRST_HEAD, FIRST_KV, FIRST_Q, SEQ_LEN, Placed
@@ -90,7 +90,7 @@ def forward(
             place.enter()
             of_call = Inputs(*inputs)
             prepared = planned.prepared(of_call)
-            check_call(program, [], of_call)
+            check_call(program, [], of_call, planned.options.scale)
             values = [numbers.get(s, s.value) for s in program.scalars]
             call = prepared.begin(values, return_max_scores=max_scores)
         call.lending = current()
