@@ -192,6 +192,10 @@ class CapturedTensorChanged(InvalidArgument):
     """A captured tensor no longer has the shape, type or device that a `ca.Attention` was planned for."""
 
 
+class UnreadableProgram(InvalidArgument):
+    """An operator of composattn called with a text that says no call, or with other tensors than it speaks of."""
+
+
 class ScalarGone(ComposattnError, RuntimeError):
     """Compiled code reads a `ca.scalar` that no longer exists."""
 

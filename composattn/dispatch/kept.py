@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 
 from ..analysis.program import Program
 from ..analysis.refreshed import memory_is_ours
+from ..errors import UnreadableProgram
 from ..graph import copies
+from ..graph.expr import Dep, DType, Expr
 from ..graph.fingerprint import Fingerprint, fingerprint
 from ..graph.form import graphs_of
 from ..graph.lent import Lending, Lent, lend, lent_before
@@ -185,7 +187,26 @@ def planned_of(
 
 def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
     checked = Options(*options)
-    return Planned(Program(*graphs_of(forms, leaves)), checked)
+    graphs = graphs_of(forms, leaves)
+    _refuse_misplaced(*graphs)
+    return Planned(Program(*graphs), checked)
+
+
+def _refuse_misplaced(
+    score: Expr | None = None, mask: Expr | None = None, sink: Expr | None = None, keep: Expr | None = None
+) -> None:
+    """Raises `UnreadableProgram` for a mod in another one's place, where a direct call of an operator may put it."""
+    of_pairs = Dep.Q | Dep.KV | Dep.SCORE
+    if (
+        (score is not None and score.dtype is DType.BOOL)
+        or (mask is not None and (mask.dtype is not DType.BOOL or mask.deps & Dep.SCORE))
+        or (sink is not None and (sink.dtype is not DType.FLOAT or sink.deps & of_pairs))
+        or (keep is not None and keep.op != "kept")
+    ):
+        raise UnreadableProgram(
+            "the text of this call has a mod in the place of another; its lines are score mod, mask, sinks, dropout "
+            "('-' for none) and options"
+        )
 
 
 def _keep(key: Hashable, found: Kept) -> None:

@@ -40,7 +40,7 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import HINTS
 from ..call.strides import ordered
-from ..errors import UnsupportedOption
+from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies
 from ..graph.expr import Capture
 from ..graph.lent import Lending
@@ -102,6 +102,7 @@ class Bound(NamedTuple):
 
 
 def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> Bound:
+    refuse_other_leaves(form, captured, hints[HINTS:])
     known = _plans.get(plan)
     if known is not None and known.spoken is not None and known.spoken.form == form:
         return Bound(known, tuple(map(Capture, known.spoken.tensors)), nullcontext())
@@ -114,7 +115,11 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
 
 
 def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """The leaves of the mods of a call in words, in their order: tensors, and run-time numbers."""
+    """The leaves of the mods of a call in words, in their order: tensors, and run-time numbers.
+
+    Raises: `UnreadableProgram`.
+    """
+    refuse_other_leaves(form, captured, numbers)
     tensors, left = iter(captured), iter(numbers)
     leaves: list[Any] = []
     for place, kind in enumerate(heard(form)[2]):
@@ -123,6 +128,17 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
         else:
             leaves.append(scalar_of(next(left)) if kind == "s" else _standing_for(next(left), form, place))
     return leaves
+
+
+def refuse_other_leaves(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+    """Raises `UnreadableProgram` for other leaves than a form speaks of, as a direct call of an operator may give."""
+    kinds = heard(form)[2]
+    tensors = kinds.count("t")
+    if len(captured) != tensors or len(numbers) != len(kinds) - tensors:
+        raise UnreadableProgram(
+            f"the text of this call speaks of {tensors} captured tensors and {len(kinds) - tensors} run-time numbers, "
+            f"got {len(captured)} and {len(numbers)}; give what it speaks of, or call ca.attention, which does"
+        )
 
 
 def _standing_for(number: int, form: str, place: int) -> Scalar:

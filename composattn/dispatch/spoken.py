@@ -10,6 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..call.schedule import Schedule
+from ..errors import InvalidArgument
+from ..graph.form import READING_FAILS, leaf_count, unreadable
 from ..graph.scalar import Scalar
 from ..mods.dropout import Dropout
 from ..mods.mask import Mask
@@ -67,8 +69,16 @@ def _kind(leaf: Any) -> str:
 
 @functools.lru_cache(maxsize=512)
 def heard(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
-    """What `spoken` put into a form: (forms of the mods, options, kinds of the leaves)."""
-    *mods, last = form.split("\n")
-    scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
-    options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
-    return tuple([None if mod == "-" else mod for mod in mods]), options, kinds
+    """What `spoken` put into a form: (forms of the mods, options, kinds of the leaves). Raises: `UnreadableProgram`."""
+    try:
+        score, mask, sink, keep, last = form.split("\n")
+        mods = tuple([None if mod == "-" else mod for mod in (score, mask, sink, keep)])
+        scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
+        options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
+        if len(kinds) != sum(map(leaf_count, mods)) or not set(kinds) <= set("tsn"):
+            raise ValueError(f"{kinds!r} are not the tensors and numbers of its mods")
+    except InvalidArgument:
+        raise
+    except READING_FAILS as error:
+        raise unreadable(form, error) from error
+    return mods, options, kinds

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ComposattnError, UnreadableProgram
 from .dynamo import is_traced
 from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
 from .lent import capture_of
@@ -133,16 +134,40 @@ def graph_of(form: str, leaves: Sequence[Any]) -> Expr:
 
 
 def graphs_of(forms: Sequence[str | None], leaves: Sequence[Any]) -> list[Expr | None]:
-    """The graphs of several forms; their leaves follow one another. None stays None."""
+    """The graphs of several forms; their leaves follow one another. None stays None.
+
+    Raises: as `graph_of`; `UnreadableProgram` for a text that is no form, which a direct call of an operator may pass.
+    """
     left = list(leaves)
     graphs: list[Expr | None] = []
     for form in forms:
         graph = None
         if form is not None:
-            graph, left = _graph(_parsed(form), left)
+            try:
+                graph, left = _graph(_parsed(form), left)
+            except ComposattnError:
+                raise
+            except READING_FAILS as error:
+                raise unreadable(form, error) from error
         graphs.append(graph)
     assert not left, f"{len(left)} leaves too many"
     return graphs
+
+
+READING_FAILS = (
+    SyntaxError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError,
+    RecursionError, MemoryError
+)  # fmt: skip
+"""What Python says of a text that is cut, of other words, or of other words than this version knows."""
+
+
+def unreadable(form: str, why: Exception) -> UnreadableProgram:
+    """The refusal of a text."""
+    shown = form if len(form) <= 60 else form[:57] + "..."
+    return UnreadableProgram(
+        f"{shown!r} says no call that this version of composattn can read ({type(why).__name__}: {why}); operators "
+        "take the text that ca.attention and ca.Attention write: call one of these, or export the program again"
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -194,8 +219,21 @@ def _op(op: str, arguments: Sequence[Any], leaves: Sequence[Any], done: Sequence
     if op in ("read", "size"):
         capture = capture_of(_leaf(first, leaves)) if first[0] == "t" else done[int(first[1:])]
         where = [as_graph(_argument(a, leaves, done)) for a in rest]
-        return read(capture, where) if op == "read" else size(capture, where[0].attr)
+        if op == "size":
+            return size(capture, where[0].attr)
+        _refuse_other_rank(capture, where)
+        return read(capture, where)
     return apply(op, *(as_graph(_argument(a, leaves, done)) for a in rest), attr=decode(first))
+
+
+def _refuse_other_rank(capture: Capture, where: Sequence[Expr]) -> None:
+    """Raises `UnreadableProgram` for a tensor that a direct call of an operator gave in place of another."""
+    if len(where) != capture.tensor.ndim or not all(i.dtype.is_integer for i in where):
+        shape = tuple(capture.tensor.shape)
+        raise UnreadableProgram(
+            f"a captured tensor of shape {shape} is read at {list(where)}; give the operator the tensors that its text "
+            "speaks of, in their order, or call ca.attention, which does"
+        )
 
 
 def _call(name: str, arguments: Sequence[Any], leaves: Sequence[Any], done: Sequence[Any]) -> Any:

@@ -155,3 +155,59 @@ def test_attention_of_constants_is_an_operator_of_what_export_runs_as_it_stands(
     program = torch.export.export(module, (x,), strict=False)
     assert any("composattn" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(x), module(x))
+
+
+# --- the operator called directly ---------------------------------------------------------------------------------
+
+BIAS = torch.randn(2, LENGTH)
+SAID = ca.Attention(
+    score_mod=lambda s, b, h, q, kv: s + BIAS[h, q - kv], mask_mod=causal(), sinks=torch.zeros(2), scale=0.3
+).spoken
+SCORE, MASK, SINK, KEEP, OPTIONS = SAID.form.split("\n")
+
+
+def said(text: str, tensors: Any = SAID.tensors, plan: int = -1, numbers: tuple[int, ...] = ()) -> torch.Tensor:
+    q, k, v = draw()
+    found = torch.ops.composattn.attend(q, k, v, list(tensors), [None] * 6, [-1, -1, 0, *numbers], text, plan, False)
+    return found[0]  # type: ignore[no-any-return]
+
+
+WRONG_CALLS: dict[str, dict[str, Any]] = {
+    "no tensors": {"tensors": ()},
+    "a tensor too many": {"tensors": (*SAID.tensors, BIAS)},
+    "a tensor too few": {"tensors": SAID.tensors[:1]},
+    "a number too many": {"numbers": (1,)},
+    "tensors in another order": {"tensors": SAID.tensors[::-1]},
+    "no text": {"text": ""},
+    "a word": {"text": "x"},
+    "a call of Python": {"text": "\n".join(["__import__('os').getcwd()", MASK, SINK, KEEP, OPTIONS])},
+    "a text cut short": {"text": SAID.form[:90]},
+    "one line": {"text": SCORE},
+    "no dropout": {"text": "\n".join([SCORE, MASK, SINK, OPTIONS])},
+    "no options": {"text": "\n".join([SCORE, MASK, SINK, KEEP, "-"])},
+    "an unknown operation": {"text": SAID.form.replace("op:add", "op:nonsense")},
+    "a step that is not there": {"text": SAID.form.replace("'x1'", "'x9'")},
+    "a tensor that is not there": {"text": SAID.form.replace("'t0'", "'t7'")},
+    "mods in another order": {"text": "\n".join([MASK, SCORE, SINK, KEEP, OPTIONS])},
+    "a mask for a sink": {"text": "\n".join([SCORE, "-", MASK, SINK, OPTIONS])},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_direct_call_with_another_text_or_other_tensors_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ca.errors.UnreadableProgram, match=r"ca\.attention|lines are score mod"):
+        said(**{"text": SAID.form, **WRONG_CALLS[name]})
+
+
+def test_a_direct_call_with_what_its_text_speaks_of_computes_it() -> None:
+    q, k, v = draw()
+    i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    scores = 0.3 * q @ k.mT + BIAS[:, (i - j).clamp(min=0)]
+    scores = torch.cat((scores.masked_fill(j > i, -torch.inf), torch.zeros(1, 2, LENGTH, 1)), -1)
+    torch.testing.assert_close(said(SAID.form), scores.softmax(-1)[..., :-1] @ v)
+
+
+def test_a_living_plan_is_given_as_many_tensors_as_it_reads() -> None:
+    held = ca.Attention(score_mod=lambda s, b, h, q, kv: s + BIAS[h, q])
+    with pytest.raises(ca.errors.UnreadableProgram, match="1 captured tensors"):
+        said(held.spoken.form, (), held.number)
