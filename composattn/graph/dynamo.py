@@ -4,10 +4,12 @@ Dynamo calls the operators of Python objects, all but two (torch 2.11 to 2.13): 
 only, and a comparison with an integer that it keeps symbolic it takes for one of unrelated things. `~(q >= kv)` is an
 everyday mask, and so is `q - kv < window` with a window that changes. Nor does it say which integers those are. Torch
 2.11 does not tell a function mode of `torch.rand`, so that a random number would be taken for a captured tensor.
+Of a `torch.autograd.Function` that is given no tensor Dynamo follows the forward, and its own backward is lost.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -25,7 +27,7 @@ class Varying:
 
 def teach_dynamo() -> bool:
     """Add what is missing; run for real while Dynamo traces, as a function that is constant to it."""
-    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables import builtin, misc
 
     if not hasattr(builtin.BuiltinVariable, "composattn_taught"):
         _teach_invert(builtin.BuiltinVariable)
@@ -33,6 +35,7 @@ def teach_dynamo() -> bool:
         if hasattr(builtin.BuiltinVariable, "_binop_handlers"):
             _teach_comparisons(builtin.BuiltinVariable._binop_handlers())
         _teach_factories()
+        _teach_functions(misc.AutogradFunctionVariable)
         getattr(builtin.BuiltinVariable, "call_function_handler_cache", {}).clear()
         builtin.BuiltinVariable.composattn_taught = True  # type: ignore[attr-defined]
     return True
@@ -70,6 +73,12 @@ def _teach_factories() -> None:
     from torch.utils._device import _device_constructors
 
     torchs.get_overridable_functions().update(_device_constructors())
+
+
+def _teach_functions(functions: Any) -> None:
+    from .applied import followed
+
+    functions.call_apply = functools.partialmethod(followed, functions.call_apply)
 
 
 def _teach_comparisons(handlers: dict[Any, list[Any]]) -> None:

@@ -137,12 +137,21 @@ def _install() -> None:
 _install()
 
 
-class _Recording(TorchFunctionMode):
+class Recording(TorchFunctionMode):
     """While a mod is recorded: reads of tensors, and what is computed from 0-d ones, are steps too."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, of_score: bool) -> None:
         super().__init__()
-        self.tape = tape
+        self.tape, self.of_score = tape, of_score
+
+    def held(self, value: torch.Tensor) -> Recorded:
+        """A tensor as a value of the mod, so that a torch.autograd.Function is followed and not applied."""
+        return Recorded(self.tape, self.tape.leaf(value))
+
+    def own_backward(self) -> None:
+        """One more step, which is refused, as a mod's gradient is that of its formula. A mask has none."""
+        if self.of_score:
+            self.tape.add("autograd.Function", (), {})
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
@@ -161,7 +170,7 @@ def record(fn: Callable[..., Any], names: Sequence[str]) -> tuple[str, tuple[Any
     teach_dynamo()
     tape = Tape()
     arguments = [Recorded(tape, f"{name!r}") for name in names]
-    with _Recording(tape):
+    with Recording(tape, "score" in names):
         result = fn(*arguments)
     form = tape.form(result)
     return form, tuple(tape.leaves)

@@ -19,6 +19,12 @@ _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 pending = threading.local()
 """`pending.last` is the refusal that the mod at hand has met, if any; `pending.own` are tensors that it made."""
 
+OWN_BACKWARD = (
+    "a torch.autograd.Function is applied in a mod, and its backward is not the gradient of what its forward computes; "
+    "a mod's gradient is that of its formula. Write the formula itself, or apply the function outside and capture what "
+    "it gives"
+)
+
 
 def user_line() -> str | None:
     """`file:line: source` of the innermost frame that is neither ours nor torch's."""

@@ -30,7 +30,7 @@ from .proxies import (
     read_at,
     refuse_cut,
 )
-from .refusals import pending, refuse
+from .refusals import OWN_BACKWARD, pending, refuse
 from .vectors import REDUCTIONS, Several, Vector, lift, reduce
 
 
@@ -423,6 +423,8 @@ _OPERATOR_NAMES = {"getitem": "__getitem__", "and_": "and", "or_": "or"}  # as P
 
 def call_by_name(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a torch function or operator of this name makes of traced values, tensors and numbers."""
+    if name == "autograd.Function":  # written down where its backward is one of its own
+        return refuse(errors.UnsupportedOperation, OWN_BACKWARD)
     name = _OPERATOR_NAMES.get(name, name)
     func = types.SimpleNamespace(__name__=name)
     if name in CONSTANT_MAKERS:  # recorded where a compiled region runs the mod

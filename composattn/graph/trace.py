@@ -22,7 +22,7 @@ from .lent import capture_of
 from .ops import apply
 from .own_gradient import is_that_of
 from .proxies import Proxy, Symbolic, as_expr, nodes_made, read_at
-from .refusals import pending, quote, refuse
+from .refusals import OWN_BACKWARD, pending, quote, refuse
 from .torch_functions import CONSTANT_MAKERS, RANDOM, constant, detach_tensor, refuse_function, tensors_in, torch_call
 from .vectors import Several
 
@@ -118,16 +118,9 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-_CUSTOM_FUNCTION = (
-    "a torch.autograd.Function is applied in a mod, and its backward is not the gradient of what its forward computes; "
-    "a mod's gradient is that of its formula. Write the formula itself, or apply the function outside and capture what "
-    "it gives"
-)
-
-
 def _check_own_gradient(fn: Callable[..., Any], result: Any) -> None:
     if isinstance(result, Symbolic) and not is_that_of(result.expr, fn):
-        raise errors.UnsupportedOperation(_CUSTOM_FUNCTION, _definition(fn))
+        raise errors.UnsupportedOperation(OWN_BACKWARD, _definition(fn))
 
 
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
@@ -153,7 +146,7 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
             _check_own_gradient(fn, result)
     except Exception as error:
         if nodes_made() != nodes and pending.last is None and not isinstance(error, errors.ComposattnError):
-            raise errors.UnsupportedOperation(_CUSTOM_FUNCTION, _line_of(error)) from error
+            raise errors.UnsupportedOperation(OWN_BACKWARD, _line_of(error)) from error
         _explain(error)
         raise
     else:
