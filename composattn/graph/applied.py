@@ -7,6 +7,7 @@ mod that does nothing but apply it is traced, with all that tracing checks.
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ _UNKNOWN = object()
 class Number(NamedTuple):
     """An argument that is known when the mod runs."""
 
-    is_index: bool
+    is_integer: bool
 
 
 def followed(function: Any, of_dynamo: Callable[..., Any], tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -55,9 +56,23 @@ def _held(argument: Any, mode: Any, tx: Any) -> Any:
 def _known(argument: Any, tx: Any) -> Any:
     """What Dynamo knows of an argument: a constant, or what kind of number it will be; else `_UNKNOWN`."""
     if argument.python_type() is Recorded:
-        word = argument.var_getattr(tx, "word").as_python_constant().strip("'")
-        return Number(word in INDICES)
+        word = ast.literal_eval(argument.var_getattr(tx, "word").as_python_constant())
+        steps = argument.var_getattr(tx, "tape").var_getattr(tx, "steps")
+        return Number(_is_integer(word, steps.as_python_constant()))
     return argument.as_python_constant() if argument.is_python_constant() else _UNKNOWN
+
+
+_OF_INTEGERS = {"add", "sub", "mul", "floordiv", "mod", "neg", "abs"}
+
+
+def _is_integer(word: Any, steps: Sequence[str]) -> bool:
+    """Whether a word of a form is surely an integer: made of indices and integers alone."""
+    if not isinstance(word, str) or word in INDICES:
+        return not isinstance(word, (tuple, bool)) and word is not None
+    if not word.startswith("x"):
+        return False
+    name, *arguments = ast.literal_eval(steps[int(word[1:])])
+    return name.strip("_").removeprefix("r") in _OF_INTEGERS and all(_is_integer(a, steps) for a in arguments)
 
 
 def _agrees(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -65,7 +80,7 @@ def _agrees(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     given = [*args, *kwargs.values()]
     if _UNKNOWN in given:
         return False
-    by: list[int | None] = [n for n, a in enumerate(given) if isinstance(a, Number) and not a.is_index] or [None]
+    by: list[int | None] = [n for n, a in enumerate(given) if isinstance(a, Number) and not a.is_integer] or [None]
 
     def applied(one: int | None, other: float) -> Callable[..., Any]:
         def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -87,6 +102,6 @@ def _agrees(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _number(argument: Any, value: Any, index: Any) -> Any:
     if not isinstance(argument, Number):
         return argument
-    if argument.is_index:
+    if argument.is_integer:
         return index
     return torch.tensor(value) if isinstance(value, float) else value

@@ -15,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import errors
 from .dynamo import Varying, teach_dynamo
+from .operators import OPERATORS, name_of
 from .scalar import Scalar
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 class Tape:
@@ -28,6 +31,8 @@ class Tape:
 
     def add(self, name: str, arguments: Sequence[Any], named: dict[str, Any]) -> Recorded:
         """One more step."""
+        if name in _HOOKS:  # refused by name; what they call can't be written down
+            arguments, named = (), {}
         words = [f"{name!r}"]
         for a in arguments:
             words.append(self.word(a))
@@ -91,13 +96,14 @@ class Recorded:
     def __torch_function__(
         cls, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = name_of(func) if isinstance(func, OPERATORS) else func.__name__
         for a in args:
             if isinstance(a, Recorded):
-                return a.tape.add(func.__name__, args, kwargs or {})
+                return a.tape.add(name, args, kwargs or {})
             if isinstance(a, tuple):
                 for i in a:
                     if isinstance(i, Recorded):
-                        return i.tape.add(func.__name__, args, kwargs or {})
+                        return i.tape.add(name, args, kwargs or {})
         raise errors.UnsupportedOperation(f"{func.__name__} with these arguments in a mod of a compiled region")
 
     def __getattr__(self, name: str) -> Any:
@@ -110,6 +116,11 @@ class Recorded:
         return method
 
     shape, ndim, device = (), 0, None  # of a single number, wherever it is
+
+    @property
+    def data(self) -> Any:
+        """Cut from its gradient, which is refused where it has one."""
+        return self.tape.add("detach", (self,), {})
 
     def __hash__(self) -> int:
         return id(self)
@@ -154,7 +165,7 @@ class Recording(TorchFunctionMode):
             self.tape.add("autograd.Function", (), {})
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
+        name = name_of(func) if isinstance(func, OPERATORS) else func.__name__
         if name in ASKED:
             return func(*args, **(kwargs or {}))
         if name == "unbind":

@@ -13,6 +13,7 @@ import torch
 from .. import errors
 from .expr import DType, const
 from .lent import capture_of
+from .operators import name_of
 from .ops import OPS
 from .proxies import (
     BINARY,
@@ -290,7 +291,7 @@ _ARGUMENT = {"input": "x", "self": "x", "other": "y"}
 
 def torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function or tensor method that met a proxy."""
-    name = func.__name__.partition(".")[0].removeprefix("special_")  # aten overloads: "tanh.default"
+    name = name_of(func).partition(".")[0].removeprefix("special_")  # aten overloads: "tanh.default"
     if name == "__getitem__":
         tensor, item = args
         return read_at(capture_of(tensor), (), item) if isinstance(tensor, torch.Tensor) else tensor[item]
