@@ -143,7 +143,7 @@ class Attention(Held):
         shard = context_parallel
         if shard is None and (context.entered or context.left):
             shard = active(q, compiling)
-        eager = not compiling and shard is None and q.__class__ is not FakeTensor
+        eager = not compiling and shard is None and q.__class__ is not FakeTensor and not operators.written_down()
         alone = eager and asked is OUT_ALONE and varlen is None and paged is None and keep is None
         if alone and not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             if self._seen:
@@ -256,7 +256,7 @@ def attention(
     shard = context_parallel
     if shard is None and (context.entered or context.left):
         shard = active(q, compiling)
-    if compiling or shard is not None or q.__class__ is FakeTensor:
+    if compiling or shard is not None or q.__class__ is FakeTensor or operators.written_down():
         inputs = Inputs(q, k, v, varlen, paged)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)

@@ -15,6 +15,7 @@ from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
 from .call.inputs import OUT_ALONE, Inputs
 from .dispatch.kept import planned_for
+from .graph.dynamo import is_written_down
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.fingerprint import Fingerprint, fingerprint
@@ -59,6 +60,7 @@ def flex_attention(
         and kernel_options is None
         and query.__class__ is torch.Tensor
         and not torch.compiler.is_compiling()
+        and not is_written_down()
     ):
         found = _again(query, key, value, score_mod, block_mask, scale, enable_gqa, backend)
         if found is not None:

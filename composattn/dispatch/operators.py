@@ -42,6 +42,7 @@ from ..call.sequences import HINTS
 from ..call.strides import ordered
 from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies
+from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture
 from ..graph.lent import Lending
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
@@ -50,7 +51,7 @@ from .gradient_operator import differentiable, gradient_of, in_form
 from .kept import planned_of
 from .planned import Planned, asked_of, refuse_gradient
 from .spoken import Spoken, heard
-from .transforms import break_graph
+from .transforms import active, break_graph
 
 _plans: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -61,6 +62,11 @@ def register(planned: Planned) -> int:
     number = next(_numbers)
     _plans[number] = planned
     return number
+
+
+def written_down() -> bool:
+    """Whether `make_fx` writes down a call that lies below no transform: then the operator stands for it."""
+    return is_written_down() and not active()
 
 
 # --- a call -----------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Inputs
 from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
+from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
 from ..graph.ops import apply
 from .contents import check_reads
@@ -110,6 +111,11 @@ def _attend(
     tensors = (q, k, v, *lengths, *(c.tensor for c in captures))
     if any(map(_has_tangent, tensors)):
         out, lse, top = call.formula(*tensors)
+    elif is_written_down():
+        raise UnsupportedTransform(
+            "make_fx can't write down a call of composattn below vmap, grad or vjp; for gradients use "
+            "torch.autograd.grad in the function that it traces"
+        )
     else:
         out, lse, top = _Attend.apply(call, *tensors)
     statistics = torch.promote_types(q.dtype, torch.float32)

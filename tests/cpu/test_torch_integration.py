@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
@@ -342,3 +344,99 @@ def test_a_copy_keeps_its_schedule() -> None:
     schedule = ca.Schedule(split_kv=2)
     attention = ca.Attention(mask_mod=causal(), schedule=schedule)
     assert pickle.loads(pickle.dumps(attention)).schedule == copy.deepcopy(attention).schedule == schedule
+
+
+# --- make_fx ------------------------------------------------------------------------------------------------------
+
+TRACINGS: dict[str, Any] = {
+    "as it is": {}, "fake": {"tracing_mode": "fake"}, "symbolic": {"tracing_mode": "symbolic"},
+    "before dispatch": {"pre_dispatch": True},
+}  # fmt: skip
+BY_KEY = torch.randn(50)
+
+
+class Named(ca.nn.Attention):
+    """Reads a buffer by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by_key", BY_KEY)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + self.by_key[kv]
+
+
+HELD = ca.Attention(score_mod=lambda s, b, h, q, kv: s + BY_KEY[kv])
+PLAIN = ca.Attention(mask_mod=causal())
+NAMED = Named()
+BLOCKS = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+WRITTEN: dict[str, tuple[Callable[..., torch.Tensor], bool, bool]] = {
+    # name: (the call, whether it adds BY_KEY, whether it is causal)
+    "attention": (lambda q, k, v: ca.attention(q, k, v), False, False),
+    "Attention": (lambda q, k, v: PLAIN(q, k, v), False, True),
+    "reference": (lambda q, k, v: ca.attention(q, k, v, mask_mod=causal(), backend="reference"), False, True),
+    "attention with a captured tensor": (
+        lambda q, k, v: ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + BY_KEY[j]), True, False
+    ),
+    "Attention with a captured tensor": (lambda q, k, v: HELD(q, k, v), True, False),
+    "a module": (lambda q, k, v: NAMED(q, k, v), True, False),
+    "flex_attention": (lambda q, k, v: ca.flex_attention(q, k, v, block_mask=BLOCKS), False, True),
+}  # fmt: skip
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, adds: bool, is_causal: bool) -> torch.Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if adds:
+        scores = scores + BY_KEY
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def options_of(tracing: str, name: str) -> dict[str, Any]:
+    options: dict[str, Any] = TRACINGS[tracing]
+    if "tracing_mode" in options and WRITTEN[name][1]:
+        options = {**options, "_allow_non_fake_inputs": True}  # torch takes no other tensors that a function holds
+    return options
+
+
+def operators_in(graph: torch.fx.GraphModule) -> list[str]:
+    names = (str(node.target) for node in graph.graph.nodes)
+    return [name for name in names if name.startswith("composattn")]
+
+
+@pytest.mark.parametrize("tracing", TRACINGS)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_make_fx_writes_down_the_operator(name: str, tracing: str, generator: torch.Generator) -> None:
+    call, *mods = WRITTEN[name]
+    call(*draw(generator))  # what is known of an earlier call is not taken
+    written = make_fx(call, **options_of(tracing, name))(*draw(generator))
+    assert operators_in(written) == ["composattn.attend.default"]
+    inputs = draw(generator)
+    assert_same([written(*inputs)], [dense(*inputs, *mods)])
+
+
+# before dispatch torch takes outputs that are saved for a backward for constants, those of its own softmax too
+@pytest.mark.parametrize("tracing", [tracing for tracing in TRACINGS if tracing != "before dispatch"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "reference"])  # which compiles forward only
+def test_make_fx_writes_down_gradients(name: str, tracing: str, generator: torch.Generator) -> None:
+    call, *mods = WRITTEN[name]
+
+    def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(call(q, k, v).sin().sum(), [q, k, v])
+
+    written = make_fx(gradients, **options_of(tracing, name))(*draw(generator))
+    assert operators_in(written) == ["composattn.attend.default", "composattn.attend_backward.default"]
+    inputs = draw(generator)
+    wanted = torch.autograd.grad(dense(*inputs, *mods).sin().sum(), inputs)
+    assert_same(list(written(*inputs)), list(wanted))
+
+
+@pytest.mark.parametrize("tracing", TRACINGS)
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_make_fx_below_a_transform_is_refused_by_name(transform: Any, tracing: str) -> None:
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return PLAIN(*[q.view(1, 1, 6, 8)] * 3).sum()
+
+    with pytest.raises(ca.errors.UnsupportedTransform, match="make_fx"):
+        make_fx(transform(call), **TRACINGS[tracing])(torch.randn(1, 6, 8))
