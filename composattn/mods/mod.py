@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 import sys
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,16 @@ def told(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[An
     return form, mark[1] if places is None else tuple([mark[1][n] for n in places]), name
 
 
+def _compute_parametrized(fn: Callable[..., Any]) -> None:
+    """What parametrizations give is computed in the region where a method reads it by its name, as a mod can't."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
+        owner = fn.__self__
+        if hasattr(owner, "parametrizations"):
+            for name in fn.__func__.__code__.co_names:
+                if name in owner.parametrizations:  # type: ignore[operator]
+                    getattr(owner, name)
+
+
 def formed(
     fn: Callable[..., Any],
     name: str | None,
@@ -223,7 +234,9 @@ def formed(
 ) -> tuple[str, tuple[Any, ...], str]:
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
     if is_traced():
-        return *record(fn, names), name or "mod"  # which matters to nobody there
+        with cached():
+            _compute_parametrized(fn)
+            return *record(fn, names), name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
     known = None if mark is None else told(trace, mark)
     if known is not None:

@@ -135,6 +135,29 @@ def test_parametrizations_are_followed(is_known: bool) -> None:
     assert module.parametrizations.bias.original.grad is not None
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_parametrizations_are_followed_in_compiled_code(fullgraph: bool) -> None:
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2.0 * x
+
+    class Own(Biased):
+        def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + self.bias[h, q - kv + LENGTH] * self.bias[h, 0]
+
+    torch._dynamo.reset()
+    module, x = Own(), [t.requires_grad_() for t in inputs(3)]
+    parametrize.register_parametrization(module, "bias", Double())
+    compiled, learned = torch.compile(module, fullgraph=fullgraph, backend="aot_eager"), module.parametrizations.bias
+    for _ in range(2):
+        found, wanted = compiled(*x), module(*x)
+        torch.testing.assert_close(found, wanted)
+        gradients = [torch.autograd.grad(out.sin().sum(), [*x, learned.original]) for out in (found, wanted)]
+        torch.testing.assert_close(gradients[0], gradients[1])
+        with torch.no_grad():
+            learned.original.add_(0.5)
+
+
 def test_meta_modules_are_followed_once_they_have_memory() -> None:
     with torch.device("meta"):
         module = Biased()
