@@ -20,6 +20,7 @@ from .dispatch.kept import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.spoken import Mods, Spoken, spoken
 from .errors import UnsupportedOption
+from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
 from .mods.score import Score
@@ -143,7 +144,9 @@ class Attention(Held):
         shard = context_parallel
         if shard is None and (context.entered or context.left):
             shard = active(q, compiling)
-        eager = not compiling and shard is None and q.__class__ is not FakeTensor and not operators.written_down()
+        # the modes first: without one nothing is written down, and asking takes no function of ours
+        recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()
+        eager = not compiling and shard is None and q.__class__ is not FakeTensor and not recorded
         alone = eager and asked is OUT_ALONE and varlen is None and paged is None and keep is None
         if alone and not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             if self._seen:
@@ -256,7 +259,8 @@ def attention(
     shard = context_parallel
     if shard is None and (context.entered or context.left):
         shard = active(q, compiling)
-    if compiling or shard is not None or q.__class__ is FakeTensor or operators.written_down():
+    recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()
+    if compiling or shard is not None or q.__class__ is FakeTensor or recorded:
         inputs = Inputs(q, k, v, varlen, paged)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)

@@ -15,7 +15,7 @@ from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
 from .call.inputs import OUT_ALONE, Inputs
 from .dispatch.kept import planned_for
-from .graph.dynamo import is_written_down
+from .graph.dynamo import dispatch_modes, function_modes, is_written_down
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.fingerprint import Fingerprint, fingerprint
@@ -60,7 +60,7 @@ def flex_attention(
         and kernel_options is None
         and query.__class__ is torch.Tensor
         and not torch.compiler.is_compiling()
-        and not is_written_down()
+        and not ((function_modes() or dispatch_modes()) and is_written_down())
     ):
         found = _again(query, key, value, score_mod, block_mask, scale, enable_gqa, backend)
         if found is not None:
@@ -181,7 +181,7 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
             f'move it: block_mask.to("{query.device}")'
         )
     _check_extent(block_mask, query, key)
-    if compiling:
+    if compiling or (known is None and is_written_down()):
         return BlockSparse.from_block_mask(block_mask)  # looking at the lists would wait for them
     if known is None:
         known = _remembered(block_mask, *_build(block_mask))

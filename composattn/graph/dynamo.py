@@ -21,7 +21,8 @@ is_traced = torch.compiler.is_dynamo_compiling
 """Whether Dynamo follows what is run. `torch.export` need not: its inputs are fake ones, its constants plain ones."""
 
 
-_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+"""How many modes of each kind are entered."""
 _PROXIES = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 
@@ -30,7 +31,7 @@ def is_written_down() -> bool:
 
     Its tensors may be plain ones. Where no mode is entered, this takes 0.1 µs.
     """
-    if not _function_modes() and not _dispatch_modes():
+    if not function_modes() and not dispatch_modes():
         return False
     before = torch._ops._get_dispatch_mode_pre_dispatch
     return torch._C._get_dispatch_mode(_PROXIES) is not None or before(_PROXIES) is not None

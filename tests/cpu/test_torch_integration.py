@@ -425,11 +425,20 @@ def test_make_fx_writes_down_gradients(name: str, tracing: str, generator: torch
     def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(call(q, k, v).sin().sum(), [q, k, v])
 
+    call(*draw(generator))  # of a BlockMask that nobody knows, lists would be inputs, which fake tensors refuse
     written = make_fx(gradients, **options_of(tracing, name))(*draw(generator))
     assert operators_in(written) == ["composattn.attend.default", "composattn.attend_backward.default"]
     inputs = draw(generator)
     wanted = torch.autograd.grad(dense(*inputs, *mods).sin().sum(), inputs)
     assert_same(list(written(*inputs)), list(wanted))
+
+
+def test_make_fx_looks_at_no_list_of_a_block_mask_that_is_new(generator: torch.Generator) -> None:
+    blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+    written = make_fx(lambda q, k, v: ca.flex_attention(q, k, v, block_mask=blocks))(*draw(generator))
+    assert operators_in(written) == ["composattn.attend.default"]
+    inputs = draw(generator)
+    assert_same([written(*inputs)], [dense(*inputs, False, True)])
 
 
 @pytest.mark.parametrize("tracing", TRACINGS)
