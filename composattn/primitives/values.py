@@ -5,7 +5,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Numeric
+from cutlass import Integer, Numeric
+from cutlass.cutlass_dsl import cutlass_arith
 
 
 def smaller(a: Any, b: Any) -> Any:
@@ -18,6 +19,15 @@ def larger(a: Any, b: Any) -> Any:
 
 def _known(*values: Any) -> bool:
     return all(isinstance(v, int) for v in values)
+
+
+def plain(x: Any) -> Any:
+    """`x` as an integer whose quotients are rounded down, as Python's are.
+
+    Those of CuTe's own integers, which sizes are and what a fast division finds, are cut towards 0, and so are those of
+    all that is computed from them: -5 // 2 is -2.
+    """
+    return type(x)(cutlass_arith.ArithValue(x.value, True)) if isinstance(x, Integer) and not _known(x.value) else x
 
 
 def choose(condition: Any, a: Any, b: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from composattn.analysis.program import Program
 from composattn.graph.jumps import deciding
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
+from composattn.testing.tolerance import Case, check
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
@@ -45,6 +47,20 @@ FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# Of numbers below 0 that a head, a batch entry or a size begins: kernels know these as CuTe's own integers, whose
+# quotients are cut towards 0.
+WHOLE: dict[str, Callable[..., Any]] = {
+    "heads //": lambda b, h, q, kv: (h - 5) // 2,
+    "heads %": lambda b, h, q, kv: (h * 3 - 7) % 4,
+    "batch // and %": lambda b, h, q, kv: (b - 4) // 3 + (b - 5) % 4,
+    "a distance //": lambda b, h, q, kv: (20 * h - 2 * q + 299) // 2 - (20 * h - 2 * kv) // 2,
+    "a distance %": lambda b, h, q, kv: (h - 3 * kv) % 7,
+    "to zero": lambda b, h, q, kv: torch.div(h - 6, 4, rounding_mode="trunc") + torch.fmod(b - 7, 3),
+    "by a negative number": lambda b, h, q, kv: (h + b) // -3 + (h * q) % -5,
+    "of a product": lambda b, h, q, kv: (-h * b) // 2 + (b - h) // (h + 1),
+}
+
+
 def finite(value: Any) -> Any:
     """`value`, with numbers in the place of NaN and infinities."""
     value = torch.where(torch.isnan(value), 33.25, value)
@@ -69,6 +85,40 @@ def hold_formulas(backend: str, device: str = "cpu") -> None:
         torch.testing.assert_close(lse, wanted, rtol=1e-6, atol=1e-6, msg=lambda words, name=name: f"{name}: {words}")
 
 
+def hold_whole_quotients(backend: str, d: int, device: str = "cpu") -> None:
+    """Each formula, at a query of its own in turn, where a query sees itself alone."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        total: Any = 0
+        for n, formula in enumerate(WHOLE.values()):
+            total = torch.where(q % len(WHOLE) == n, formula(b, h, q, kv), total)
+        return total.float()
+
+    q = torch.zeros(3, 4, 130, d, dtype=torch.bfloat16, device=device)
+    k = q[:, :2]
+    mods: dict[str, Any] = {"score_mod": score_mod, "mask_mod": lambda b, h, q, kv: q == kv}
+    _, lse = ca.attention(q, k, k, **mods, return_lse=True, backend=backend)
+    b, h, at = torch.arange(3)[:, None, None], torch.arange(4)[:, None], torch.arange(130)
+    for n, (name, formula) in enumerate(WHOLE.items()):
+        wanted = formula(b, h, at, at).float().expand(3, 4, 130)
+        of_formula = at % len(WHOLE) == n
+        wrong = lambda words, name=name: f"{name}: {words}"  # noqa: E731
+        torch.testing.assert_close(lse.cpu()[..., of_formula], wanted[..., of_formula], rtol=0, atol=1e-4, msg=wrong)
+
+
+def hold_windows_of_heads(backend: str, d: int, generator: torch.Generator, device: str = "cpu") -> None:
+    """Windows whose ends are such quotients, wider from head to head, forward and backward."""
+    draw = partial(torch.randn, generator=generator)
+    q, dout = (draw(2, 4, 384, d).bfloat16().to(device) for _ in range(2))
+    k, v = (draw(2, 2, 384, d).bfloat16().to(device) for _ in range(2))
+    mask = lambda b, h, q, kv: (q >= kv) & (2 * q - 2 * kv < 120 + 20 * h)  # noqa: E731
+    check(partial(ca.attention, backend=backend), Case(q, k, v, mask_mod=mask, dout=dout))
+    zero = torch.zeros_like(q)
+    _, lse = ca.attention(zero, k, k, mask_mod=mask, return_lse=True, backend=backend)
+    h, at = torch.arange(4)[:, None], torch.arange(384)
+    assert torch.equal(lse.exp().round().int().cpu(), (60 + 10 * h).minimum(at + 1).int().expand(2, 4, 384))
+
+
 def hold_blocks(backend: str, generator: torch.Generator, device: str = "cpu") -> None:
     """Blocks of 41 by true division, by constants and by a captured number, are those of integers."""
     q, k, v = (torch.randn(1, 1, 300, 64, generator=generator).half().to(device) for _ in range(3))
@@ -80,6 +130,17 @@ def hold_blocks(backend: str, generator: torch.Generator, device: str = "cpu") -
     found = ca.attention(q, k, v, mask_mod=floored, backend=backend)
     wanted = ca.attention(q, k, v, mask_mod=whole, backend="streaming")
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
+def test_quotients_of_whole_numbers_below_0_are_rounded_down(backend: str, d: int, generator: torch.Generator) -> None:
+    hold_whole_quotients(backend, d)
+
+
+@pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
+def test_windows_whose_ends_are_such_quotients_are_exact(backend: str, generator: torch.Generator) -> None:
+    hold_windows_of_heads(backend, 128, generator)
 
 
 def test_emulated_quotients_and_remainders_are_those_of_torch() -> None:

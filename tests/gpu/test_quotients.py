@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.compile.test_quotients_emulated import hold_blocks, hold_formulas
+from tests.compile.test_quotients_emulated import (
+    hold_blocks,
+    hold_formulas,
+    hold_whole_quotients,
+    hold_windows_of_heads,
+)
 from tests.support import gpu_backend
 
 
@@ -14,3 +20,9 @@ def test_quotients_and_remainders_are_those_of_torch() -> None:
 
 def test_blocks_by_true_division_are_those_of_integers(generator: torch.Generator) -> None:
     hold_blocks(gpu_backend(), generator, "cuda")
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_quotients_of_whole_numbers_below_0_are_rounded_down(d: int, generator: torch.Generator) -> None:
+    hold_whole_quotients(gpu_backend(), d, "cuda")
+    hold_windows_of_heads(gpu_backend(), d, generator, "cuda")
