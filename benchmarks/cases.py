@@ -278,6 +278,14 @@ def _of_scores_that_deviate() -> Iterable[Case]:
         yield dataclasses.replace(plain, name=name, deviation=deviation)
 
 
+def _of_both_halves() -> Iterable[Case]:
+    """Both 16-bit types beside each other: a kernel's speed should not depend on which it has."""
+    rows = itertools.product(("forward", "backward"), (64, 128, 256), (full, causal), (torch.bfloat16, torch.float16))
+    for direction, dim, pattern, dtype in rows:
+        plain = _plain(dim, 8192, pattern, direction, ("halves",))  # type: ignore[arg-type]
+        yield dataclasses.replace(plain, name=f"{str(dtype).removeprefix('torch.')}: {plain.name}", dtype=dtype)
+
+
 def _of_wide_heads() -> Iterable[Case]:
     """Head dimensions above 256; D 576 with Dv 512 is multi-head latent attention (DeepSeek-V2, 2024)."""
     for direction in ("forward", "backward"):
@@ -369,7 +377,13 @@ def _of_cpus() -> Iterable[Case]:
 
 CASES: tuple[Case, ...] = tuple(
     itertools.chain(
-        _of_training(), _of_scores_that_deviate(), _of_wide_heads(), _of_serving(), _of_the_host(), _of_cpus()
+        _of_training(),
+        _of_scores_that_deviate(),
+        _of_both_halves(),
+        _of_wide_heads(),
+        _of_serving(),
+        _of_the_host(),
+        _of_cpus(),
     )
 )
 SETS: tuple[str, ...] = (
@@ -379,6 +393,7 @@ SETS: tuple[str, ...] = (
     "mods",
     "gqa",
     "deviation",
+    "halves",
     "wide",
     "decode",
     "decode grid",
