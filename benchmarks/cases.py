@@ -37,13 +37,14 @@ class Pattern:
     document_starts: tuple[int, ...] = ()  # offsets of packed documents, the end included
     prefix: int = 0
     step: int = 1  # between keys of a dilated window
+    grid: tuple[int, ...] = ()  # positions are those of an image of so many rows and columns, row by row
     learned: tuple[torch.Tensor, ...] = ()  # captured tensors with a gradient, which a backward has to give
 
     @property
     def is_plain(self) -> bool:
         """Nothing but an optional causal mask: every implementation has it."""
-        windows = self.left_window, self.document_starts, self.prefix, self.step
-        return windows == (None, (), 0, 1) and (self.softcap, self.alibi_slopes, self.learned) == (0.0, None, ())
+        windows = self.left_window, self.document_starts, self.prefix, self.step, self.grid
+        return windows == (None, (), 0, 1, ()) and (self.softcap, self.alibi_slopes, self.learned) == (0.0, None, ())
 
 
 PatternFactory = Callable[["Case", torch.device], Pattern]
@@ -73,6 +74,19 @@ def dilated(case: Case, device: torch.device, width: int = 4096, step: int = 4) 
         return (q >= kv) & (q - kv < width) & ((q - kv) % step == 0)
 
     return Pattern(f"dilated window {width} by {step}", mask, step=step)
+
+
+def neighborhood(case: Case, device: torch.device, columns: int = 128, kernel: int = 7) -> Pattern:
+    """The `kernel` x `kernel` positions of an image around each; at an edge they are moved inwards."""
+    rows = case.q_len // columns
+
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        row = (q // columns - kernel // 2).clamp(0, rows - kernel)
+        column = (q % columns - kernel // 2).clamp(0, columns - kernel)
+        in_rows = (kv // columns >= row) & (kv // columns < row + kernel)
+        return in_rows & (kv % columns >= column) & (kv % columns < column + kernel)
+
+    return Pattern(f"neighborhood {rows}x{columns} {kernel}x{kernel}", mask, grid=(rows, columns))
 
 
 def alibi(case: Case, device: torch.device) -> Pattern:
@@ -261,6 +275,10 @@ def _of_training() -> Iterable[Case]:
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
         for pattern in (relative, window):
             yield _modded(pattern, direction, (direction, "mods"), heads=32, dim=64)
+        for kernel in (7, 13):
+            pattern = functools.partial(neighborhood, kernel=kernel)
+            name = f"{direction} D128 neighborhood 128x128 {kernel}x{kernel}"
+            yield Case(name, (direction, "mods"), pattern, 1, heads=16, q_len=128 * 128, dim=128, direction=direction)
         for pattern in (full, causal):
             shape = {"batch": 2, "heads": 16, "q_len": 8192, "dim": 192, "v_dim": 128}
             name = f"{direction} D192/128 S8192 {pattern.__name__}"

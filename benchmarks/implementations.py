@@ -216,7 +216,7 @@ class FlashAttention4:
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         if case.dtype not in (torch.bfloat16, torch.float16):
             raise NotServed("16-bit types only")
-        if pattern.prefix or pattern.step > 1:
+        if pattern.prefix or pattern.step > 1 or pattern.grid:
             raise NotServed("needs a mask in its kernel language and block lists of the user's making")
         if pattern.learned:
             raise NotServed("gives no gradient of a captured tensor, and wants the score mod in its kernel language")
