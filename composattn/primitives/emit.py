@@ -37,7 +37,7 @@ from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
 from .quotients import quotient
 from .score_tile import LIFTED, ScoreTile
-from .values import Fixed, bits_before, choose, larger, plain, smaller, total
+from .values import Fixed, bits_before, choose, larger, smaller, total
 
 WORD = 24  # positions that a word of `run_of` speaks of
 
@@ -201,7 +201,7 @@ class Evaluator:
             base: Any = 0
             for coefficient, first in ((form.q, tile.first_q), (form.kv, tile.first_kv)):
                 if coefficient:
-                    base = base + (plain(first) if coefficient == 1 else plain(first) * coefficient)
+                    base = base + (first if coefficient == 1 else first * coefficient)
             # a constant is a value of the kernel too: a Python number has other operators (~True is -2)
             moves = form.q or form.kv
             self.start[form] = Int32(form.constant) if not moves else base + form.constant if form.constant else base
@@ -259,7 +259,7 @@ class Evaluator:
         if node.op == "scalar":
             return self.leaves.scalars[self.mods.scalar_slot[node.attr]]
         if node.op == "size":
-            return plain(Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr]))
+            return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
         if node.op == "read":
             if node in self.ahead:
                 place, numbers = self.ahead[node]
@@ -307,8 +307,8 @@ class Evaluator:
         if name in ("q", "kv"):
             return self.position(Affine(int(name == "q"), int(name == "kv"), 0), r, c)
         if name == "h" and self._tile is not None:
-            return plain(self.tile.head_index(r))
-        return plain(getattr(self.leaves, name))
+            return self.tile.head_index(r)
+        return getattr(self.leaves, name)
 
 
 # --- the score mod, cut into what a kernel needs --------------------------------------------------------------

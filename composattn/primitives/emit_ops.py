@@ -19,7 +19,7 @@ from cutlass.cute import math as cm
 from ..graph.expr import DType
 from . import quotients
 from .exponential import LN_2, LOG2_E, exp2
-from .values import Fixed, choose
+from .values import Fixed, choose, plain
 
 KIND = {DType.BOOL: Boolean, DType.INT32: Int32, DType.INT64: Int64, DType.FLOAT: Float32}
 
@@ -85,7 +85,7 @@ _maximum, _minimum = _extreme(cm.max), _extreme(cm.min)
 
 
 def _floordiv(x: Any, y: Any) -> Any:
-    return quotients.floored(x, y) if _is_float(x, y) else x // y
+    return quotients.floored(x, y) if _is_float(x, y) else plain(x) // plain(y)
 
 
 def _mod(x: Any, y: Any) -> Any:
@@ -97,7 +97,7 @@ def _mod(x: Any, y: Any) -> Any:
 def _truncdiv(x: Any, y: Any) -> Any:
     if _is_float(x, y):
         return quotients.truncated(x, y)
-    down = x // y  # not by magnitudes: the least number has none
+    down = _floordiv(x, y)  # not by magnitudes: the least number has none
     return choose((down * y != x) & ((x < 0) ^ (y < 0)), down + 1, down)
 
 

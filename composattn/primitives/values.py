@@ -24,8 +24,8 @@ def _known(*values: Any) -> bool:
 def plain(x: Any) -> Any:
     """`x` as an integer whose quotients are rounded down, as Python's are.
 
-    Those of CuTe's own integers, which sizes are and what a fast division finds, are cut towards 0, and so are those of
-    all that is computed from them: -5 // 2 is -2.
+    Those of CuTe's own integers are cut towards 0: -5 // 2 is -2. Such are sizes, what a fast division finds (a work
+    tile's head and batch entry), and all that is computed from them.
     """
     return type(x)(cutlass_arith.ArithValue(x.value, True)) if isinstance(x, Integer) and not _known(x.value) else x
 
