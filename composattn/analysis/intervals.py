@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ..graph.expr import DType, Expr, const, walk
-from ..graph.linear import INT64, OF_TYPE, UNKNOWN, Bounds, Ranges, bounds, forget
+from ..graph.linear import INT64, UNKNOWN, Bounds, Ranges, forget
 from .interval_reads import read_in_tiles
 from .interval_rules import MAY_WRAP, RULES, as_kind, kind_of, unless_wrapped
 from .interval_values import Bools, Ints, T, Value, anything, cast, widened
@@ -194,12 +194,8 @@ class Tiles:
 
     def _leaves(self, node: Expr, ends: tuple[int, int]) -> bool:
         """Whether the integer `node` may lie at an end of its type or beyond it: to be looked for in each tile."""
-        low, high = ends
-        least, most = bounds(node)
-        if low <= least and most <= high:  # for every position: no need to look at the tiles
-            return False
         least, most = self.everywhere.of(node)
-        return least <= low or high <= most  # what is clamped below has its end there
+        return least <= ends[0] or ends[1] <= most  # what is clamped below has its end there
 
     def _fitted(self, node: Expr, v: Value) -> Value:
         """An int32 that may have wrapped may be anything."""
@@ -211,7 +207,10 @@ class Tiles:
 
 
 class _RangesOfCall(Ranges):
-    """Of one call, step by step as machines compute: what may leave its type may be any number of it."""
+    """Of one call, step by step as machines compute: what may leave its type may be any number of it, or beyond it.
+
+    Never less than the bounds that `Tiles` has of a value, whose ends are those of int64 where nothing is known.
+    """
 
     def __init__(self, leaves: Mapping[str, Bounds], scalars: Mapping[int, float]) -> None:
         super().__init__(leaves)
@@ -222,7 +221,9 @@ class _RangesOfCall(Ranges):
             value = self.scalars.get(id(expr.attr), expr.attr.value)
             return value, value
         low, high = super().find(expr)
-        least, most = OF_TYPE.get(expr.dtype, UNKNOWN)
+        if expr.dtype is DType.INT32 and not (_INT32[0] <= low and high <= _INT32[1]):
+            low, high = min(low, _INT32[0]), max(high, _INT32[1])  # as `Tiles` has it: a kernel wraps, torch does not
+        least, most = INT64 if expr.dtype.is_integer else UNKNOWN
         return (low, high) if least <= low and high <= most else (least, most)
 
     def rule(self, op: str) -> Callable[..., Bounds | None] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,26 @@ def test_a_wrapping_sum_is_not_trusted() -> None:
     far = 2**31 - 5
     kinds = ca.mask(lambda b, h, q, kv: kv + far > q).tiles(64, 64, (16, 16))
     assert set(kinds.flatten().tolist()) == {1}
+
+
+# What nothing is known of has the ends of int64: sums of it were taken to stay inside, and wrapped to one end.
+OF_UNKNOWN: dict[str, Callable[..., Any]] = {
+    "times a negative number": lambda b, h, q, kv: (kv % -8) * -8 <= 16,
+    "shifted": lambda b, h, q, kv: (kv % -8) << 3 == -16,
+    "their size and more": lambda b, h, q, kv: (q ^ kv).abs() + 1 <= 16,
+    "a window as wide as their size": lambda b, h, q, kv: (q - kv).abs() < (~(h - q)).abs() + 9,
+    "a window by a remainder": lambda b, h, q, kv: (q - kv).abs() < ((16 - 7 * q) % -4).abs() + 5,
+    "squared": lambda b, h, q, kv: (q ^ kv) * (q ^ kv) < 300,
+    "a difference with itself": lambda b, h, q, kv: ((q ^ kv) + 5) - (q ^ kv) > q - 40,
+}
+
+
+@pytest.mark.parametrize("name", OF_UNKNOWN)
+def test_sums_of_what_nothing_is_known_of_are_judged_right(name: str) -> None:
+    mask = ca.mask(OF_UNKNOWN[name])
+    for tile in ((4, 4), (16, 16), (64, 64)):
+        exact, found = tiles_of(dense(mask.expr, 100, 70), tile), mask.tiles(100, 70, tile)
+        assert ((found == 1) | (found == exact)).all(), f"claimed {found.tolist()}, is {exact.tolist()}"
 
 
 def test_rounding_of_floats_is_allowed_for() -> None:
