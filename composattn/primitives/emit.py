@@ -75,11 +75,16 @@ def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr
     if found is None and node.depth > DEEP:
         return False
     if found is None:
-        x, *more = node.args or (node,)
-        quotient = node.op == "floordiv" and x.op == "index" and more[0].is_const and more[0].attr % block == 0
         inside = bool(node.args) and all(_constant_in_blocks(a, dep, block, known) for a in node.args)
-        found = known[node, dep] = quotient or inside
+        found = known[node, dep] = _is_of_blocks(node, block) or inside
     return found
+
+
+def _is_of_blocks(node: Expr, block: int) -> bool:
+    """Whether it is `q // n` or `kv // n`, n blocks; by a negative n it changes one position further on."""
+    if node.op != "floordiv" or node.args[0].op != "index" or not node.args[1].is_const:
+        return False
+    return node.args[1].attr > 0 and node.args[1].attr % block == 0
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------

@@ -119,6 +119,23 @@ def hold_windows_of_heads(backend: str, d: int, generator: torch.Generator, devi
     assert torch.equal(lse.exp().round().int().cpu(), (60 + 10 * h).minimum(at + 1).int().expand(2, 4, 384))
 
 
+def hold_blocks_by_negative_numbers(backend: str, device: str = "cpu") -> None:
+    """Quotients of positions by them change behind a multiple of the number, not before it."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ((q // -64) * 100 + kv // -16).float()
+
+    q = torch.zeros(1, 1, 150, 64, dtype=torch.float16, device=device)
+    _, lse = ca.attention(
+        q, q, q, score_mod=score_mod, mask_mod=lambda b, h, q, kv: q == kv, return_lse=True, backend=backend
+    )
+    at = torch.arange(150)
+    torch.testing.assert_close(lse[0, 0].cpu(), ((at // -64) * 100 + at // -16).float(), rtol=0, atol=1e-3)
+    _, lse = ca.attention(q, q, q, mask_mod=lambda b, h, q, kv: q // -16 == kv // -16, return_lse=True, backend=backend)
+    wanted = (at[:, None] // -16 == at // -16).sum(-1)
+    assert torch.equal(lse[0, 0].exp().round().long().cpu(), wanted)
+
+
 def hold_blocks(backend: str, generator: torch.Generator, device: str = "cpu") -> None:
     """Blocks of 41 by true division, by constants and by a captured number, are those of integers."""
     q, k, v = (torch.randn(1, 1, 300, 64, generator=generator).half().to(device) for _ in range(3))
@@ -141,6 +158,11 @@ def test_quotients_of_whole_numbers_below_0_are_rounded_down(backend: str, d: in
 @pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
 def test_windows_whose_ends_are_such_quotients_are_exact(backend: str, generator: torch.Generator) -> None:
     hold_windows_of_heads(backend, 128, generator)
+
+
+@pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
+def test_blocks_by_negative_numbers_begin_behind_multiples_of_them(backend: str) -> None:
+    hold_blocks_by_negative_numbers(backend)
 
 
 def test_emulated_quotients_and_remainders_are_those_of_torch() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tests.compile.test_quotients_emulated import (
     hold_blocks,
+    hold_blocks_by_negative_numbers,
     hold_formulas,
     hold_whole_quotients,
     hold_windows_of_heads,
@@ -20,6 +21,10 @@ def test_quotients_and_remainders_are_those_of_torch() -> None:
 
 def test_blocks_by_true_division_are_those_of_integers(generator: torch.Generator) -> None:
     hold_blocks(gpu_backend(), generator, "cuda")
+
+
+def test_blocks_by_negative_numbers_begin_behind_multiples_of_them() -> None:
+    hold_blocks_by_negative_numbers(gpu_backend(), "cuda")
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
