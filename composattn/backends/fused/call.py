@@ -24,6 +24,7 @@ from .plan import plan_forward
 from .plan_backward import plan_backward
 from .settled import Settled, settles
 from .target import Target
+from .widened import widened
 
 
 class FusedCall:
@@ -43,6 +44,7 @@ class FusedCall:
         target: Target,
         kernel_of: Callable[[Any], Any] = compile_plan,
     ) -> None:
+        program = widened(program, problem)
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of, self.architecture = kernel_of, architecture_of(target)
         # refuses what it can't do now, not at the first call
