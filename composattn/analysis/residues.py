@@ -21,7 +21,7 @@ def residues(mask: Expr) -> tuple[int, Expr]:
     multiple counts.
     """
     step, rest = 1, []
-    for term in _terms(mask):
+    for term in terms(mask):
         found = _step(term)
         if found is None:
             rest.append(term)
@@ -45,7 +45,7 @@ def of_residue(graph: Expr, step: int, first: int) -> Expr:
     return substitute(graph, places)
 
 
-def _terms(node: Expr) -> Iterator[Expr]:
+def terms(node: Expr) -> Iterator[Expr]:
     """What a conjunction joins."""
     left = [node]
     while left:

@@ -12,6 +12,7 @@ import torch
 
 from ...analysis.bands import TileInterval
 from ...analysis.program import Program
+from ...analysis.strips import KEYS, Strips
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
 from ...errors import InvalidSchedule
@@ -22,6 +23,7 @@ from .architecture import architecture_of
 from .few_queries import splits
 from .order import LAST_QUERIES_FIRST, order_in_stretches, order_of
 from .stretches import stretches_of
+from .strips import InStrips, in_strips
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .work import WorkTables
@@ -126,10 +128,12 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     return_max_scores: bool = False
     is_split: bool = False
     splits: int = dataclasses.field(default=1, compare=False)
+    strips: Strips | None = dataclasses.field(default=None, compare=False)  # in the key of those that have them
 
     @property
     def key(self) -> str:
-        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn else "")
+        in_strips = f" {self.strips}" if self.strips else ""
+        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn else "") + in_strips
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -158,6 +162,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "exp2": str(t.exponential),
             "schedule": f"{t.dealt}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
+            "strips": "" if self.strips is None else self.strips.words,
             "kv tiles": self._kv_tiles(),
             "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",
         }
@@ -207,8 +212,15 @@ def plan_forward(
     architecture.check(problem, program)
     if problem.schedule.batch_invariant:
         program = invariant(program)
+    strips = None
+    if tiling is None:
+        cut = in_strips(problem, program)
+        tiling = None if cut is None else _tiling_of_strips(cut, target)
+        if cut is not None and tiling is not None:
+            strips, problem, program = cut.strips, cut.problem, cut.program
     tiling = tiling or architecture.forward_tiling(problem, program, target)
-    lists = key_lists(problem, program, (tiling.queries, tiling.tile_n))
+    # rows of an image say which tiles of a strip's keys are seen, with no lists
+    lists = None if strips else key_lists(problem, program, (tiling.queries, tiling.tile_n))
     if lists is not None and problem.schedule.batch_invariant:
         _refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))
@@ -238,7 +250,15 @@ def plan_forward(
         return_max_scores=return_max_scores,
         is_split=parts > 1,
         splits=parts,
+        strips=strips,
     )
+
+
+def _tiling_of_strips(cut: InStrips, target: Target) -> ForwardTiling | None:
+    """Whose tiles have whole rows of a strip; None where they would have several heads, or parts of the keys."""
+    tiling = architecture_of(target).forward_tiling(cut.problem, cut.program, target)
+    whole = tiling.packed_heads == 1 and splits(cut.problem, tiling, target) == 1
+    return dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS) if whole else None
 
 
 def invariant(program: Program) -> Program:

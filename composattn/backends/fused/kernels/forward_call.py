@@ -13,6 +13,7 @@ from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
+from ....primitives.strip_rows import in_copies, strip_rows
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
@@ -49,18 +50,27 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work."""
     tiling, dtype = plan.tiling, given.q.element_type
     queries: Any  # never in pages
-    queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
+    keys: Any
+    if plan.strips is None:
+        queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
+    else:
+        queries, keys = strip_rows(plan.strips, given.q, given.k)
     # a tile is the first two modes
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
     mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
-    q_rows, mQ = mQ.shape[0], heads.view(mQ)
+    if plan.strips is None:
+        entries, q_rows, kv_rows = given.q.shape[0], mQ.shape[0], most_rows(keys, mK)
+    else:
+        entries, q_rows, kv_rows = given.q.shape[0] * plan.strips.count, queries.length, keys.length
+    mQ = heads.view(mQ)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     box = heads.box(rows)
-    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d), (box, tiling.d))
+    q_box, o_box = in_copies(queries, box, tiling.d), in_copies(queries, box, tiling.output_columns)
+    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d), q_box)
     (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
     k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(*k_box), k_box)
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(*v_box), v_box)
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(*k_box), in_copies(keys, *k_box))
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(*v_box), in_copies(keys, *v_box))
     tma_o, splits = None, None
     if plan.is_split:
         tO, splits = given.out, Int32(given.out.shape[0])
@@ -69,12 +79,11 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     else:
         in_stretches = plan.has_stretches  # of one head
         mO = queries.for_stores(given.out, rows) if in_stretches else heads.view(queries.for_copies(given.out))
-        columns = tiling.output_columns
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, columns), (box, columns))
-    kv_bytes = Int64(most_rows(keys, mK)) * ((tiling.d + tiling.dv) * dtype.width // 8)
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
+    kv_bytes = Int64(kv_rows) * ((tiling.d + tiling.dv) * dtype.width // 8)
     section = (tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
-    order = TileScheduler.of(given.work, q_rows, tiling.queries, given.q.shape[0], *heads_of, kv_bytes, *section)
+    order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, kv_bytes, *section)
     return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
 
 

@@ -8,6 +8,7 @@ from cutlass import Int32, const_expr
 
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
+from ....primitives.strip_words import StripWords
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
@@ -197,6 +198,8 @@ class GroupRows(OutputRows[Any]):
         self.q_slot = q_slot
         self.tOrO.fill(0.0)
         self.tSrQ = self.products.held_queries()
+        if me.plan.strips is not None:
+            self.strip_words = StripWords(self.mods, self.tile(None, Int32(0)))
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place, and given; where `tested`, of what is `seen`."""

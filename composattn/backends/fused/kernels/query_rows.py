@@ -11,6 +11,7 @@ from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
+from ....primitives.strip_words import StripWords
 from ....primitives.values import Fixed, choose
 from ....primitives.visible_words import hide, hide_of_rows, rows_words, visible_words
 from ..plan import AnyForwardTiling
@@ -53,6 +54,7 @@ class QueryRows(Places[AnyForwardTiling]):
         origin = work.keys.origin
         self.column = column if isinstance(origin, int) and origin == 0 else column + origin
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
+        self.strip_words: StripWords | None = None
 
     def tile(self, scores: Any, n: Any) -> ScoreTile:
         """Of kv tile `n`; `scores`, by row and column: registers, None where there are none yet."""
@@ -66,6 +68,8 @@ class QueryRows(Places[AnyForwardTiling]):
 
     def look(self, n) -> Any:
         """What `hide` has to know of kv tile `n`, asked before there are scores; None: nothing."""
+        if self.strip_words is not None:
+            return self.strip_words.of(self.tile(None, n))
         is_known = isinstance(self.mods.limits_hold, bool)
         return None if is_known else rows_words(self.mods, self.tile(None, n))
 

@@ -1,0 +1,151 @@
+"""2-D neighbourhoods in strips of an image's columns: results and gradients of the whole, in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.backends.fused import strips
+from composattn.backends.fused.emulated import EmulatedForward
+from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
+from composattn.mods import causal, neighborhood, padding
+from composattn.mods.mask import Mask
+from composattn.testing.tolerance import Case, check
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small images have few tiles to leave out."""
+    monkeypatch.setattr(strips, "FEWER", float("inf"))
+
+
+def of_distance(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Along rows and columns of an image of 48 columns."""
+    return score - (q // 48 - kv // 48).abs() * (h + 1) / 16 - (q % 48 - kv % 48).abs() / 32
+
+
+def case(generator: torch.Generator, sizes: tuple[int, ...], dtype: torch.dtype, mask: Any, score: Any = None) -> Case:
+    """Four heads on two; queries lie as a projection leaves them (B, S, H, D). With gradients of out and of LSE."""
+    batch, length, d, dv = sizes
+    q = torch.randn(batch, length, 4, d, generator=generator).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(batch, 2, length, n, generator=generator).to(dtype) for n in (d, dv))
+    dout = torch.randn(batch, 4, length, dv, generator=generator).to(dtype)
+    dlse = torch.randn(batch, 4, length, generator=generator)
+    return Case(q, k, v, score_mod=score, mask_mod=mask, dout=dout, dlse=dlse)
+
+
+def planned(problem: Problem, **mods: Any) -> ForwardPlan:
+    return plan_forward(problem, ca.Attention(**mods).program, HOPPER)
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "mask", "score"),
+    [
+        ((1, 9 * 48, 64, 64), BF16, neighborhood((9, 48), 5), None),
+        ((2, 10 * 32, 128, 128), BF16, neighborhood((10, 32), (3, 17)), None),
+        ((2, 10 * 48, 64, 48), FP16, neighborhood((10, 48), (7, 5), is_causal=(True, False)), of_distance),
+        ((1, 12 * 16, 32, 32), BF16, neighborhood((12, 16), (4, 3), (3, 1)), None),
+        ((1, 8 * 32, 192, 192), BF16, neighborhood((8, 32), 7, is_causal=(False, True)), None),
+    ],
+)
+def test_results_and_gradients_are_those_of_the_whole_image(
+    sizes: tuple[int, ...], dtype: torch.dtype, mask: Any, score: Any, backend: str, generator: torch.Generator
+) -> None:
+    asked = case(generator, sizes, dtype, mask, score)
+    assert planned(Problem.of(asked.q, asked.k, asked.v), mask_mod=mask, score_mod=score).strips is not None
+    check(partial(ca.attention, backend=backend), asked)
+
+
+def problem(rows: int, columns: int, batch: int = 1, d: int = 64, **how: Any) -> Problem:
+    length = rows * columns
+    return Problem(batch, 4, 2, length, length, d, d, BF16, torch.device("cpu"), **how)
+
+
+def test_largest_scores_and_outputs_alone_are_the_same(few_tiles: None, generator: torch.Generator) -> None:
+    asked = case(generator, (2, 9 * 32, 64, 64), BF16, neighborhood((9, 32), 5))
+    call = ca.Attention(mask_mod=asked.mask_mod, backend="hopper-emulated")
+    exact = ca.Attention(mask_mod=asked.mask_mod, backend="reference")
+    qkv = asked.q, asked.k, asked.v
+    out, lse, top = call(*qkv, return_lse=True, return_max_scores=True)
+    _, _, wanted = exact(*(t.double() for t in qkv), return_lse=True, return_max_scores=True)
+    torch.testing.assert_close(top.double(), wanted.double(), atol=1e-3, rtol=1e-5)
+    assert torch.equal(call(*qkv), out) and lse.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_blocks_that_stay_draw_strips_from_a_table(few_tiles: None, generator: torch.Generator) -> None:
+    asked = case(generator, (2, 20 * 32, 128, 128), BF16, neighborhood((20, 32), 7))
+    qkv = asked.q, asked.k, asked.v
+    stays = dataclasses.replace(Problem.of(*qkv), schedule=Schedule(order="longest_first", persistent=True))
+    plan = plan_forward(stays, asked.program, dataclasses.replace(HOPPER, sms=3))
+    assert plan.strips is not None and plan.work is not None and plan.tiling.drawn
+    out, lse, _ = EmulatedForward(plan)(*qkv, 128**-0.5, [])
+    wanted, wanted_lse = ca.attention(
+        *(t.double() for t in qkv), mask_mod=asked.mask_mod, backend="reference", return_lse=True
+    )
+    torch.testing.assert_close(out.double(), wanted, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-3, rtol=1e-5)
+
+
+IMAGE = neighborhood((16, 64), 5)
+STAYS_WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another mask": ({"mask_mod": causal()}, {}),
+    "a tensor in the mask": ({"mask_mod": IMAGE & padding(torch.tensor([900]))}, {}),
+    "positions in the score": ({"mask_mod": IMAGE, "score_mod": lambda s, b, h, q, kv: s - q // 2}, {}),
+    "the batch in the mask": ({"mask_mod": IMAGE & Mask.of(lambda b, h, q, kv: q // 64 >= b)}, {}),
+    "sinks": ({"mask_mod": IMAGE, "sinks": torch.zeros(4)}, {}),
+    "dropout": ({"mask_mod": IMAGE, "dropout_p": 0.1, "dropout_seed": 0}, {}),
+    "keys in parts": ({"mask_mod": IMAGE}, {"schedule": Schedule(split_kv=2)}),
+    "wide heads": ({"mask_mod": IMAGE}, {"d": 512}),
+}
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("why", STAYS_WHOLE)
+def test_a_call_stays_whole_where_strips_would_not_know_what_mods_ask(why: str) -> None:
+    mods, how = STAYS_WHOLE[why]
+    assert planned(problem(16, 64), mask_mod=IMAGE).strips is not None
+    assert planned(problem(16, 64, **how), **mods).strips is None
+
+
+def test_it_stays_whole_where_the_image_has_few_rows_or_another_size(few_tiles: None) -> None:
+    of_rows = [planned(problem(rows, 64), mask_mod=neighborhood((rows, 64), 3)).strips for rows in (7, 8)]
+    assert [found is None for found in of_rows] == [True, False]
+    rectangle = Problem(1, 4, 2, 16 * 64, 15 * 64 + 8, 64, 64, BF16, torch.device("cpu"))
+    assert planned(rectangle, mask_mod=IMAGE).strips is None
+
+
+def test_strips_are_taken_where_they_visit_fewer_tiles() -> None:
+    sizes = [(128, 128, 7), (128, 128, 13), (256, 256, 7), (64, 64, 7), (64, 64, 13)]
+    found = [planned(problem(r, c), mask_mod=neighborhood((r, c), k)).strips is not None for r, c, k in sizes]
+    assert found == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("size", "kernel", "whole", "cut"), [(128, 7, 7.0, 3.875), (128, 13, 13.0, 5.75)])
+def test_of_an_image_of_128_columns_strips_visit_half_of_the_tiles(
+    size: int, kernel: int, whole: float, cut: float
+) -> None:
+    asked, program = problem(size, size), ca.Attention(mask_mod=neighborhood((size, size), kernel)).program
+    found = strips.in_strips(asked, program)
+    assert found is not None
+    assert strips.visited(asked, program) == whole and strips.visited(found.problem, found.program) == cut
+
+
+def test_plans_of_images_of_other_widths_are_others() -> None:
+    wide, narrow = (planned(problem(128, c), mask_mod=neighborhood((128, c), 7)) for c in (256, 128))
+    assert wide.key != narrow.key and "an image of 256" in str(wide)

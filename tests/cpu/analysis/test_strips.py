@@ -1,0 +1,98 @@
+"""Masks on the positions of an image: the strips of it that are found, and what the mask is in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.analysis.residues import terms
+from composattn.analysis.strips import KEYS, QUERIES, Strips, in_columns, reads_image, strips_of
+from composattn.graph.expr import Expr
+from composattn.mods import causal, neighborhood
+from composattn.mods.mask import Mask
+
+ROWS, COLUMNS = 9, 48
+
+
+def on_image(kernel: Any, **how: Any) -> Mask:
+    return neighborhood((ROWS, COLUMNS), kernel, **how)
+
+
+def written_out(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    near = (q // COLUMNS - kv // COLUMNS).abs() <= 2
+    return near & (q % COLUMNS - kv % COLUMNS < 6) & (kv % COLUMNS - q % COLUMNS < 4)
+
+
+FOUND: dict[str, tuple[Strips, Callable[..., Any]]] = {
+    "a neighbourhood": (Strips(48, 3), on_image(7)),
+    "a wide one": (Strips(48, 8), on_image((3, 17))),
+    "with gaps between rows": (Strips(48, 2), on_image((3, 5), dilation=(2, 1))),
+    "with gaps between columns": (Strips(48, 6), on_image((3, 5), dilation=(1, 3))),
+    "causal along rows": (Strips(48, 4, beyond=True), on_image((3, 5), is_causal=(False, True))),
+    "causal along columns": (Strips(48, 2), on_image((3, 5), is_causal=(True, False))),
+    "distances": (Strips(48, 5, beyond=True), written_out),
+    "rows by head": (Strips(48, 1), lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (kv // COLUMNS >= h)),
+}
+WHOLE: dict[str, Callable[..., Any]] = {
+    "a sequence": causal(),
+    "columns too far apart": on_image((3, 19)),
+    "all columns": lambda b, h, q, kv: q // 48 == kv // 48,
+    "no whole strips": neighborhood((9, 40), 3),
+    "two images": on_image(3) & neighborhood((12, 36), 3),
+    "one of two": on_image(3) | causal(),
+    "rows and columns at once": lambda b, h, q, kv: (q // 48 - kv // 48).abs() + (q % 48 - kv % 48).abs() < 4,
+    "positions too": on_image(3) & causal(),
+    "columns by head": lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (q % 48 - kv % 48 < h),
+    "three axes": neighborhood((3, 9, 48), 3),
+}
+
+
+def graph(mask: Callable[..., Any]) -> Expr:
+    found = ca.Attention(mask_mod=mask).program.mask
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
+    wanted, mask = FOUND[name]
+    whole = graph(mask)
+    strips = strips_of(whole)
+    assert strips == wanted
+    assert reads_image(whole, strips.columns)
+    of_image = Mask(whole).dense(ROWS * COLUMNS, ROWS * COLUMNS, 1, 3)[0]
+    of_strips = Mask(strips.mask(whole)).dense(ROWS * QUERIES, ROWS * KEYS, 2 * strips.count, 3)
+    q, kv = torch.arange(ROWS * QUERIES), torch.arange(ROWS * KEYS)
+    for b, in_strip in enumerate(of_strips):
+        first = b % strips.count * QUERIES
+        queries = q // QUERIES * COLUMNS + q % QUERIES + first
+        column = kv % KEYS + first - strips.before
+        inside = (column >= 0) & (column < COLUMNS)
+        keys = (kv // KEYS * COLUMNS + column)[inside]
+        assert not in_strip[..., ~inside].any()
+        assert torch.equal(in_strip[..., inside], of_image[:, queries][..., keys])
+        others = torch.ones(ROWS * COLUMNS, dtype=torch.bool).index_fill(0, keys, False)
+        assert not of_image[:, queries][..., others].any()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_strips_are_found_where_queries_see_more_than_their_keys(name: str) -> None:
+    assert strips_of(graph(WHOLE[name])) is None
+
+
+def test_terms_are_of_columns_or_of_rows() -> None:
+    whole = graph(on_image((3, 5), is_causal=(False, True)))
+    strips = strips_of(whole)
+    assert strips is not None
+    found = [in_columns(term) for term in terms(strips.mask(whole))]
+    assert sorted(found) == [False, False, True, True, True, True]
+
+
+def test_scores_may_read_rows_and_columns_alone() -> None:
+    assert reads_image(graph(lambda b, h, q, kv: q // 48 - kv % 48 > h), 48)
+    assert not reads_image(graph(lambda b, h, q, kv: q // 48 - kv > h), 48)
+    assert not reads_image(graph(lambda b, h, q, kv: q // 24 > kv // 24), 48)
