@@ -13,36 +13,39 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..analysis.strips import KEYS, QUERIES, Strips
 from .seqlen import WholeSequence
 from .values import Bundle
 
 
 class StripRows(Bundle):
-    """Rows of tensors (B, H, S, ...): sequence b is strip b % count of entry b // count.
+    """Rows of tensors (B, H, S, ...), positions of an image with so many `columns`: sequence b is a strip of an entry.
 
-    `wide`: so many columns; `before`: so many of them left of those that give the strip its number.
+    Strips begin `apart` columns apart, the first one `before` the image; each is `wide` columns wide.
     """
 
     parts = ("length",)
 
-    def __init__(self, strips: Strips, length: Int32, wide: int, before: int) -> None:
-        """On the host; `length`: positions of the image."""
-        self.strips, self.wide, self.before = strips, wide, before
-        self.length = length // strips.columns * wide
+    def __init__(self, positions: Int32, columns: int, apart: int, wide: int, before: int) -> None:
+        """On the host; `positions` of the image."""
+        self.columns, self.apart, self.wide, self.before = columns, apart, wide, before
+        self.length = positions // columns * wide
+
+    @property
+    def count(self) -> int:
+        """Strips of an image."""
+        return self.columns // self.apart
 
     def for_copies(self, tensor: cute.Tensor) -> cute.Tensor:
         """(B, H, S, D) as ((columns, image rows), D, H, B): what a bulk copy's descriptor is made from."""
         (batch, heads, length, columns), (entry, head, row, column) = tensor.shape, tensor.stride
-        wide = self.strips.columns
-        shape = ((wide, length // wide), columns, heads, batch)
-        stride = ((row, row * wide), column, head, entry)
+        shape = ((self.columns, length // self.columns), columns, heads, batch)
+        stride = ((row, row * self.columns), column, head, entry)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
     for_loads = for_copies
 
     def sequence(self, b: Int32) -> StripSequence:
-        return StripSequence(self, b // self.strips.count, b % self.strips.count, self.length)
+        return StripSequence(self, b // self.count, b % self.count, self.length)
 
 
 @dataclasses.dataclass
@@ -57,7 +60,7 @@ class StripSequence(WholeSequence):
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """As of a `DenseSequence`."""
-        first = self.strip * QUERIES - self.of.before
+        first = self.strip * self.of.apart - self.of.before
         rows = cute.domain_offset(((first, 0), 0), tensor[None, None, h, self.b])
         return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
 
@@ -69,17 +72,11 @@ class StripSequence(WholeSequence):
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
         """((columns, image rows),) of a plain tensor (B, H, S) of numbers for each query."""
-        rows, columns = tensor[self.b, h, None], self.of.strips.columns
+        rows, columns = tensor[self.b, h, None], self.of.columns
         (row,) = rows.stride
         shape, stride = ((self.of.wide, rows.shape[0] // columns),), ((row, row * columns),)
         strip = cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=stride))
-        return cute.domain_offset(((self.strip * QUERIES, 0),), strip)
-
-
-def strip_rows(strips: Strips, q: cute.Tensor, k: cute.Tensor) -> tuple[StripRows, StripRows]:
-    """Where the rows of queries and of keys lie, on the host."""
-    queries = StripRows(strips, Int32(q.shape[2]), QUERIES, 0)
-    return queries, StripRows(strips, Int32(k.shape[2]), KEYS, strips.before)
+        return cute.domain_offset(((self.strip * self.of.apart, 0),), strip)
 
 
 def in_copies(rows: Any, count: Any, columns: int) -> tuple[Any, int]:

@@ -185,7 +185,7 @@ DIFFERENCES = [
     ),
     Difference(
         "sums of integers that leave 32 or 64 bits", "wrap around in their type",
-        "of positions in 64 bits; beyond those, and of captured 32-bit values in kernels, they wrap, but bounds on keys do not",
+        "of positions in 64 bits; beyond them, and of captured int32 in kernels, they wrap, bounds on keys do not",
         "a limit of 2^63 - 1 is meant as none",
         lambda: ca.attention(Q, K, V, mask_mod=lambda b, h, q, kv: kv - q <= 2**63 - 1),
     ),

@@ -8,12 +8,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ....analysis.strips import KEYS, QUERIES, Strips
 from ....primitives.emit import Leaves
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
-from ....primitives.strip_rows import in_copies, strip_rows
+from ....primitives.strip_rows import StripRows, in_copies
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
@@ -54,7 +55,7 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     if plan.strips is None:
         queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     else:
-        queries, keys = strip_rows(plan.strips, given.q, given.k)
+        queries, keys = _rows_of_strips(plan.strips, given.q, given.k)
     # a tile is the first two modes
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
     mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
@@ -85,6 +86,12 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     heads_of = mQ.shape[2], mK.shape[2]
     order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, kv_bytes, *section)
     return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
+
+
+def _rows_of_strips(strips: Strips, q: cute.Tensor, k: cute.Tensor) -> tuple[StripRows, StripRows]:
+    columns = strips.columns
+    keys = StripRows(Int32(k.shape[2]), columns, QUERIES, KEYS, strips.before)
+    return StripRows(Int32(q.shape[2]), columns, QUERIES, QUERIES, 0), keys
 
 
 @dataclasses.dataclass

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from ....primitives.emit_strips import StripWords
 from ....primitives.kv_source import partition
 from ....primitives.ping_pong import PingPong
-from ....primitives.strip_words import StripWords
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup

@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ....primitives.emit import BoundMods, Leaves, Mods
+from ....primitives.emit_strips import StripWords
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
-from ....primitives.strip_words import StripWords
 from ....primitives.values import Fixed, choose
 from ....primitives.visible_words import hide, hide_of_rows, rows_words, visible_words
 from ..plan import AnyForwardTiling
