@@ -76,6 +76,12 @@ def problem(rows: int, columns: int, batch: int = 1, d: int = 64, **how: Any) ->
     return Problem(batch, 4, 2, length, length, d, d, BF16, torch.device("cpu"), **how)
 
 
+def test_a_call_whose_keys_would_be_split_stays_whole(few_tiles: None) -> None:
+    mask = neighborhood((40, 48), 7)
+    assert planned(problem(40, 48, d=192), mask_mod=mask).strips is None
+    assert planned(problem(40, 48, d=128), mask_mod=mask).strips is not None
+
+
 def test_largest_scores_and_outputs_alone_are_the_same(few_tiles: None, generator: torch.Generator) -> None:
     asked = case(generator, (2, 9 * 32, 64, 64), BF16, neighborhood((9, 32), 5))
     call = ca.Attention(mask_mod=asked.mask_mod, backend="hopper-emulated")

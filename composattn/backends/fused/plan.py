@@ -257,8 +257,8 @@ def plan_forward(
 def _tiling_of_strips(cut: InStrips, target: Target) -> ForwardTiling | None:
     """Whose tiles have whole rows of a strip; None where they would have several heads, or parts of the keys."""
     tiling = architecture_of(target).forward_tiling(cut.problem, cut.program, target)
-    whole = tiling.packed_heads == 1 and splits(cut.problem, tiling, target) == 1
-    return dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS) if whole else None
+    tiling = dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
+    return tiling if tiling.packed_heads == 1 and splits(cut.problem, tiling, target) == 1 else None
 
 
 def invariant(program: Program) -> Program:
