@@ -91,7 +91,7 @@ class RandomMask:
         if depth <= 0 or r.random() < 0.35:
             return leaf
         x = self._of(leaf, depth - 1)
-        kind = r.randrange(11)
+        kind = r.randrange(13)
         if kind == 0:
             return apply("floordiv", x, const(r.choice([1, 2, 3, 4, 8])))
         if kind == 1:
@@ -112,6 +112,10 @@ class RandomMask:
             return apply("where", self._compare(leaf, depth - 1), x, self._runtime())
         if kind == 9:
             return apply(r.choice(["rshift", "truncdiv", "fmod"]), x, const(r.choice([1, 2, 3])))
+        if kind == 10:
+            return apply(r.choice(["floordiv", "mod", "truncdiv", "fmod"]), x, const(r.choice([-1, -2, -3, -8])))
+        if kind == 11:
+            return apply(r.choice(["xor", "or", "and"]), x, const(r.choice([1, 3, 5, 8, -8])))
         return apply(r.choice(["add", "sub"]), x, self._runtime())
 
     def _compare(self, leaf: Expr, depth: int) -> Expr:
