@@ -151,10 +151,14 @@ class Bare:
         self.x, self.launches = x, launches
         self.forward: list[Launch] = []
         self.backward: list[Launch] = []
-        run = _with_backward(call, x) if grad else call
         if launches:
+            # a gradient that lies otherwise than those before is the launcher's, which `_recorded` sees
+            dout = x.dout.transpose(1, 2).contiguous().transpose(1, 2)
+            run = (lambda: torch.autograd.grad(call(), x.qkv, dout)) if grad else call
             with torch.set_grad_enabled(grad), _recorded(self.forward, self.backward):
                 run()
+            if len(self.backward) < grad:
+                raise RuntimeError("no launch of a backward was seen: its kernels would be left out of what is bare")
 
     def __call__(self) -> Any:
         return _applied(self, *self.x.qkv) if torch.is_grad_enabled() else self.launched(self.x.q)[0]

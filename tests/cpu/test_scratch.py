@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composattn.backends.fused import scratch
-from composattn.backends.fused.scratch import LIMIT, SMALL, Scratch, leave
+from composattn.backends.fused.scratch import LIMIT, SMALL, Scratch
 
 
 def of_size(numbers: int = 64) -> Scratch:
@@ -17,7 +17,7 @@ def of_size(numbers: int = 64) -> Scratch:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_kept", {})
+    monkeypatch.setattr(scratch, "kept", {})
 
 
 def test_what_was_left_is_taken_again_and_what_is_taken_is_nobody_elses() -> None:
@@ -26,7 +26,7 @@ def test_what_was_left_is_taken_again_and_what_is_taken_is_nobody_elses() -> Non
     second, _ = made.take()
     assert place is not None and first[0] is not second[0]
     assert [tuple(t.shape) for t in first] == [(64,), (1, 1, 2, 32)]
-    leave(first, place)
+    scratch.kept[place] = first
     assert other.take()[0][0] is not first[0], "calls of another form"
     assert made.take()[0] is first
     assert made.take()[0] is not first
@@ -40,7 +40,7 @@ def test_each_stream_has_its_own_and_a_recorded_graph_too(monkeypatch: pytest.Mo
     made._device = 0
     first, place = made.take()
     assert place is not None
-    leave(first, place)
+    scratch.kept[place] = first
     now["stream"] = 8
     assert made.take()[0] is not first
     now.update(stream=7, records=True)
@@ -62,5 +62,5 @@ def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3 * LIMIT):
         memory, place = of_size().take()
         assert place is not None
-        leave(memory, place)
-    assert len(scratch._kept) <= LIMIT
+        scratch.kept[place] = memory
+    assert len(scratch.kept) <= LIMIT

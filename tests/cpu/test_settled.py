@@ -119,6 +119,20 @@ def test_a_gradient_of_another_dtype_or_form_takes_the_long_way_once_the_form_is
     assert [taken(view) for _ in range(2)] == [True, False]
 
 
+def test_forms_of_different_lengths_in_turns_have_memory_of_their_own(given: Given, long_ways: list[int]) -> None:
+    of_lengths = {
+        length: (rows(4, length=length), rows(2, length=length), rows(2, length=length)) for length in (96, 128)
+    }
+    for step in range(3):
+        for qkv in of_lengths.values():
+            given.clear()
+            long_ways.clear()
+            torch.autograd.grad(ca.attention(*qkv, mask_mod=causal()), qkv, torch.randn_like(qkv[0]))  # type: ignore[arg-type]
+            (main,) = (MainArguments(*x) for x in given if len(x) == len(MainArguments._fields))
+            assert bool(long_ways) == (step == 0)
+            assert main.dk.shape == qkv[1].shape and main.workspace.numel() >= 2 * qkv[0][..., 0].numel()
+
+
 @pytest.mark.usefixtures("given")
 def test_a_gradient_is_refused_a_second_time_and_given_many_at_once() -> None:
     qkv = rows(4), rows(2), rows(2)

@@ -114,14 +114,19 @@ class Standing:
 
     def find(self, lending: Lending | None) -> Any:
         """The tables, if they stand for what is lent; None if not. Of a call that is over the lending has to stand."""
-        kept = self._kept
-        if kept is None or lending is None or lending.unwritten != kept[0] or distrusted() is not None:
-            return None
+        stream: int | None = None
         if self._device is not None:
             stream = torch._C._cuda_getCurrentRawStream(self._device)
-            if stream != kept[1] or is_captured(stream):
+            if is_captured(stream):
                 return None
-        return kept[2]
+        return self.found(lending, stream)
+
+    def found(self, lending: Lending | None, stream: int | None) -> Any:
+        """The same on the current stream, of this handle, which no graph records; None: of a device that has none."""
+        kept = self._kept
+        if kept is None or lending is None or lending.unwritten != kept[0] or stream != kept[1]:
+            return None
+        return None if distrusted() is not None else kept[2]
 
     def keep(self, tables: Any) -> None:
         """Keeps `tables` where what is lent now says when they end."""

@@ -114,16 +114,17 @@ class FusedGradient:
 
         Kernels that sum nothing; sinks may want a gradient. `lending`: if it stands.
         """
-        if True in of_captured and of_captured != self._sinks_alone:
-            return None
-        in_order = self.problem.deterministic  # as `deterministic`, without the call
-        if in_order is None:
-            in_order = torch._C._get_deterministic_algorithms()
-        launcher = self._launchers.get((has_dlse, in_order, NOTHING, True in of_captured))
+        launcher = self.launcher_before(has_dlse, of_captured)
         if launcher is None:
             return None
         tables = None if launcher.standing is None else launcher.standing.find(lending)
         return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
+
+    def launcher_before(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
+        """The kernels of such a backward that sum nothing, if there was one."""
+        if True in of_captured and of_captured != self._sinks_alone:
+            return None
+        return self._launchers.get((has_dlse, self.deterministic(), NOTHING, True in of_captured))
 
     def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
         """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""

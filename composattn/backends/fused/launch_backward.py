@@ -17,7 +17,7 @@ from .captured import Reads
 from .compile import compile_plan
 from .launch import memory_like
 from .plan_backward import COUNTER, BackwardPlans
-from .scratch import Memory, Scratch, leave
+from .scratch import Memory, Scratch, kept
 from .stretches import most_places
 from .work import StretchTables
 
@@ -73,7 +73,7 @@ class BackwardLauncher:
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
-        self._sizes: _Sizes | None = None
+        self.sizes: _Sizes | None = None  # of the latest dense call
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -178,14 +178,14 @@ class BackwardLauncher:
         else:
             reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences
-        sizes = self._sizes
+        sizes = self.sizes
         if sizes is None or sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences, rows)
         memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
         workspace, dq_accum = memory
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
-        pieces = None if self.plans.main.cut is None else self._pieces(q)
+        pieces = None if self.plans.main.cut is None else self.pieces(q)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
             (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
@@ -202,7 +202,7 @@ class BackwardLauncher:
             with torch.cuda.device(q.device):
                 self._launch(*given)
         if place is not None:
-            leave(memory, place)
+            kept[place] = memory
 
     def _read(
         self,
@@ -259,7 +259,7 @@ class BackwardLauncher:
             None if main.work is None else main.work(mirrored, counts, total),
         )
 
-    def _pieces(self, q: torch.Tensor) -> PiecesArguments:
+    def pieces(self, q: torch.Tensor) -> PiecesArguments:
         """Memory for the sums of pieces, and how tiles are cut."""
         cut, t = self.plans.main.cut, self.tiling
         assert cut is not None
@@ -288,5 +288,5 @@ class BackwardLauncher:
         )
         if self.is_dense:
             scratch = Scratch(found.workspace, found.sums, found.strides, q.device)
-            self._sizes = found = found._replace(scratch=scratch)
+            self.sizes = found = found._replace(scratch=scratch)
         return found

@@ -23,6 +23,7 @@ from ...graph.lent import Lending
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
 from .launch_backward import SinkGradient
+from .short_backward import Memory, Short, no_way, short_backward
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -35,9 +36,6 @@ def settles(*tensors: torch.Tensor) -> bool:
     """Whether bulk copies can read all tensors of the form of these, but for their addresses."""
     wrapped = any(is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) for t in tensors)
     return not wrapped and all(t.numel() and tidy(t) is t for t in tensors)
-
-
-Memory = Callable[[torch.Tensor], torch.Tensor]
 
 
 def memory_of(t: torch.Tensor, width: int) -> Memory:
@@ -56,8 +54,8 @@ class Settled:
     """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
 
     __slots__ = (
-        "call", "has_captures", "is_learned", "known", "learns_captured", "lent", "lse", "made", "numbers", "others",
-        "with_lse",
+        "backwards", "call", "has_captures", "is_learned", "known", "learns_captured", "lent", "lse", "made", "numbers",
+        "others", "with_lse",
     )  # fmt: skip
 
     def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -71,6 +69,8 @@ class Settled:
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
+        # by whether dQ has to be repeatable, and which captured tensors want a gradient
+        self.backwards: dict[Any, Short] = {}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None
@@ -107,6 +107,14 @@ class Settled:
         """From now on gradients of this form go the short way, if they can."""
         if settles(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
             self.known = of_the_form(dout)
+
+    def learn_backward(self, asked: Any, of_captured: Sequence[bool], q: torch.Tensor) -> None:
+        """From now on a backward that asks for this goes the short way, if it can: it was just had the long way."""
+        gradient = self.call.known_gradient
+        launcher = None if gradient is None else gradient.launcher_before(False, of_captured)
+        _, *like = self.made
+        short = no_way if launcher is None else short_backward(launcher, q, like, self.call.scale)
+        self.backwards[asked] = short
 
 
 def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
@@ -152,30 +160,30 @@ class _Settled(torch.autograd.Function):
             captured = lent
             if not stands:
                 lending.refuse_written()
-        gradient, ready = call.known_gradient, None
+        asked: Any = torch._C._get_deterministic_algorithms()
+        if of_captured:
+            asked = asked, of_captured
         if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
             settled.learn(dout)
-        elif gradient is not None:
-            ready = gradient.ready(False, of_captured, lending if stands else None)
-        if ready is None:
-            begun, wanted = call.begun(captured, numbers, lending), ctx.needs_input_grad[1:]
-            if lent is None:
-                return None, *gradients_of(begun, wanted, saved, dout, None)
-            wanted = (*wanted, *[False] * len(lent))
-            return None, *gradients_of(begun, wanted, (*saved, *lent), dout, None)[:3]
-        launcher, tables = ready
-        _, like_q, like_k, like_v = settled.made
-        dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        of_sinks: SinkGradient | None = None
-        of_learned: Grads = ()
-        if of_captured:
-            of_learned = (None,) * len(captured)
-            if True in of_captured:
-                assert gradient is not None
-                of_sinks, of_learned = gradient.memory_of_sinks(captured)
-        given = (call.scale, captured, numbers, NO_SEQUENCES, None, of_sinks, tables)
-        launcher.fill(q, k, v, out, lse, dout, None, dq, dk, dv, *given)
-        return (None, dq, dk, dv, *of_learned) if of_learned else (None, dq, dk, dv)
+        elif asked in settled.backwards:
+            of_sinks: SinkGradient | None = None
+            of_learned: Grads = ()
+            if of_captured:
+                of_learned = (None,) * len(captured)
+                if True in of_captured:
+                    of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
+            short, standing = settled.backwards[asked], lending if stands else None
+            found = short(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
+            if found is not None:
+                return (None, *found, *of_learned)
+        begun, wanted = call.begun(captured, numbers, lending), ctx.needs_input_grad[1:]
+        if lent is None:
+            of_all = gradients_of(begun, wanted, saved, dout, None)
+        else:
+            of_all = gradients_of(begun, (*wanted, *[False] * len(lent)), (*saved, *lent), dout, None)[:3]
+        if asked not in settled.backwards and settled.known(dout):
+            settled.learn_backward(asked, of_captured, q)
+        return None, *of_all
 
 
 # without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds
