@@ -46,6 +46,7 @@ from composattn.backends.fused.launch_backward import BackwardLauncher  # noqa: 
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
 
 SDPA = "torch SDPA"
+CALM, AGAIN = 1.15, 8
 
 Call = Callable[[], Any]
 Launch = tuple[Any, tuple[Any, ...]]  # a kernel and what it is given
@@ -215,42 +216,68 @@ def _recorded(forward: list[Launch], backward: list[Launch]) -> Iterator[None]:
 
 
 def timed(rounds: int, device: torch.device, cores: int, only: str) -> list[dict[str, Any]]:
-    """Rows of entries whose names have `only`, forward and with the backward: on so many cores, but compiled on all."""
+    """Rows of entries whose names have `only`, forward and with the backward: on so many cores, but compiled on all.
+
+    A host that works for others is slower by half for seconds. So a row in which SDPA took more than `CALM` of the
+    least that it took in any row is timed again, up to `AGAIN` times, whatever our own calls took in it; the one with
+    the least SDPA stands.
+    """
     rows: list[dict[str, Any]] = []
     for grad in (False, True):
         x = Inputs(device, grad)
+        ready: dict[str, dict[str, Callable[[], object]]] = {}
         for name, calls in entries(x).items():
-            if not re.search(only, name):
-                continue
-            done: dict[str, Callable[[], object]] = {}
-            for who, call in calls.items():
-                try:
-                    run = _with_backward(call, x, name) if grad else call
-                    run()
-                except Exception as error:  # a peer's compiler raises what it likes
-                    rows.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
-                    continue
-                done[who] = run
-            if OURS in done:
-                beside: dict[str, Call] = {
-                    BARE: Bare(calls[OURS], x, grad),
-                    FLOOR: Bare(calls[OURS], x, grad, launches=False),
-                    SDPA: plain(x),
-                }
-                done |= {who: _with_backward(call, x) if grad else call for who, call in beside.items()}
-            with torch.set_grad_enabled(grad):
-                for run in done.values():
-                    run()
-                with on_cores(cores):
-                    timings = interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
-            found = [
+            if re.search(only, name):
+                ready[name], failed = _ready(name, calls, x, grad)
+                rows += failed
+        found = {name: _interleaved(done, rounds, grad, cores) for name, done in ready.items()}
+        for _ in range(AGAIN):
+            yardsticks = {name: timings[SDPA].ms for name, timings in found.items() if SDPA in timings}
+            for name, ms in yardsticks.items():
+                if ms > CALM * min(yardsticks.values()):
+                    again = _interleaved(ready[name], rounds, grad, cores)
+                    found[name] = min(found[name], again, key=lambda timings: timings[SDPA].ms)
+        for name, timings in found.items():
+            of_name = [
                 {"row": _name(name, grad), "impl": who, "ms": t.ms, "spread": t.spread, "least_ms": t.least}
                 for who, t in timings.items()
             ]
             print(_name(name, grad), _compared(timings))
-            show(found)
-            rows += found
+            show(of_name)
+            rows += of_name
     return rows
+
+
+def _ready(
+    name: str, calls: dict[str, Call], x: Inputs, grad: bool
+) -> tuple[dict[str, Callable[[], object]], list[dict[str, Any]]]:
+    """What is timed of an entry, by who does it, compiled; and rows of those that fail."""
+    done: dict[str, Callable[[], object]] = {}
+    failed = []
+    for who, call in calls.items():
+        try:
+            run = _with_backward(call, x, name) if grad else call
+            run()
+        except Exception as error:  # a peer's compiler raises what it likes
+            failed.append({"row": _name(name, grad), "impl": who, "error": f"{type(error).__name__}"})
+            continue
+        done[who] = run
+    if OURS in done:
+        beside: dict[str, Call] = {
+            BARE: Bare(calls[OURS], x, grad),
+            FLOOR: Bare(calls[OURS], x, grad, launches=False),
+            SDPA: plain(x),
+        }
+        done |= {who: _with_backward(call, x) if grad else call for who, call in beside.items()}
+    return done, failed
+
+
+def _interleaved(done: dict[str, Callable[[], object]], rounds: int, grad: bool, cores: int) -> dict[str, Timing]:
+    with torch.set_grad_enabled(grad):
+        for run in done.values():
+            run()
+        with on_cores(cores):
+            return interleaved(done, host_stopwatch, rounds=rounds, sample_ms=4.0)
 
 
 @contextlib.contextmanager
