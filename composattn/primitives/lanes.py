@@ -44,6 +44,18 @@ def a_lane_each(values: list[Any]) -> Any:
     return values[0]
 
 
+def turned(words: list[Any], lane: Any) -> list[Any]:
+    """Of four words of each of four neighbouring lanes those at this lane's number among them, by the lanes' order."""
+    for distance in neighbours(len(words)):
+        upper, found = lane & distance != 0, list(words)
+        for i in (i for i in range(len(words)) if not i & distance):
+            j = i | distance
+            got = cute.arch.shuffle_sync_bfly(choose(upper, words[i], words[j]), distance)
+            found[i], found[j] = choose(upper, got, words[i]), choose(upper, words[j], got)
+        words = found
+    return words
+
+
 def first_of(lane: Any, distances: tuple[int, ...]) -> Any:
     """Whether `lane` is the first of those that differ in these bits; all are where there is no such bit."""
     if not distances:
@@ -53,4 +65,4 @@ def first_of(lane: Any, distances: tuple[int, ...]) -> Any:
     return lane < min(distances) if upper else lane & mask == 0
 
 
-__all__ = ["LANES", "WARP", "a_lane_each", "add", "first_of", "neighbours", "over_lanes"]
+__all__ = ["LANES", "WARP", "a_lane_each", "add", "first_of", "neighbours", "over_lanes", "turned"]

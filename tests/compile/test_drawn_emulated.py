@@ -13,6 +13,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.backends.fused.arguments import ForwardArguments
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
@@ -113,3 +114,34 @@ def test_only_blocks_that_draw_put_outputs_over_queries() -> None:
     tiling_of_all = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
     with pytest.raises(ValueError, match="output_over_q"):
         dataclasses.replace(tiling_of_all, drawn=None)  # type: ignore[type-var]
+
+
+def test_a_kernel_that_was_stopped_leaves_the_counter_at_zero(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Else the next one's blocks draw from where it was, and the tiles before are nobody's: rows of NaN."""
+    q, k, v = (outlier_normal(1, 1, 101, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+    forward = EmulatedForward(plan_forward(problem, ca.Attention().program, FEW))
+    counters = []
+
+    def stopped(*given: Any) -> None:
+        counters.append(ForwardArguments(*given).counter.fill_(2))
+        raise ZeroDivisionError("as a finding would")
+
+    monkeypatch.setattr(forward, "kernel", stopped)
+    with pytest.raises(ZeroDivisionError):
+        forward(q, k, v, 0.088)
+    assert counters[0].item() == 0
+
+
+def test_only_blocks_that_draw_and_hold_queries_store_outputs_from_registers() -> None:
+    problem = Problem.of(*(torch.zeros(1, 1, 8192, d, dtype=torch.bfloat16) for d in (192, 192, 128)))
+    for mask, length, direct in ((None, 8192, True), (causal(), 8192, True), (causal(), 4096, False)):
+        sized = dataclasses.replace(problem, q_len=length, kv_len=length)
+        chosen = tiling.forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
+        assert chosen.output_direct == direct == chosen.persistent
+    assert tiling.forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
+    chosen = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
+    with pytest.raises(ValueError, match="output_direct"):
+        dataclasses.replace(chosen, held=128)

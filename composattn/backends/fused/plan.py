@@ -143,7 +143,8 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def direct_store(self) -> bool:
         """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
-        return self.is_split or (self.layout.q == "packed" and self.tiling.packed_heads > 1)
+        of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
+        return self.is_split or of_heads or self.tiling.output_direct
 
     @property
     def combine(self) -> CombinePlan:

@@ -64,7 +64,8 @@ class ForwardTiling(Tiling):
     `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
     multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
     stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
-    tile goes to a block that is free sooner).
+    tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
+    through shared memory.
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
@@ -72,6 +73,7 @@ class ForwardTiling(Tiling):
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
     drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
+    output_direct: bool = dataclasses.field(default=False, repr=False)  # likewise, by `dealt`
 
     @property
     def slots(self) -> int:

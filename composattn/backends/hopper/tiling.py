@@ -63,8 +63,7 @@ NARROW_MASK = 512
 MASKED_256 = 64
 # Columns of Q in registers by D and Dv, where there is no score mod. In blocks that stay: D 192 3 to 5 % of 8k with the
 # 80 keys that are left room for; D 128 1, 3 and 3 % of causal 1k, 2k and 8k, in blocks that leave 3 % of causal 16k
-HELD = {(192, 192): 128, (128, 128): 128}
-HELD_MASKED = {(192, 128): 192}  # 8k causal 1 %; full 8k gains nothing, nor does D 256
+HELD = {(192, 192): 128, (128, 128): 128, (192, 128): 192}  # 8k causal 1 %; D 256 gains nothing
 HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
@@ -83,6 +82,9 @@ FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is 
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
 # 8k: 3 % of eight causal documents, 7 % of full ones), not blocks of one
 LONG_DOCUMENTS = 4096
+# Keys from which 192/128 gains from blocks that stay, whose next Q comes once registers hold this one: 8k full 1 %,
+# causal 2; fewer were not timed
+LONG_HELD_ALL = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,9 @@ class HopperTiling(ForwardTiling):
     maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
     all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
-    that draw their tiles put the output where Q is, and the next Q comes once it has left. `written`: how products are,
-    see `fused/written.py`.
+    that draw their tiles put the output where Q is, and the next Q comes once it has left. `output_wait`: behind which
+    of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
+    compiler likes, which may be before any. `written`: how products are, see `fused/written.py`.
     """
 
     stages: int
@@ -108,15 +111,18 @@ class HopperTiling(ForwardTiling):
     q_stages: int = 1
     held: int = 0
     written: Written = "whole"
+    output_wait: Literal["first", "half"] | None = None
     output_over_q: bool = dataclasses.field(default=False, repr=False)  # in the key by `dealt`
 
     def __post_init__(self) -> None:
         if self.output_over_q and not (self.drawn and self.kernel in ("forward", "forward_in_order")):
             raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
+        if self.output_direct and not (self.drawn and self.held == self.d and self.q_stages == 1):
+            raise ValueError("output_direct is of blocks that draw their tiles and hold all of Q in registers")
 
     @property
     def dealt(self) -> str:
-        return super().dealt + ", O over Q" * self.output_over_q
+        return super().dealt + ", O over Q" * self.output_over_q + ", O from registers" * self.output_direct
 
     @property
     def in_stretches(self) -> bool:
@@ -125,21 +131,17 @@ class HopperTiling(ForwardTiling):
     @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent and not self.output_over_q
+        return self.persistent and not (self.output_over_q or self.output_direct)
+
+    @property
+    def frees_queries(self) -> bool:
+        """Whether Q's place is free once registers have it, so that the next tile's comes under this one."""
+        return self.output_direct
 
     @property
     def ones(self) -> int:
         """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
         return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0
-
-    @property
-    def wait_late(self) -> bool:
-        """Whether the output's product is waited for behind the first exponentials, as one warpgroup has no other's
-        softmax under its products, and the other of two may pass by. Three in turns lose 2 % by it (H200, D 64 causal).
-        """
-        if self.warpgroups == 1:
-            return self.rescale_early
-        return self.warpgroups == 2 and self.kernel in (APART, FROM_FIRST)
 
     def shared_memory(self, element_bytes: int) -> int:
         rows = self.q_stages * self.d + self.dv if self.separate_o else max(self.d, self.dv)
@@ -156,6 +158,8 @@ class HopperTiling(ForwardTiling):
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
         held = f"; {self.held} columns of Q in registers" if self.held else ""
+        wait = "the first exponential" if self.output_wait == "first" else "half of the exponentials"
+        held += f"; waits for O behind {wait}" if self.output_wait else ""
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
@@ -189,13 +193,15 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     guesses = _guesses(problem, program, heads, mean_keys)
     asked_to_stay = problem.schedule.persistent
     persistent = _stays(problem, program, warpgroups, guesses, mean_keys) if asked_to_stay is None else asked_to_stay
-    over_q = persistent and d == dv == 256
-    rows = d + dv if persistent and not over_q else widest
     registers = 160 if warpgroups == 3 else 240
+    held = _held(problem, program, persistent)
+    # 128 keys beside all of Q in registers, and two stages of them beside Q in shared memory
+    over_q = persistent and d == dv == 256
+    direct = persistent and d > dv and held == d and _by_registers(registers - held // 4, dv, program) >= 128
+    rows = d + dv if persistent and not (over_q or direct) else widest
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     most = 96 if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
     tile_n = asked or min(by_registers, by_memory, most)
-    held = _held(problem, program, persistent)
     paged = problem.layout.kv == "paged"
     consumers, producer = (160, 32) if warpgroups == 3 else (232, 40) if paged else (240, 24)
     passes = warpgroups == 3 and widest == 64 and _may_pass(problem, program, heads)
@@ -215,6 +221,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         persistent=persistent,
         drawn=_drawn(widest, problem) if persistent else None,
         output_over_q=over_q,
+        output_direct=direct,
+        output_wait=_output_wait(widest, warpgroups, program, guesses),
         heads_together=_heads_together(problem, program),
         kernel=GUESSING if guesses else APART if passes else _kernel(problem),
         held=held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0,
@@ -238,6 +246,20 @@ def _written(d: int, dv: int, program: Program, guesses: bool) -> Written:
     return "anew" if guesses and program.score is None and gains else "whole"
 
 
+def _output_wait(widest: int, warpgroups: int, program: Program, guesses: bool) -> Literal["first", "half"] | None:
+    """Of a large block. Timed on an H200, in turns.
+
+    Behind the first exponential D 128 gains 3 to 5 % up to 4k, a window of 1,024 7, what is read at (q, kv) 3, D 192
+    and 256 0 to 2; a soft cap loses 2, ALiBi 1. Where rows guess, behind half of them, D 128 gains 0 to 5 % from 4k on;
+    D 64 and 96, whose three warpgroups fill each other's gaps, lose up to 1.
+    """
+    if warpgroups != 2 or program.keep is not None:
+        return None
+    if guesses:
+        return "half" if widest == 128 and program.score is None else None
+    return "first" if program.score is None or reads_pairs(program.score) else None
+
+
 def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool, mean_keys: Callable[[], float]) -> bool:
     """Whether large blocks stay for many work tiles, where nothing is asked for."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -251,6 +273,9 @@ def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool, m
         return few or (plain and keys(problem) >= LONG_HELD)
     if d == dv == 192:
         return not changed
+    if (d, dv) == (192, 128):
+        holds_all = _by_registers(240 - d // 4, dv, program) >= 128
+        return not changed and holds_all and keys(problem) >= LONG_HELD_ALL
     if d == dv == 256:
         return not changed and (program.mask is not None or keys(problem) <= LONG_DRAWN_256)
     # D 64 gains 1 to 2 % of 4k to 16k: its work tiles are equal, and there are many. It loses 2 to 3 % of 32k
@@ -278,10 +303,11 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
     if changed or problem.layout.kv == "paged" or problem.schedule.batch_invariant:
         return 0
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if (d == 128 and keys(problem) < HELD_KEYS) or (d == dv == 192 and not persistent):
+    # of 192/128 with no mask blocks that leave gain nothing
+    of_those_that_stay = d == 192 and (dv == 192 or program.mask is None)
+    if (d == 128 and keys(problem) < HELD_KEYS) or (of_those_that_stay and not persistent):
         return 0
-    held = HELD if program.mask is None else HELD | HELD_MASKED
-    return held.get((d, dv), 0) if problem.layout.is_dense else 0
+    return HELD.get((d, dv), 0) if problem.layout.is_dense else 0
 
 
 def _guesses(problem: Problem, program: Program, heads: int, mean_keys: Callable[[], float]) -> bool:
@@ -338,6 +364,7 @@ def _documents(problem: Problem, program: Program, heads: int) -> HopperTiling:
         drawn="early" if stays else None,
         # eight documents gain 3 %, causal ones too, twelve nothing
         held=HELD.get((padded(problem.head_dim), padded(problem.head_dim_v)), 0) if stays else 0,
+        output_wait="first",
         heads_together=problem.schedule.heads_together,
         kernel=FROM_FIRST,
     )
@@ -428,6 +455,8 @@ def _small(problem: Problem, program: Program, target: Target, heads: int) -> Ho
         consumer_registers=registers,
         producer_registers=24 if narrow else 40,
         rescale_early=narrow,
+        # one warpgroup has no other's softmax under its products (D 64: 1 to 3 %)
+        output_wait="first" if narrow else None,
         blocks=3 if narrow else 2,
         persistent=short if persistent is None else persistent,
         heads_together=_heads_together(problem, program),
@@ -447,9 +476,11 @@ def _is_short_and_plain(problem: Problem, program: Program) -> bool:
 
 def _with_next_queries(tiling: HopperTiling, target: Target) -> HopperTiling:
     """With two stages of Q, if the block stays and they fit beside its neighbours' memory."""
+    if not tiling.separate_o:
+        return tiling
     two = dataclasses.replace(tiling, q_stages=2)
     room = target.shared_memory // tiling.blocks - 1024 * (tiling.blocks > 1)
-    return two if tiling.separate_o and two.shared_memory(2) <= room else tiling
+    return two if two.shared_memory(2) <= room else tiling
 
 
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:

@@ -76,7 +76,7 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     if plan.is_split:
         tO, splits = given.out, Int32(given.out.shape[0])
     elif plan.direct_store:
-        tO = permuted(given.out, 1, 0, 2)
+        tO = given.out if plan.layout.q == "dense" else permuted(given.out, 1, 0, 2)
     else:
         in_stretches = plan.has_stretches  # of one head
         mO = queries.for_stores(given.out, rows) if in_stretches else heads.view(queries.for_copies(given.out))

@@ -8,6 +8,7 @@ from cutlass import Int32, const_expr
 
 from ....primitives.emit_strips import StripWords
 from ....primitives.kv_source import partition
+from ....primitives.lanes import LANES
 from ....primitives.ping_pong import PingPong
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
@@ -19,7 +20,7 @@ LOOPS = 3
 
 
 class Load(Role):
-    """The copying warp: Q once per work tile, after the first K, or before it where there is room for two of them.
+    """The copying warp: Q once per work tile, after the first K, or before it where its place is free by then.
 
     It draws the tiles where blocks do so.
     """
@@ -43,7 +44,7 @@ class Load(Role):
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
-        block, call, early = self.block, self.call, self.tiling.q_stages > 1
+        block, call, early = self.block, self.call, self.tiling.q_stages > 1 or self.tiling.frees_queries
         tiles = self.kernel.kv_tiles(call, work)
         gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(self.kernel.rows), self.tiling.d))
         copies = KeyCopies(self, work, block.k_edge, block.v_edge)
@@ -114,7 +115,7 @@ class Consume(Role):
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
-            if const_expr(not self.tiling.output_over_q):
+            if const_expr(not (self.tiling.output_over_q or self.tiling.frees_queries)):
                 me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
@@ -215,6 +216,9 @@ class GroupRows(OutputRows[Any]):
     def first_scores(self, n, k_slot):
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)
+        if self.tiling.frees_queries:
+            cute.arch.fence_view_async_shared()  # a copy will come over what was read
+            self.block.q_edge.release(self.q_slot, self.me.lane)
         self.block.k_edge.wait(k_slot)
         tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
         self.products.wait(0)
@@ -251,24 +255,25 @@ class GroupRows(OutputRows[Any]):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         seen = self.look(n) if tested else None
         ahead, tSrS = self.issue(n, k_slot, v_slot)
-        if not self.tiling.wait_late:
+        if self.tiling.output_wait is None:
             self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
-        if self.tiling.wait_late:
-            self.release_behind_exponential(probabilities[0, 0], k_slot)
+        if self.tiling.output_wait is not None:
+            self.block.k_edge.release(k_slot, choose(self.is_negative(probabilities), Int32(LANES), self.me.lane))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, probabilities)
         if not self.tiling.rescale_early:
             self.rescale_output()
 
-    def release_behind_exponential(self, first, k_slot):
-        """K's stage, by lane 0 if its `first` probability is not below 0, which none is.
+    def is_negative(self, probabilities):
+        """Whether one of them is, which none is: a release that hangs on it stands behind its exponential.
 
-        The compiler moves a wait for products up over exponentials, but not over a release: with three blocks of one
-        group it stood above all of 50 and half of the maxima, now 5 come before it (H200, D 64: 1 to 3 %).
+        The compiler moves a wait for products up over exponentials, but not over a release. So the output's product was
+        waited for before any of them, and none ran under it: up to 7 % of D 128 (H200).
         """
-        self.block.k_edge.release(k_slot, choose(first < 0.0, Int32(32), self.me.lane))
+        column = 0 if self.tiling.output_wait == "first" else self.me.shape.columns - 1
+        return probabilities[0, column] < 0.0
 
     def last_product(self, v_slot):
         if self.tiling.rescale_early:

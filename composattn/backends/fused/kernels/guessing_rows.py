@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from ....primitives.lanes import LANES
 from ....primitives.online_softmax import rescale_rows
-from ....primitives.values import narrow, smaller
+from ....primitives.values import choose, narrow, smaller
 from .group_rows import GroupRows
 
 # To which power of 2 a thread's probabilities of a row may sum up in a tile. The largest one is rounded, a part of the
@@ -67,6 +68,8 @@ class GuessingRows(GroupRows):
         tile = self.tile(scores, n)
         self.mods.apply_score(tile, ahead)
         rises = self.softmax.by_maximum_before(tile, MOST)
+        if self.tiling.output_wait is not None:  # K is read again where rows rise: this releases nothing
+            self.block.k_edge.release(k_slot, choose(self.is_negative(scores), Int32(0), Int32(LANES)))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, scores)

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from ....primitives.bulk_stores import send
+from ....primitives.lanes import turned
 from ....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from ....primitives.register_chunks import THREADS
 from ....primitives.remembered import Remembered
@@ -17,6 +18,8 @@ from ..plan import AnyForwardTiling
 from .forward_call import Call
 from .groups import Group
 from .query_rows import QueryRows, of_part
+
+LINES = 4  # lanes that have a row
 
 
 class OutputProducts(Fixed, abc.ABC):
@@ -129,7 +132,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
 
     def store_rows(self, call: Call) -> None:
-        """From registers: few rows, or few parts."""
+        """From registers: few rows, or few parts, or where shared memory has no room."""
         part = of_part(call.tensors.out, self.work.part)
         columns, there = self.tiling.output_columns, self.me.plan.head_dim_v
         first = self.beside * columns
@@ -137,7 +140,8 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         for r in range(2):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
-            _store_row(row, q, self.output[r, None], first // 2 + self.me.lane % 4, blocks, inside)
+            store, at = (_store_lines, self.me.lane) if self.tiling.output_direct else (_store_row, self.me.lane % 4)
+            store(row, q, self.output[r, None], first // 2 + at, blocks, inside)
 
     def wait_store_read(self) -> None:
         """Before O's shared memory is written again: the last tile's store has read it."""
@@ -156,6 +160,28 @@ def _store_row(target, q: Int32, values, pair: Int32, blocks: Any, inside: Boole
                     _store_pair(target, q, values, pair, c)
             elif const_expr(c < blocks):
                 _store_pair(target, q, values, pair, c)
+
+
+@cute.jit
+def _store_lines(target, q: Int32, values, lane: Int32, blocks: Any, inside: Boolean):
+    """The same in lines of 8 columns, of which each of the row's four lanes has every fourth: 16 bytes at once."""
+    rounded = narrowed(values, target.element_type)
+    words = cute.recast_tensor(rounded, Int32)
+    for i in cutlass.range_constexpr(cute.size(words) // LINES):
+        line = cute.make_rmem_tensor(LINES, Int32)
+        for j, word in enumerate(turned([words[LINES * i + j] for j in range(LINES)], lane)):
+            line[j] = word
+        block = LINES * i + lane % LINES
+        there = inside & (block < blocks)
+        _store_if(
+            there, cute.recast_tensor(line, target.element_type), cute.local_tile(target[q, None], (8,), (block,))
+        )
+
+
+@cute.jit
+def _store_if(condition: Boolean, source, target):
+    if condition:
+        cute.autovec_copy(source, target)
 
 
 def _store_pair(target, q: Int32, values, pair: Int32, c: int) -> None:
