@@ -217,7 +217,8 @@ class GroupRows(OutputRows[Any]):
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)
         if self.tiling.frees_queries:
-            cute.arch.fence_view_async_shared()  # a copy will come over what was read
+            cute.arch.fence_view_async_shared()  # a copy will come over what was read, by all lanes
+            cute.arch.sync_warp()
             self.block.q_edge.release(self.q_slot, self.me.lane)
         self.block.k_edge.wait(k_slot)
         tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
