@@ -29,6 +29,25 @@ LONG = 16384  # keys of which all tilings hold what they can
 NOT_ALL = causal() & Mask.of(lambda b, h, q, kv: q < 100)
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (184, 120)])
+def test_parts_of_split_keys_leave_registers_in_fp32(dims: tuple[int, int], generator: torch.Generator) -> None:
+    """Of a tiling that otherwise stores lines of 16-bit numbers."""
+    d, dv = dims
+    q = outlier_normal(1, 2, 141, d, generator=generator, dtype=torch.bfloat16)
+    k, v = (outlier_normal(1, 1, 301, width, generator=generator, dtype=torch.bfloat16) for width in (d, dv))
+    wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(split_kv=2))
+    program = ca.Attention().program
+    cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
+    assert isinstance(cut, HopperTiling) and cut.output_direct
+    plan = plan_forward(problem, program, FEW, tiling=cut)
+    assert plan.is_split
+    out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
+    assert lse is not None
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("d", "dv", "mask", "held", "schedule", "dtype"),
     [

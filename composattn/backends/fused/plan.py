@@ -142,7 +142,9 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
 
     @property
     def direct_store(self) -> bool:
-        """Whether output rows are stored one by one: parts, or packed heads, which leave a copy no mode to end with."""
+        """Whether output rows are stored from registers: parts, packed heads, which leave a copy no mode to end with,
+        and what the tiling says.
+        """
         of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
         return self.is_split or of_heads or self.tiling.output_direct
 

@@ -140,8 +140,10 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         for r in range(2):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
-            store, at = (_store_lines, self.me.lane) if self.tiling.output_direct else (_store_row, self.me.lane % 4)
-            store(row, q, self.output[r, None], first // 2 + at, blocks, inside)
+            if self.tiling.output_direct and not self.me.plan.is_split:  # all columns, of 16 bits
+                _store_lines(row, q, self.output[r, None], self.me.lane, blocks, inside)
+            else:
+                _store_row(row, q, self.output[r, None], first // 2 + self.me.lane % 4, blocks, inside)
 
     def wait_store_read(self) -> None:
         """Before O's shared memory is written again: the last tile's store has read it."""
