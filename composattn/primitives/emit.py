@@ -64,8 +64,11 @@ def rate(node: Expr, of_one_head: bool) -> Rate:
 
 
 def in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
-    """Whether `node` changes with a position only from one block of positions to the next; `known` keeps answers."""
-    return bool(node.deps & dep) and _constant_in_blocks(node, dep, block, known)
+    """Whether `node` changes with a position only from one block of positions to the next; `known` keeps answers.
+
+    Nothing that reads the score does, which is another one at each pair.
+    """
+    return bool(node.deps & dep) and not node.deps & Dep.SCORE and _constant_in_blocks(node, dep, block, known)
 
 
 def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.testing import Case, check
 from tests.support import qkv
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
@@ -18,6 +20,20 @@ SCORES: dict[str, Callable[..., Any]] = {
     "not of a next one": lambda s, b, h, q, kv: torch.where(~(kv + 1 <= kv), s, WEIGHTS[kv % 2]),
     "of a sum": lambda s, b, h, q, kv: s + torch.where(q + 2 > q + 1, torch.maximum(q + 1 - q, kv % 3), 0),
 }
+
+
+@pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
+def test_a_derivative_by_blocks_that_reads_the_score_is_another_one_at_each_pair(
+    backend: str, generator: torch.Generator
+) -> None:
+    """Its condition is the same in a block of pairs, the score that it chooses is not."""
+
+    def score(s: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        return torch.where(q // 64 >= kv // 64, s, s * torch.sigmoid(s) - 0.5)
+
+    q, k, v = qkv(generator=generator, batch=1, heads=1, q_len=130, dim=64, dtype=torch.float16)
+    dout = torch.randn(q.shape, generator=generator).to(q.dtype)
+    check(functools.partial(ca.attention, backend=backend), Case(q, k, v, score_mod=score, dout=dout))
 
 
 @pytest.mark.parametrize("name", SCORES)
