@@ -59,6 +59,31 @@ def test_from_the_second_step_on_nothing_takes_the_long_way(as_view: bool, long_
             assert bool(long_ways) == (step == 0)
 
 
+LEARNED: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = {
+    "score mod": lambda slopes, sinks: {"score_mod": alibi(slopes)},
+    "sinks": lambda slopes, sinks: {"sinks": sinks},
+    "both": lambda slopes, sinks: {"score_mod": alibi(slopes), "sinks": sinks},
+    "both, by one tensor": lambda slopes, sinks: {"score_mod": alibi(sinks), "sinks": sinks},
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with q, k and v", "alone"])
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.usefixtures("given")
+def test_what_is_learned_has_its_gradient_in_every_step(name: str, alone: bool) -> None:
+    q, k, v = rows(4), rows(2), rows(2)
+    slopes, sinks = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_()
+    mods = LEARNED[name](slopes, sinks)
+    if alone:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    for _ in range(4):
+        slopes.grad = sinks.grad = None
+        out = ca.attention(q, k, v, mask_mod=causal(), **mods)
+        out.backward(torch.randn_like(out))  # type: ignore[union-attr]
+        assert (slopes.grad is not None) == (name in ("score mod", "both"))
+        assert (sinks.grad is not None) == (name != "score mod")
+
+
 @LIE
 @pytest.mark.parametrize("width", [64, 128])
 def test_memory_lies_as_on_the_long_way(as_view: bool, width: int, given: Given) -> None:

@@ -23,7 +23,7 @@ from ...graph.lent import Lending
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
 from .launch_backward import SinkGradient
-from .short_backward import Memory, Short, no_way, short_backward
+from .short_backward import Memory, Short, short_backward
 
 if TYPE_CHECKING:
     from .call import FusedCall
@@ -69,8 +69,8 @@ class Settled:
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
-        # by whether dQ has to be repeatable, and which captured tensors want a gradient
-        self.backwards: dict[Any, Short] = {}
+        # by whether dQ has to be repeatable, and which captured tensors want a gradient; None: more is always asked
+        self.backwards: dict[Any, Short | None] = {}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None
@@ -113,8 +113,7 @@ class Settled:
         gradient = self.call.known_gradient
         launcher = None if gradient is None else gradient.launcher_before(False, of_captured)
         _, *like = self.made
-        short = no_way if launcher is None else short_backward(launcher, q, like, self.call.scale)
-        self.backwards[asked] = short
+        self.backwards[asked] = None if launcher is None else short_backward(launcher, q, like, self.call.scale)
 
 
 def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
@@ -165,14 +164,14 @@ class _Settled(torch.autograd.Function):
             asked = asked, of_captured
         if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
             settled.learn(dout)
-        elif asked in settled.backwards:
+        elif short := settled.backwards.get(asked):
             of_sinks: SinkGradient | None = None
             of_learned: Grads = ()
             if of_captured:
                 of_learned = (None,) * len(captured)
                 if True in of_captured:
                     of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
-            short, standing = settled.backwards[asked], lending if stands else None
+            standing = lending if stands else None
             found = short(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
             if found is not None:
                 return (None, *found, *of_learned)

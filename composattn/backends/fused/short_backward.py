@@ -21,12 +21,8 @@ Memory = Callable[[torch.Tensor], torch.Tensor]
 Short = Callable[..., Gradients | None]
 
 
-def no_way(*_: Any) -> None:
-    """Of a backward of which there is always more to ask."""
-
-
-def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float) -> Short:
-    """What launches the kernels of `launcher` for tensors of one form, which it has just had.
+def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float) -> Short | None:
+    """What launches the kernels of `launcher` for tensors of one form, which it has just had, if it can.
 
     q: of that form; `like`: make memory for the gradients of q, k, v.
     The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, what was lent for it if
@@ -35,9 +31,9 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
     """
     plan, reads, standing, sizes = launcher.plans.main, launcher.reads, launcher.standing, launcher.sizes
     if sizes is None or sizes.of != q.shape or sizes.scratch is None:
-        return no_way
+        return None
     if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
-        return no_way
+        return None
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     before, kernel, after, gather = launcher.preprocess, launcher.main, launcher.postprocess, launcher.gather
     like_q, like_k, like_v = like
