@@ -59,6 +59,23 @@ def claims_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: i
     return cute.make_tensor(start, cute.make_layout((entries, heads, tiles, parts), stride=strides))
 
 
+def rounded_of(
+    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, before: Any
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """int32 (B, H), how many have added all they have to dQ of a head, and (B, H, tiles), whether a tile is rounded.
+
+    `before`: numbers in front of them, for each head.
+    """
+    entries, heads, tiles, _ = dq_accum.shape
+    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * before
+    start = cute.recast_ptr(start, dtype=Int32)
+    strides = heads * tiles, tiles, 1
+    return (
+        cute.make_tensor(start, cute.make_layout((entries, heads), stride=(heads, 1))),
+        cute.make_tensor(start + entries * heads, cute.make_layout((entries, heads, tiles), stride=strides)),
+    )
+
+
 def shares_of(
     workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, sums: Any, work: Any
 ) -> cute.Tensor:
@@ -125,6 +142,7 @@ __all__ = [
     "query_grid",
     "query_stretch",
     "query_tile",
+    "rounded_of",
     "shares_of",
     "statistics_of",
 ]

@@ -181,11 +181,32 @@ def test_dq_of_long_calls_leaves_in_bulk(
     assert made.shared_memory <= HOPPER.shared_memory
     if made.instructions:
         (loop,) = loops_over_queries(made)
-        assert made.spills == 0 and made.mnemonics["WARPGROUP"] <= 14
-        assert made.mnemonics["REDG"] == t.clears and made.mnemonics["UBLKRED"] == 1
+        # of warps that round a tile of dQ in 24 registers, around its loop
+        assert made.spills <= 16 * t.rounds and not loop["LDL"] + loop["STL"]
+        assert made.mnemonics["WARPGROUP"] <= 14
+        assert made.mnemonics["REDG"] == t.clears + t.rounds and made.mnemonics["UBLKRED"] == 1
         assert made.mnemonics["UBLKCP"] == (t.claimed_parts > 0) != t.clears
         assert loop["STS"] == queries * columns // (4 * 128)  # 16 bytes each
         assert loop["BAR"] == loop["NANOSLEEP"] == 0
+
+
+@pytest.mark.parametrize(
+    ("mods", "d", "length"),
+    [("plain-causal", 64, 2048), ("plain-full", 96, 8192), ("plain-causal", 96, 2048), ("alibi-causal", 128, 8192),
+     ("plain-causal", 128, 8192)],
+)  # fmt: skip
+def test_who_rounds_dq_takes_nothing_from_who_computes(mods: str, d: int, length: int, folder: Path) -> None:
+    """1 to 4 % of a backward: nothing spills in a loop over queries, no wait sleeps there, and rows leave together."""
+    before, after = (compile_offline(plans(mods, d, length=length, rounds=r).main, folder) for r in (False, True))
+    if after.mnemonics:
+        for was, now in zip(*map(loops_over_queries, (before, after)), strict=True):
+            assert sum(now.values()) <= 1.03 * sum(was.values()) and now["HGMMA"] == was["HGMMA"]
+            assert not now["LDL"] + now["STL"] and now["NANOSLEEP"] <= was["NANOSLEEP"]
+        texts = [[i.text for i in made.instructions] for made in (before, after)]
+        sums, numbers = ([sum(kind in text for text in part) for part in texts] for kind in ("LDG.E.128", "STG.E"))
+        assert sums[1] - sums[0] == 4  # of four threads
+        # two rows of 8 columns, or four of 4, and the flag of a tile
+        assert numbers[1] - numbers[0] in (2 + 1, 4 + 1)
 
 
 @pytest.mark.parametrize(

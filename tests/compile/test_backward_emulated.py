@@ -138,6 +138,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
+ROUNDING = {"rounds": True}
 CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
 OVERLAPPING: dict[str, Any] = {
     "tile_m": 96, "dq_split": "overlapping", "dq_later": True, "persistent": True, "dq_in_bulk": True, "clears": True,
@@ -194,6 +195,28 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         OVERLAPPING,
         (6, 4, 2),
     ),
+    "rounding-d128": (("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False), STAY | ROUNDING, None),
+    "rounding-d64-clearing": (
+        ("causal", torch.float16, 4, 4, 300, 300, 64, 64, True, False),
+        STAY | CLEARING | ROUNDING,
+        None,
+    ),
+    "rounding-d96-cut": (
+        ("plain", torch.bfloat16, 4, 2, 250, 270, 96, 80, False, False),
+        STAY | CLEARING | ROUNDING,
+        (6, 4, 2),
+    ),
+    "rounding-bulk": (("window", torch.bfloat16, 4, 4, 300, 300, 128, 128, True, False), BULK | STAY | ROUNDING, None),
+    "rounding-bulk-clearing-cut": (
+        ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
+        BULK | STAY | CLEARING | ROUNDING,
+        (6, 4, 2),
+    ),
+    "rounding-overlapping": (
+        ("causal", torch.float16, 3, 3, 300, 300, 96, 96, True, False),
+        OVERLAPPING | ROUNDING,
+        None,
+    ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }
 
@@ -211,6 +234,21 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
     facts, changes, cut = SHARED[case]
     target = dataclasses.replace(HOPPER, sms=2)
     check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, **changes)
+
+
+@pytest.mark.parametrize("mode", [EAGER, random_mode(2)], ids=str)
+@pytest.mark.parametrize("case", [name for name in SHARED if name.startswith("rounding")])
+def test_dq_is_rounded_when_it_is_complete(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
+    facts, changes, cut = SHARED[case]
+    check(
+        facts,
+        folder,
+        generator,
+        dataclasses.replace(HOPPER, sms=2),
+        None if cut is None else Cut(*cut),
+        mode,
+        **changes,
+    )
 
 
 def test_counters_that_nobody_has_set_are_found(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
     monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
+    backward_tiling = importlib.import_module(
+        "composattn.backends.hopper.backward_tiling"
+    )  # the package has a function
+    monkeypatch.setattr(backward_tiling, "COMPLETE_AT_ONCE", 100)
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -150,6 +155,18 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
     plan = gradient_of(case)
     assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
     with on_few_multiprocessors(BACKEND):
+        check(ATTENTION, case)
+
+
+@pytest.mark.parametrize("mode", [EAGER, random_mode(1)], ids=str)
+def test_dq_of_documents_is_rounded_when_it_is_complete(mode: Mode, generator: torch.Generator) -> None:
+    """By the table, in which tiles of queries begin with documents, too many of which it has room for."""
+    ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
+    case = with_gradients(drawn(generator, document(ids), 2, (6, 3), 242), generator)
+    few = dataclasses.replace(HOPPER, sms=2)
+    plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
+    assert plan.has_stretches and plan.tiling.rounds
+    with emulating(mode), on_few_multiprocessors(BACKEND, 2):
         check(ATTENTION, case)
 
 

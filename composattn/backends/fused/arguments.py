@@ -164,10 +164,13 @@ class MainArguments(NamedTuple):
     work: Any  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `primitives.tile_scheduler`
     captured: Any  # tuple of the tensors that mods and loop bounds read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
+    dq: Any  # (B, Hq, Sq, D), where the kernel rounds it
+    rows: Any  # then: the table of tiles of queries, as of `PreprocessArguments`
 
     @staticmethod
     def of(plan: BackwardPlan) -> MainArguments:
         dtype, layout = plan.dtype, plan.layout
+        rounds = plan.tiling.rounds
         dk = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim)
         dv = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v)
         return MainArguments(
@@ -188,6 +191,8 @@ class MainArguments(NamedTuple):
             work=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
+            dq=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim) if rounds else None,
+            rows=_table(plan.has_stretches, plan.has_row_table) if rounds else None,
         )
 
 
@@ -209,6 +214,7 @@ class PostprocessArguments(NamedTuple):
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # as of `PreprocessArguments`
     sinks: Any  # `SinkArguments`
+    workspace: Any  # as of `PreprocessArguments`, where the main kernel has rounded some
 
     @staticmethod
     def of(plan: PostprocessPlan) -> PostprocessArguments:
@@ -219,6 +225,7 @@ class PostprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             work=_work(plan),
             sinks=_sinks(plan),
+            workspace=WORKSPACE if plan.tiling.rounds else None,
         )
 
 
@@ -292,9 +299,13 @@ def _sequences(layout: Layout) -> Sequences | None:
 
 def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.work`."""
-    if plan.has_stretches:
-        return TensorForm(torch.int32, ("", WIDE + plan.numbers_told), align=4 if plan.numbers_told else 8)
-    return TensorForm(torch.int32, ("", 2), align=8) if plan.has_order_table else None
+    return _table(plan.has_stretches, plan.has_order_table, plan.numbers_told)
+
+
+def _table(has_stretches: bool, is_there: bool, numbers_told: int = 0) -> TensorForm | None:
+    if has_stretches:
+        return TensorForm(torch.int32, ("", WIDE + numbers_told), align=4 if numbers_told else 8)
+    return TensorForm(torch.int32, ("", 2), align=8) if is_there else None
 
 
 def _captured(plan: ForwardPlan | BackwardPlan) -> tuple[TensorForm, ...] | None:

@@ -54,6 +54,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of `Sequences`, mirrored for tiles of keys
     told: Told | None = dataclasses.field(compare=False, repr=False)  # by the table, of tiles that begin with stretches
     cut: Cut | None = dataclasses.field(compare=False)  # None: no tile of keys is cut
+    has_row_table: bool  # of tiles of queries
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -194,6 +195,7 @@ def plan_backward(
         work=keys,
         told=told,
         cut=cut,
+        has_row_table=rows is not None,
     )
     return BackwardPlans(
         PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),

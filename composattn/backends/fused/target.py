@@ -15,7 +15,7 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-    what one multiprocessor has.
+    what one multiprocessor has. `memory_rate`: of device memory, in GB/s.
 
     Rates are of one multiprocessor: 16-bit operations of the matrix unit (a multiply-add is two), results of
     exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
@@ -37,6 +37,7 @@ class Target:
     alu_per_clock: int = dataclasses.field(default=64, repr=False)
     issue_per_clock: int = dataclasses.field(default=128, repr=False)
     maximum_by_load: bool = dataclasses.field(default=False, repr=False)
+    memory_rate: int = dataclasses.field(default=4800, repr=False)
 
     @staticmethod
     def of(device: torch.device) -> Target:
@@ -49,7 +50,12 @@ class Target:
                 f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); generated "
                 f'kernels take {known}, backend="streaming" takes any device'
             )
-        return dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count)
+        found = dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count)
+        if not hasattr(facts, "memory_bus_width"):  # older versions of torch do not say
+            return found
+        # kHz, bits, two transfers a clock
+        rate = 2 * facts.memory_clock_rate * facts.memory_bus_width // (8 * 10**6)
+        return dataclasses.replace(found, memory_rate=rate)
 
 
 HOPPER = Target(

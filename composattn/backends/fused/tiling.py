@@ -151,6 +151,8 @@ class BackwardTiling(Tiling):
     the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
     `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
     `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
+    `rounds`: warps of each block round what is complete of dQ while others compute, and leave the rest to the kernel
+    behind; blocks stay.
     `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
     that those which run together are at the same queries, and these in L2.
     """
@@ -163,10 +165,15 @@ class BackwardTiling(Tiling):
     ends_backwards: bool = False
     first_writes: bool = False
     claimed_parts: int = 0
+    rounds: bool = False
     last_queries_first: bool = False
 
     def flags(self, tiles: Any) -> Any:
         """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
+        return self.flags_before(tiles) + int(self.rounds) * (1 + tiles)
+
+    def flags_before(self, tiles: Any) -> Any:
+        """Those in front of the ones that say what is rounded."""
         return int(self.clears) + self.claimed_parts * tiles
 
     @property

@@ -21,7 +21,7 @@ from ..fused.kernels.dq_sender import DqSender
 from ..fused.kernels.key_tile import KeyTile
 from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
-from .dq import DqPart, WarpColumns
+from .dq import DqChunks, DqPart, WarpColumns
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
@@ -55,6 +55,9 @@ class HopperBackward(Backward[HopperBackwardTiling]):
     def layouts(self):
         return Layouts.of(self.tiling)
 
+    def chunks(self) -> DqChunks:
+        return DqChunks(self.tiling)
+
     def block(self, layouts, counter):
         return Block(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
 
@@ -65,9 +68,18 @@ class HopperBackward(Backward[HopperBackwardTiling]):
             cute.arch.setmaxregister_decrease(tiling.producer_registers)
             if warp == 0:
                 self.produce(call, block)
+                if const_expr(tiling.rounds):
+                    block.end_edge.fill(block.end_edge.first, cute.arch.lane_idx())
             if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
                 if warp == 3:
-                    call.clearing.run()
+                    call.clearing.run(call)
+            if const_expr(tiling.rounds):
+                if const_expr(not tiling.dq_in_bulk):  # noqa: SIM102  known when compiling
+                    if warp == 1:
+                        call.rounding.tell(call, block)
+                first, warps = 4 - tiling.rounding_warps, tiling.rounding_warps
+                if warp >= first:
+                    call.rounding.run(call, block, warp - first, warps)
             if const_expr(self.plan.deterministic):
                 speakers = tiling.warpgroups if tiling.dq_in_bulk else 0
                 if warp == 1 + speakers:
@@ -282,6 +294,13 @@ class Consumer(KeyWarpgroup):
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
         return *slots[:-1], LastDq.none()
+
+    def tell_end(self, kv_slot) -> None:
+        edge = self.block.done_edge
+        if edge is not None:
+            cute.arch.sync_warp()
+            edge.wait_empty(kv_slot)
+            edge.fill(kv_slot, self.lane)
 
     def scale_sums(self, call):
         """The factor of dK that is left for the end."""

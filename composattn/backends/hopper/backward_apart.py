@@ -47,7 +47,7 @@ class HopperBackwardApart(HopperBackwardWide):
                 self.produce(call, block)
             if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
                 if warp == 3:
-                    call.clearing.run()
+                    call.clearing.run(call)
             if const_expr(self.plan.deterministic):
                 if warp == 1:
                     DqSemaphore(self, speakers=1).take(call, block)

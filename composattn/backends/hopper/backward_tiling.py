@@ -36,6 +36,8 @@ TOGETHER = 16 << 20  # bytes of the heads that run together, if their tiles of k
 # heads, twelve 0 to 0.6; by five 0.5 and -3, by six -3 and -8, by all 16 -28
 TOGETHER_OF_DOCUMENTS = 56 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
+COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
+SLOW_MEMORY = 4000  # GB/s
 
 
 class Way(NamedTuple):
@@ -126,6 +128,8 @@ class HopperBackwardTiling(BackwardTiling):
             # a part that the second block has claimed, whose first warpgroup waits for the part of the first
             assert self.dq_pieces == 1, "a part of dQ that is claimed leaves in one piece"
             assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
+        if self.rounds:
+            assert self.persistent and not self.shared_keys, "warps that idle round dQ, in blocks that stay"
 
     @property
     def in_stretches(self) -> bool:
@@ -158,6 +162,16 @@ class HopperBackwardTiling(BackwardTiling):
     def dq_parts(self) -> int:
         """Of a tile of dQ, each a warpgroup's, of all blocks that share it; or those that one computes in turn."""
         return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
+
+    @property
+    def rounding_warps(self) -> int:
+        """Of the copying warpgroup, that round dQ: all but who copies, and who sends or tells."""
+        return 3 - self.done_speakers
+
+    @property
+    def done_speakers(self) -> int:
+        """How many of a block say that a tile of keys has been added to dQ: who sends its parts, or one warp."""
+        return self.warpgroups if self.dq_in_bulk else 1
 
     @property
     def dq_registers(self) -> int:
@@ -213,7 +227,7 @@ class HopperBackwardTiling(BackwardTiling):
             "stages": f"Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
             "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
             f"registers {self.consumer_registers}/{self.producer_registers}",
-            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",
+            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}" + ", rounded by warps that idle" * self.rounds,
         }
 
 
@@ -380,13 +394,37 @@ def _keys_apart(
     )
     if deterministic and sends and not wide:
         return _staying_in_order(tiling, seen)
-    staying = dataclasses.replace(tiling, **{"persistent": True, "clears": not deterministic} | way)
+    rounds = not deterministic and _rounds(problem, program, target, seen)
+    staying = dataclasses.replace(tiling, **{"persistent": True, "clears": not deterministic, "rounds": rounds} | way)
     # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
     # lists, spilled 16 and lost 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a
     # fixed order blocks wait
     gains = program.score is None if tall else not deterministic
     gains = gains and not listed and not (deterministic and (sends or reads_any(program.mask)))
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling
+
+
+def _rounds(problem: Problem, program: Program, target: Target, seen: float) -> bool:
+    """Whether warps that idle round dQ: 1 to 4 % where most heads are complete long before the call ends.
+
+    Not where two rounds of blocks are all there is (a call of 128 tiles lost 2 %), nor where tests take registers and
+    documents are short (causal ones: 2 to 3). At D 128 not of 1k either, whose heads are complete all at once (2 to 3),
+    nor of full calls of 6k and more, where the kernel behind is 1 % of the time (0 to 2). At D 64 and 96 only beside
+    slow memory: 1 to 4 % of an H100 (3.35 TB/s), of an H200 (4.8) -1 to 1.
+    """
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // 128)
+    if problem.layout.q == "packed":
+        tiles, short = problem.kv_heads * -(-problem.kv_len // 128), program.mask is not None
+    else:
+        short = problem.kv_len <= COMPLETE_AT_ONCE
+    if tiles <= 2 * target.sms or problem.head_dim % 8:
+        return False
+    if has_costly_test(program.mask) and not has_whole_documents(problem, program):
+        return False
+    if max(problem.head_dim, problem.head_dim_v) <= 96:
+        return target.memory_rate < SLOW_MEMORY
+    plain_full = program.mask is None and program.score is None
+    return not (short or (plain_full and seen >= 6144))
 
 
 def _staying_in_order(tiling: HopperBackwardTiling, seen: float) -> HopperBackwardTiling:

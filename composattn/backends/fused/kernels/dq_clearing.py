@@ -6,7 +6,7 @@ are all clear. The warps of whichever blocks run clear all there is, so nobody w
 """
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ....primitives.lanes import LANES
 from ....primitives.register_chunks import clear
@@ -22,15 +22,19 @@ class DqClearing(Fixed):
         self.dq_accum, self.cleared, self.counter = dq_accum, cleared, counter
 
     @cute.jit
-    def run(self):
+    def run(self, call):
         """One warp of each block."""
         lane = cute.arch.lane_idx()
         entries, heads, tiles, width = self.dq_accum.shape
         cute.arch.griddepcontrol_wait()  # for the counters
         number = self.draw(lane)
         while number < entries * heads * tiles:
-            head, tile = number // tiles, number % tiles
-            entry, head = head // heads, head % heads
+            if const_expr(call.order.table is None):
+                head, tile = number // tiles, number % tiles
+                entry, head = head // heads, head % heads
+            else:  # which goes through all sequences of a head
+                entry, tile = number // tiles, number % tiles
+                head, entry = entry // entries, entry % entries
             clear(self.dq_accum[entry, head, tile, None], width, LANES, lane)
             # additions to it may be bulk copies
             cute.arch.inline_ptx("fence.proxy.async.global;")

@@ -98,11 +98,12 @@ class DqSemaphore(Fixed):
 
 
 @cute.jit
-def say(turn: cute.Pointer, condition: Boolean):
-    """One more has added, and what it added is there."""
+def say(turn: cute.Pointer, condition: Boolean, count: Int32 | cutlass.Constexpr = 1):
+    """One more has added, or `count`, and what it added is there."""
     if condition:
         cute.arch.inline_ptx(
-            "{\n\tfence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.s32 [{$r0}], 1;\n\t}", read_only_args=[turn]
+            "{\n\tfence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.s32 [{$r0}], {$r1};\n\t}",
+            read_only_args=[turn, Int32(count)],
         )
 
 
@@ -118,6 +119,13 @@ def read(turn: cute.Pointer) -> Int32:
     """The number there; what was done before it was put there is seen from now on."""
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
+    )
+
+
+def look(place: cute.Pointer) -> Int32:
+    """The number there, and nothing else. `read` gives up all of the multiprocessor's first cache each time."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
     )
 
 

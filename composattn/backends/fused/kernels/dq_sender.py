@@ -82,6 +82,10 @@ class DqSender(Fixed):
             else:
                 if work.piece.is_whole:
                     self.send_keys(call, work, slot)
+        if const_expr(call.rounding is not None):
+            wait_sums(Boolean(True), read=False)
+            cute.arch.sync_warp()
+            call.rounding.say_done(call, work, lane)
         return slot, turn_slot
 
     def send_keys(self, call, work, slot) -> None:

@@ -15,6 +15,7 @@ from ....primitives.padded_tiles import (
     query_grid,
     query_stretch,
     query_tile,
+    rounded_of,
     statistics_of,
 )
 from ....primitives.register_chunks import clear
@@ -30,7 +31,7 @@ ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
 class Preprocess(Kernel):
-    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flag.
+    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
 
     `lanes` neighbouring threads share a row, 16 bytes each. Where sinks get a gradient, blocks leave shares of it.
     """
@@ -56,35 +57,46 @@ class Preprocess(Kernel):
         flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
         cleared = cleared_of(*flags) if self.tiling.clears else None
         claims = claims_of(*flags, parts) if parts else None
+        before = self.tiling.flags_before(dq_accum.shape[2])
+        rounded = rounded_of(*flags, before) if self.tiling.rounds else None
         sinks = SinkSums.of(self.plan, given)
-        written = statistics, dq_accum, counter, cleared, claims
+        written = statistics, dq_accum, counter, cleared, claims, rounded
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
+    def kernel(
+        self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, rounded, queries, work, sinks
+    ):
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(cleared is not None):
-            _clear_of_head(counter, cleared, self.plan.has_stretches)
+            _clear_of_head(cleared, self.plan.has_stretches)
+            handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
+            _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
         if const_expr(claims is not None):
             _clear_of_tile(claims)
+        done = None
+        if const_expr(rounded is not None):
+            done, rounded = rounded
+            _clear_of_head(done, self.plan.has_stretches)
         tile, head, b = query_tile(work)
         sink = None if sinks is None else sinks.of_rows(head, b)
         share = Float32(0.0)
         if const_expr(work is None):
-            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, queries.sequence(b), tile, head, b)
+            place = queries.sequence(b), tile, head, b
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
         else:
             if b >= 0:
-                sequence = queries.sequence(b).within(query_stretch(work))
-                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b)
+                place = queries.sequence(b).within(query_stretch(work)), tile, head, b
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
         if const_expr(sinks is not None):
             sinks.leave(share, head, b, THREADS)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b):
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, rounded, sequence, tile, head, b):
         """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
         thread = cute.arch.thread_idx()[0]
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
@@ -107,6 +119,9 @@ class Preprocess(Kernel):
         if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
+        if const_expr(rounded is not None):
+            flag = rounded[padded.b, head, None].iterator + (padded.first + tile)
+            _clear_if(cute.make_tensor(flag, cute.make_layout(1)), thread == 0)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
@@ -152,16 +167,14 @@ def _clear_if(counter: cute.Tensor, condition: Boolean):
 
 
 @cute.jit
-def _clear_of_head(counter: cute.Tensor, cleared: cute.Tensor, in_stretches: cutlass.Constexpr[bool]):
-    """That no tile of dQ is cleared yet, nor handed out; of stretches a block for each sequence says so."""
+def _clear_of_head(flags: cute.Tensor, in_stretches: cutlass.Constexpr[bool]):
+    """That no tile of a head is cleared yet, or complete; of stretches a block for each sequence says so."""
     x, head, entry = cute.arch.block_idx()
     does = x == 0
     if const_expr(in_stretches):
-        entry, does = x, x < cleared.shape[0]
+        entry, does = x, x < flags.shape[0]
     if does & (cute.arch.thread_idx()[0] == 0):
-        cleared[entry, head] = Int32(0)
-    if (cute.arch.thread_idx()[0] == 0) & _is_first_block():
-        cute.make_tensor(counter.iterator + 1, cute.make_layout(1))[0] = Int32(0)
+        flags[entry, head] = Int32(0)
 
 
 @cute.jit
