@@ -224,6 +224,9 @@ NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq
 """~(x op y) is x NEGATED[op] y, of integers."""
 
 
+_FURTHEST = 31  # bits of one shift by a constant: those of 32-bit numbers
+
+
 def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
     """The expression `name(*args)`: typed, constants folded, exact identities taken, nothing reassociated."""
     constants = 0
@@ -232,6 +235,10 @@ def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
     name, dtype, is_identity = _typed(name, *[a.dtype for a in args])
     if is_identity:
         return args[0]
+    if name == "rshift" and args[1].is_const and args[1].attr > _FURTHEST:
+        # no more than the sign is left of 64 bits
+        nearer = apply(name, args[0], const(_FURTHEST))
+        return apply(name, nearer, const(min(args[1].attr, 63) - _FURTHEST))
     if constants == len(args):
         return _fold(OPS[name], dtype, args)
     if constants or len(args) != 2 or args[0] is args[1]:
@@ -265,8 +272,12 @@ def _check_constant(name: str, dtype: DType, y: Expr) -> None:
         raise TypeMismatch(f"{name} of integers by the constant 0")
     if name == "pow" and y.attr < 0:
         raise TypeMismatch(f"an integer to the power {y.attr} is no integer; make it a float first, e.g. 2.0 ** x")
-    if name in ("lshift", "rshift") and not 0 <= y.attr < 32:
-        raise TypeMismatch(f"a shift by {y.attr} bits; shifts go from 0 to 31")
+    if name in ("lshift", "rshift") and y.attr < 0:
+        raise TypeMismatch(f"a shift by {y.attr} bits; shift the other way, by {-y.attr}")
+    if name == "lshift" and y.attr > _FURTHEST:
+        raise TypeMismatch(
+            f"a shift by {y.attr} bits to the left; go from 0 to {_FURTHEST}, or multiply by 2**{y.attr}"
+        )
 
 
 _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: torch.int64, DType.FLOAT: torch.float64}

@@ -36,6 +36,25 @@ def test_a_derivative_by_blocks_that_reads_the_score_is_another_one_at_each_pair
     check(functools.partial(ca.attention, backend=backend), Case(q, k, v, score_mod=score, dout=dout))
 
 
+OF_HEADS, OF_SEQUENCES = torch.tensor([-0.4, 0.9, 0.3]), torch.tensor([0.6, -0.7])
+BESIDE_BLOCKS: dict[str, Callable[..., Any]] = {
+    "the larger of a score and one of two by blocks": lambda s, b, h, q, kv: torch.maximum(
+        s + kv * 0.05, torch.where(q // 128 != kv // 128, OF_HEADS[h % 3], OF_SEQUENCES[b])
+    ),
+    "the smaller of a score and a line by blocks": lambda s, b, h, q, kv: torch.minimum(
+        s, torch.where(q // 64 < kv // 64, OF_HEADS[h], q * -0.19)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_BLOCKS)
+def test_a_score_beside_a_number_by_blocks_is_another_one_at_each_pair(name: str, generator: torch.Generator) -> None:
+    q, k, v = qkv(generator=generator, batch=2, heads=2, q_len=130, dim=64, dtype=torch.float16)
+    dout = torch.randn(q.shape, generator=generator).to(q.dtype)
+    case = Case(q, k, v, score_mod=BESIDE_BLOCKS[name], dout=dout)
+    check(functools.partial(ca.attention, backend="hopper-emulated"), case)
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_emulated_conditions_that_are_the_same_everywhere(name: str, generator: torch.Generator) -> None:
     q, k, v = qkv(generator=generator, batch=1, heads=1, q_len=70, dim=64, dtype=torch.float16)

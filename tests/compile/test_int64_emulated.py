@@ -37,6 +37,15 @@ MASKS: dict[str, Callable[..., Any]] = {
         & (SIXTEEN[kv] // 3 != -3074457345618258602)
         | (TWO[b] ** (kv % 63) >= 2**32 + 1 + 0 * q)
     ),
+    "divisions by numbers that vary": lambda b, h, q, kv: (
+        (SIXTEEN[q] % (kv + 1) > q % 40)
+        | (torch.fmod(SIXTEEN[q], kv + 2) < -5)
+        | (torch.div(SIXTEEN[kv], -3 - q, rounding_mode="trunc") % 7 == 3)
+        | (SIXTEEN[q] // (kv + 1) % 7 > 5)
+    ),
+    "far shifts": lambda b, h, q, kv: (
+        (((q * 0x9E3779B1 + kv) >> 33) % 2 == 0) | ((SIXTEEN[kv] >> 63) + (SIXTEEN[q] >> 70) == -1)
+    ),
     "constants": lambda b, h, q, kv: torch.where(kv % 2 == 0, torch.where(q > 5, 2**40, MOST), kv) > 2**33 * (q >= 7),
 }  # fmt: skip
 

@@ -25,15 +25,16 @@ def _add(name: str, row: Alu) -> None:
 
 
 def _div(a: Array, b: Array) -> Array:
-    """C division, towards zero; x / 0 gives all ones."""
+    """C division, towards zero; x / 0 gives all ones, the least number / -1 itself."""
     if a.dtype.kind == "u":
         zero = b == 0
         return np.where(zero, ~a.dtype.type(0), a // np.where(zero, b.dtype.type(1), b))
     wide = np.int64
     x, y = a.astype(wide), b.astype(wide)
     safe = np.where(y == 0, 1, y)
-    q = np.abs(x) // np.abs(safe)
-    q = np.where((x < 0) ^ (safe < 0), -q, q)
+    with np.errstate(over="ignore"):
+        q = x // safe  # rounded down; of magnitudes the least number would have none
+        q += (q * safe != x) & ((x < 0) ^ (safe < 0))
     return np.where(y == 0, -1, q).astype(a.dtype)
 
 
