@@ -158,7 +158,7 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
         check(ATTENTION, case)
 
 
-@pytest.mark.parametrize("mode", [EAGER, random_mode(1)], ids=str)
+@pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(1), marks=pytest.mark.slow)], ids=str)
 def test_dq_of_documents_is_rounded_when_it_is_complete(mode: Mode, generator: torch.Generator) -> None:
     """By the table, in which tiles of queries begin with documents, too many of which it has room for."""
     ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
