@@ -255,6 +255,7 @@ class Cluster:
         nodes = self.program.nodes
         runs = self.program.runs
         visits = g.visits
+        rests = self.mode.seed is None
         try:
             while budget:
                 budget -= 1
@@ -299,6 +300,8 @@ class Cluster:
                     path.node = node.fall
                 elif self._branch(g, node, path):
                     return 0
+                if node.rests and rests and (node.taken != n or path.node == n):
+                    return whole  # it would only ask again till the turn of the others
             return whole
         except Unordered as e:
             race = e.ledger.race(e, self.agent_name(e.agent))

@@ -22,6 +22,7 @@ class Node:
     fall: int = EXIT
     meet: int = EXIT  # where both ways of a divergent branch come together
     short: bool = False  # nothing between the branch and that point may block
+    rests: bool = False  # who comes through it waits for what another warp does: it sleeps, or asks memory again
 
     def successors(self) -> list[int]:
         b = self.branch
@@ -58,8 +59,14 @@ def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
         nodes.append(node)
     _post_dominators(nodes)
     for node in nodes:
+        node.rests = any(_rests(i, node) for i in node.code)
         node.short = node.branch is not None and node.branch.guard is not None and _is_short(nodes, node)
     return nodes
+
+
+def _rests(instr: Instr, node: Node) -> bool:
+    asks = instr.op.startswith("ld.") and ("acquire" in instr.parts or "relaxed" in instr.parts)
+    return instr.op.startswith("nanosleep") or (asks and node.taken == node.index)
 
 
 def _is_short(nodes: list[Node], start: Node) -> bool:

@@ -192,8 +192,7 @@ def test_dq_of_long_calls_leaves_in_bulk(
 
 @pytest.mark.parametrize(
     ("mods", "d", "length"),
-    [("plain-causal", 64, 2048), ("plain-full", 96, 8192), ("plain-causal", 96, 2048), ("alibi-causal", 128, 8192),
-     ("plain-causal", 128, 8192)],
+    [("plain-causal", 64, 2048), ("plain-full", 96, 8192), ("alibi-causal", 128, 8192), ("plain-causal", 128, 8192)],
 )  # fmt: skip
 def test_who_rounds_dq_takes_nothing_from_who_computes(mods: str, d: int, length: int, folder: Path) -> None:
     """1 to 4 % of a backward: nothing spills in a loop over queries, no wait sleeps there, and rows leave together."""

@@ -155,7 +155,7 @@ def test_quotients_of_whole_numbers_below_0_are_rounded_down(backend: str, d: in
     hold_whole_quotients(backend, d)
 
 
-@pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
+@pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
 def test_windows_whose_ends_are_such_quotients_are_exact(backend: str, generator: torch.Generator) -> None:
     hold_windows_of_heads(backend, 128, generator)
 

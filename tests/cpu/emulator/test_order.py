@@ -123,3 +123,20 @@ def test_a_count_that_nobody_has_set_is_found(counts: str, mode: Mode) -> None:
         execute(module(WARP + counts, 2, threads=64), given, threads=64, mode=mode)
     execute(module(f"{WARP} @%p2 st.global.b32 [%d1], 1; bar.sync 0; {counts}", 2, threads=64), given, threads=64)
     execute(module(f"{WARP} @%p2 red.global.add.f32 [%d1], 0f3f800000;", 2, threads=64), given, threads=64, mode=mode)
+
+
+WAITS = {
+    "asks again": "A: ld.acquire.gpu.global.u32 %r2, [%d1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra A;",
+    "sleeps": "A: nanosleep.u32 500; ld.relaxed.gpu.global.u32 %r2, [%d1]; setp.ne.u32 %p2, %r2, 0; @!%p2 bra A;",
+}
+
+
+@pytest.mark.parametrize("mode", [EAGER, LATE], ids=str)
+@pytest.mark.parametrize("how", WAITS)
+def test_a_warp_that_waits_for_a_number_lets_the_others_go_on(how: str, mode: Mode) -> None:
+    """It would ask a thousand times first: a third of what emulated backwards in a fixed order took."""
+    begin = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; ld.param.u64 %d1, [p0]; setp.eq.u32 %p1, %r1, 1; @%p1 bra SET;"
+    body = f"{begin} {WAITS[how]} bra OUT; SET: mov.u32 %r3, 1; st.release.gpu.global.u32 [%d1], %r3; OUT:"
+    flag = np.zeros(1, np.uint32)
+    result = execute(module(body, 1, threads=64), [flag], threads=64, mode=mode)
+    assert flag[0] == 1 and result.instructions < 100
