@@ -285,7 +285,7 @@ SELDOM_EXCHANGED = [
 ]
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
+@pytest.mark.parametrize("in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["any-order", "in-order"])
 @pytest.mark.parametrize(
     ("mods", "d", "dv"), [*EXCHANGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM_EXCHANGED)]
 )

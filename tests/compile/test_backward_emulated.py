@@ -102,6 +102,7 @@ SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
     "transposed-all-cut", "transposed-last-cut", "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
+    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "overlapping-clearing-cut",
     "last-first-cut", "clearing-blocks-that-leave", "overlapping-gqa2-dv64",
     # of tilings that no plan chooses
     "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",

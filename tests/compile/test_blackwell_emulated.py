@@ -44,7 +44,6 @@ DEFAULT = {
     ("plain", "two tiles"),
     ("causal", "two tiles"),
     ("alibi", "narrow"),
-    ("softcap", "narrow"),
     ("high softcap", "two tiles"),
     ("captured", "one tile"),
 }

@@ -115,10 +115,10 @@ MODS: dict[str, Any] = {
     ("mod", "d", "dtype", "mask"),
     [
         ("alibi", 64, torch.bfloat16, causal()),
-        ("alibi to both sides", 96, torch.float16, None),
+        pytest.param("alibi to both sides", 96, torch.float16, None, marks=pytest.mark.slow),
         ("hidden by large numbers", 64, torch.float16, None),
         ("the least number", 128, torch.bfloat16, causal()),
-        ("large", 64, torch.bfloat16, None),
+        pytest.param("large", 64, torch.bfloat16, None, marks=pytest.mark.slow),
     ],
 )
 def test_with_a_score_mod_rows_are_those_of_fp64(

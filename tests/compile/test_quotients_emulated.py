@@ -149,7 +149,7 @@ def hold_blocks(backend: str, generator: torch.Generator, device: str = "cpu") -
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["hopper-emulated", "blackwell-emulated"])
 def test_quotients_of_whole_numbers_below_0_are_rounded_down(backend: str, d: int, generator: torch.Generator) -> None:
     hold_whole_quotients(backend, d)

@@ -50,8 +50,10 @@ def case(generator: torch.Generator, sizes: tuple[int, ...], dtype: torch.dtype,
     [
         ((1, 96, 96, 64, 64), torch.bfloat16, dilated_window((24, 24), 3), None),
         ((1, 97, 101, 64, 48), torch.bfloat16, dilated_window((24, 24), 3), of_distance),
-        ((2, 64, 72, 32, 32), torch.float16, dilated_window((30, 0), 4) & causal(), None),
-        ((3, 40, 40, 128, 128), torch.bfloat16, dilated_window((12, 2), 2), None),
+        pytest.param(
+            (2, 64, 72, 32, 32), torch.float16, dilated_window((30, 0), 4) & causal(), None, marks=pytest.mark.slow
+        ),
+        pytest.param((3, 40, 40, 128, 128), torch.bfloat16, dilated_window((12, 2), 2), None, marks=pytest.mark.slow),
     ],
 )
 def test_results_and_gradients_are_those_of_the_whole_sequence(

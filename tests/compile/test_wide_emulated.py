@@ -65,7 +65,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 # seconds each, nearly all to compile: these by default, all of them with `make test-all`
-QUICK = ("D 576, Dv 512, 128 heads of one", "odd dims", "kv in parts, odd dims", "paged")
+QUICK = ("D 576, Dv 512, 128 heads of one", "kv in parts, odd dims", "paged")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])

@@ -67,7 +67,7 @@ def hold(backend: str, d: int, device: str = "cpu") -> None:
     ("backend", "d"),
     [
         ("hopper-emulated", 64),
-        ("blackwell-emulated", 128),
+        pytest.param("blackwell-emulated", 128, marks=pytest.mark.slow),
         pytest.param("hopper-emulated", 128, marks=pytest.mark.slow),
         pytest.param("blackwell-emulated", 64, marks=pytest.mark.slow),
     ],

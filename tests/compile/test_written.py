@@ -41,7 +41,7 @@ def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan
     ("d", "kernel", "held", "mods"),
     [
         pytest.param(64, GUESSING, 0, {"mask_mod": causal()}, id="maxima guessed"),
-        pytest.param(128, GUESSING, 128, {}, id="columns of q in registers"),
+        pytest.param(128, GUESSING, 128, {}, id="columns of q in registers", marks=pytest.mark.slow),
         pytest.param(256, "forward", 0, {"mask_mod": causal()}, id="d256"),
         pytest.param(
             64, "forward", 0, {"score_mod": lambda s, b, h, q, kv: s + TABLE[q, kv]}, id="what is read at pairs"
