@@ -20,7 +20,7 @@ from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender, preprocess
+from composattn.backends.fused.kernels import dq_claims, dq_clearing, dq_semaphore, dq_sender, preprocess
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -36,6 +36,7 @@ from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.primitives.block_pair import BothWarps, PairSums
 from composattn.primitives.pipelines import Warps
+from composattn.primitives.register_chunks import clear
 from composattn.testing import poisoned
 from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
 from tests.support import outlier_normal, sampled
@@ -54,6 +55,7 @@ MODS: dict[str, tuple[Any, Any]] = {
     "hidden": (None, lambda b, h, q, kv: (q >= 20) & (kv < 30)),
     "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30)),
     "halves": (None, lambda b, h, q, kv: (q >= h * 160) & (q < h * 160 + 160)),
+    "one-head": (None, lambda b, h, q, kv: (h == 7) & (q >= kv)),
     "two-runs": (None, lambda b, h, q, kv: ((q < 90) | (q >= 95)) & (q < 240)),
     "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
     "offsets": (None, document(offsets=OFFSETS)),
@@ -107,7 +109,7 @@ SELDOM = {
     # of tilings that no plan chooses
     "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",
     # these run where they are rounded when complete
-    "rounding-d128", "rounding-d64", "rounding-d96-cut", "rounding-bulk", "rounding-bulk-cut",
+    "rounding-d128", "rounding-d64", "rounding-one-head", "rounding-d96-cut", "rounding-bulk", "rounding-bulk-cut",
     "rounding-overlapping",
     # in a fixed order, and in the order backwards, these have the rest
     "causal-gqa2-d192", "window-d192-in-order",
@@ -211,6 +213,12 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         STAY | CLEARING | ROUNDING,
         (6, 4, 2),
     ),
+    # nothing is added to seven heads, which are complete before they are clear
+    "rounding-one-head": (
+        ("one-head", torch.bfloat16, 8, 8, 300, 100, 64, 64, True, False),
+        STAY | CLEARING | ROUNDING,
+        None,
+    ),
     "rounding-bulk": (("window", torch.bfloat16, 4, 4, 300, 300, 128, 128, True, False), BULK | STAY | ROUNDING, None),
     "rounding-bulk-cut": (
         ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
@@ -244,7 +252,7 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "case",
-    ["rounding-d96-cut", "rounding-bulk-cut", "rounding-overlapping"]
+    ["rounding-one-head", "rounding-d96-cut", "rounding-bulk-cut", "rounding-overlapping"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("rounding-d64", "rounding-d128", "rounding-bulk")],
 )
 def test_dq_is_rounded_when_it_is_complete(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
@@ -258,6 +266,21 @@ def test_dq_is_rounded_when_it_is_complete(case: str, mode: Mode, folder: Path, 
         mode,
         **changes,
     )
+
+
+def test_dq_that_nothing_is_added_to_is_rounded_when_it_is_clear(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads that see nothing, whose tiles of keys are done at once; who clears goes slowly here."""
+
+    def slow(*arguments: Any) -> None:
+        for _ in range(40):
+            cute.arch.inline_ptx("nanosleep.u32 100;")
+        clear(*arguments)
+
+    monkeypatch.setattr(dq_clearing, "clear", slow)
+    facts, changes, _ = SHARED["rounding-one-head"]
+    check(facts, tmp_path, generator, dataclasses.replace(HOPPER, sms=2), None, EAGER, **changes)
 
 
 def test_counters_that_nobody_has_set_are_found(

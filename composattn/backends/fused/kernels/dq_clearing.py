@@ -46,7 +46,7 @@ class DqClearing(Fixed):
         return cute.arch.shuffle_sync(one_more(self.counter.iterator + 1, lane == 0), 0)
 
     def wait(self, entry: Int32, head: Int32) -> None:
-        """For the warp that loads queries: until the head's dQ is clear."""
+        """For a warp that loads queries, or rounds: until the head's dQ is clear."""
         wait_for(self.flag(entry, head), self.dq_accum.shape[2])
         cute.arch.sync_warp()
 

@@ -51,6 +51,7 @@ class DqRounding(Fixed):
     @cute.jit
     def tell(self, call, block):
         """A warp that says of each tile of keys that it is done, for those whose additions leave from registers."""
+        cute.arch.griddepcontrol_wait()  # for empty flags: a tile that no query sees waits for nothing else
         self.kernel.walk(call, block, lambda *work: self.tell_tile(block, *work), TileQueue.hear, block.done_edge.first)
 
     def tell_tile(self, block, call, work, slot):
@@ -127,6 +128,8 @@ class DqRounding(Fixed):
     def round_tile(self, call, block, sequence, b, head, tile, lane):
         chunks, tile_m = self.chunks, self.kernel.tiling.tile_m
         padded = PaddedTiles.of(sequence, b, tile_m)
+        if const_expr(call.clearing is not None):
+            call.clearing.wait(padded.b, head)  # no tile of keys has, of a head that sees nothing
         sums = call.dq_accum[padded.b, head, padded.first + tile, None].iterator
         mine = sums + chunks.first(lane)
         first = sequence.from_start(tile * tile_m)

@@ -31,8 +31,8 @@ class DqSender(Fixed):
 
     @cute.jit
     def run(self, call):
-        if const_expr(call.claims is not None):
-            cute.arch.griddepcontrol_wait()  # for empty claims
+        if const_expr(call.claims is not None or call.rounding is not None):
+            cute.arch.griddepcontrol_wait()  # for empty claims, and flags of what is rounded
         slots = Slot.first(1), Slot.first(AHEAD)
         self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
 
