@@ -142,7 +142,7 @@ FEW = dataclasses.replace(BLACKWELL, sms=3)  # so that persistent blocks walk ov
 
 @pytest.mark.parametrize(
     ("d", "takes_over"),
-    [(64, False), (64, True), *(pytest.param(256, to, marks=pytest.mark.slow) for to in (False, True))],
+    [(64, True), *(pytest.param(d, to, marks=pytest.mark.slow) for d, to in ((64, False), (256, False), (256, True)))],
 )
 def test_persistent_blocks_give_the_bits_of_a_block_a_tile(
     d: int, takes_over: bool, generator: torch.Generator

@@ -13,7 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 BACKENDS = ["hopper-emulated", "blackwell-emulated"]
 
 
-@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("number", [pytest.param(-1e9, marks=pytest.mark.slow), torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_negative_scores_hide(backend: str, number: float, generator: torch.Generator) -> None:
     hold(backend, number, False, generator)

@@ -66,7 +66,7 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
         assert torch.equal(lse, other_lse), schedule
 
 
-@pytest.mark.parametrize("kernel", ["forward_apart", "forward_from_first"])
+@pytest.mark.parametrize("kernel", [pytest.param("forward_apart", marks=pytest.mark.slow), "forward_from_first"])
 def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     kernel: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:

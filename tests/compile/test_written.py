@@ -67,7 +67,7 @@ def test_outputs_have_the_same_bits(
 @pytest.mark.parametrize(
     "case",
     [
-        "causal-d64",
+        pytest.param("causal-d64", marks=pytest.mark.slow),
         pytest.param("causal-gqa2-d96", marks=pytest.mark.slow),
         pytest.param("causal-d128-in-order", marks=pytest.mark.slow),
         pytest.param("softcap-d192-dv128", marks=pytest.mark.slow),
