@@ -17,7 +17,7 @@ from ....primitives.padded_tiles import PaddedTiles
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import Stretch
 from ....primitives.values import Fixed, aligned, choose, move, narrowed
-from .dq_semaphore import look, say
+from .dq_semaphore import peek, say
 
 AT_ONCE = 4  # chunks of 16 bytes that a lane reads before it rounds them
 
@@ -105,7 +105,7 @@ class DqRounding(Fixed):
         while (number < entries * heads * count) & running:
             head, tile = number // count, number % count
             entry, head = head // heads, head % heads
-            if look(self._flag(call, entry, head // call.group)) >= wanted:
+            if peek(self._flag(call, entry, head // call.group)) >= wanted:
                 cute.arch.fence_acq_rel_gpu()
                 self.round(call, block, entry, head, tile, lane)
                 number = number + cute.arch.grid_dim()[0] * warps

@@ -122,7 +122,7 @@ def read(turn: cute.Pointer) -> Int32:
     )
 
 
-def look(place: cute.Pointer) -> Int32:
+def peek(place: cute.Pointer) -> Int32:
     """The number there, and nothing else. `read` gives up all of the multiprocessor's first cache each time."""
     return cute.arch.inline_ptx(
         "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
