@@ -8,6 +8,7 @@ no sum over the sequences is needed to find a place. So do the stretches of a de
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -60,14 +61,14 @@ def claims_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: i
 
 
 def rounded_of(
-    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, before: Any
+    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, before: Callable[[Any], Any]
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """int32 (B, H), how many have added all they have to dQ of a head, and (B, H, tiles), whether a tile is rounded.
 
-    `before`: numbers in front of them, for each head.
+    `before`: how many numbers are in front of them for each head, of so many tiles.
     """
     entries, heads, tiles, _ = dq_accum.shape
-    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * before
+    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * before(tiles)
     start = cute.recast_ptr(start, dtype=Int32)
     strides = heads * tiles, tiles, 1
     return (

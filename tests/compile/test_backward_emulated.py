@@ -144,6 +144,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
     check(facts, folder, generator, mode=Mode(fenced_reads=True))
 
 
+FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
 ROUNDING = {"rounds": True}
 CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
@@ -234,19 +235,21 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
 }
 
 
+def check_shared(case: str, folder: Path, generator: torch.Generator, mode: Mode = EAGER) -> None:
+    """One of these, on two multiprocessors, so that blocks that stay walk over several tiles each."""
+    facts, changes, cut = SHARED[case]
+    check(facts, folder, generator, FEW, None if cut is None else Cut(*cut), mode, **changes)
+
+
 @pytest.mark.parametrize("case", often(SHARED))
 def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generator: torch.Generator) -> None:
-    facts, changes, cut = SHARED[case]
-    target = dataclasses.replace(HOPPER, sms=2)
-    check(facts, folder, generator, target, None if cut is None else Cut(*cut), **changes)
+    check_shared(case, folder, generator)
 
 
 @pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)
 @pytest.mark.parametrize("case", sampled(name for name in SHARED if "clearing" in name))
 def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
-    facts, changes, cut = SHARED[case]
-    target = dataclasses.replace(HOPPER, sms=2)
-    check(facts, folder, generator, target, None if cut is None else Cut(*cut), mode, **changes)
+    check_shared(case, folder, generator, mode)
 
 
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(2), marks=pytest.mark.slow)], ids=str)
@@ -256,16 +259,7 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("rounding-d64", "rounding-d128", "rounding-bulk")],
 )
 def test_dq_is_rounded_when_it_is_complete(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
-    facts, changes, cut = SHARED[case]
-    check(
-        facts,
-        folder,
-        generator,
-        dataclasses.replace(HOPPER, sms=2),
-        None if cut is None else Cut(*cut),
-        mode,
-        **changes,
-    )
+    check_shared(case, folder, generator, mode)
 
 
 def test_dq_that_nothing_is_added_to_is_rounded_when_it_is_clear(
@@ -279,17 +273,15 @@ def test_dq_that_nothing_is_added_to_is_rounded_when_it_is_clear(
         clear(*arguments)
 
     monkeypatch.setattr(dq_clearing, "clear", slow)
-    facts, changes, _ = SHARED["rounding-one-head"]
-    check(facts, tmp_path, generator, dataclasses.replace(HOPPER, sms=2), None, EAGER, **changes)
+    check_shared("rounding-one-head", tmp_path, generator)
 
 
 def test_counters_that_nobody_has_set_are_found(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess, "_clear_of_head", lambda *_: None)
-    facts, changes, _ = SHARED["clearing-d64"]
     with pytest.raises(UninitialisedGlobal, match="a count that nobody has set"):
-        check(facts, tmp_path, generator, dataclasses.replace(HOPPER, sms=2), **changes)
+        check_shared("clearing-d64", tmp_path, generator)
 
 
 # facts as above, changes of the tiling

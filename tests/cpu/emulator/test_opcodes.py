@@ -19,28 +19,9 @@ from tests.cpu.emulator.harness import apply
 
 UINT = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 EDGES = [
-    0,
-    1,
-    2,
-    7,
-    31,
-    32,
-    33,
-    63,
-    64,
-    0x7F,
-    0x80,
-    0xFF,
-    0x7FFF,
-    0x8000,
-    0xFFFF,
-    0x7FFFFFFF,
-    0x80000000,
-    0xFFFFFFFF,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-]
+    0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
+    2**63 - 1, 2**63, 2**64 - 1,
+]  # fmt: skip
 
 
 def wrap(value: int, bits: int) -> int:

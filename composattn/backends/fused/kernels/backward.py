@@ -101,7 +101,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         rounding = None
         if const_expr(tiling.rounds):
             plain = given.dq if self.plan.layout.is_dense else permuted(given.dq, 1, 0, 2)
-            rounding = plain, *rounded_of(*flags, tiling.flags_before(given.dq_accum.shape[2])), given.rows
+            rounding = plain, *rounded_of(*flags, tiling.flags_before), given.rows
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)

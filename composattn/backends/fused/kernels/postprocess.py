@@ -59,8 +59,8 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         sinks = SinkSums.of(self.plan, given)
         rounded = None
         if const_expr(tiling.rounds):
-            before = tiling.flags_before(given.dq_accum.shape[2])
-            _, rounded = rounded_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m, before)
+            flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
+            _, rounded = rounded_of(*flags, tiling.flags_before)
         self.kernel(tma, tensor, layout, given.dq_accum, rounded, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
             block=(self.groups * THREADS, 1, 1),

@@ -57,8 +57,7 @@ class Preprocess(Kernel):
         flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
         cleared = cleared_of(*flags) if self.tiling.clears else None
         claims = claims_of(*flags, parts) if parts else None
-        before = self.tiling.flags_before(dq_accum.shape[2])
-        rounded = rounded_of(*flags, before) if self.tiling.rounds else None
+        rounded = rounded_of(*flags, self.tiling.flags_before) if self.tiling.rounds else None
         sinks = SinkSums.of(self.plan, given)
         written = statistics, dq_accum, counter, cleared, claims, rounded
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
