@@ -53,7 +53,7 @@ def newest(files: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
         of_file: dict[str, dict[str, Row]] = {}
         for row in file["rows"]:
             if row.get("kernels"):
-                of_file.setdefault(row["row"], {})[row["impl"]] = row
+                of_file.setdefault(row["row"], {})[row["impl"]] = row | {"commit": file["commit"][:7]}
         table.update((case, by) for case, by in of_file.items() if OURS in by)
     return table
 
@@ -98,6 +98,7 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
     known = [limit(row) for row in (ours, theirs)]
     return [
         words,
+        f"`{ours['commit']}`",
         theirs["impl"].removeprefix("torch "),
         f"{theirs['ms'] / ours['ms']:.3f}",
         of_both(ours, theirs, lambda row: row["ms"], ".3f"),
@@ -114,8 +115,8 @@ def time_line(words: str, ours: Row, theirs: Row, limits: dict[tuple[str, str], 
 
 
 TIMES = (
-    "row", "peer", "ratio", "ms", "main kernel, M clocks", "others, µs", "GHz", "visited pairs", "rounds, balance",
-    "had a block", "busiest unit", "bound, TFLOP/s", "of it",
+    "row", "commit", "peer", "ratio", "ms", "main kernel, M clocks", "others, µs", "GHz", "visited pairs",
+    "rounds, balance", "had a block", "busiest unit", "bound, TFLOP/s", "of it",
 )  # fmt: skip
 SHARES = {
     "matrix": "matrix", "exp": "exp", "alu": "alu", "fma": "fma", "issue": "issue", "shared": "shared",
@@ -145,8 +146,8 @@ def all_kept(folder: Path = RESULTS) -> str:
     kept = folder / "limits.json"
     limits = {(row["row"], row["impl"]): row for row in json.loads(kept.read_text())["rows"]} if kept.exists() else {}
     facts = files[0]
-    commits = ", ".join(sorted({f"`{file['commit'][:12]}`" for file in files}))
-    source = f"{facts['machine']}; flash-attn-4 {facts['versions'].get(FLASH)}; commit {commits}; {facts['date']}."
+    dates = ", ".join(sorted({f"`{file['commit'][:7]}` {file['date']}" for file in files}))
+    source = f"{facts['machine']}; flash-attn-4 {facts['versions'].get(FLASH)}; commits {dates}."
     head = ["row", *(f"{name}, %" for name in SHARES), "M instructions", "ours waits for", "it waits for"]
     times = table(TIMES, (time_line(*pair, limits) for pair in pairs))
     return f"{source}\n\n{times}\n{table(head, (share_line(*pair) for pair in pairs))}"

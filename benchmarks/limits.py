@@ -1,6 +1,8 @@
 """What the kernels of a counted row can't beat: the clocks of the busiest unit for their tiles, in their rounds.
 
-    python -m benchmarks.limits      of each row and implementation that benchmarks/counters.py kept; needs no GPU
+    python -m benchmarks.limits --only 'D96 S8192'      of rows and implementations that benchmarks/counters.py kept
+
+Needs no GPU; rows that are not asked for keep what they have.
 
 Counts are those of machine code (`benchmarks.model`), with its rates; nothing waits for anything. So this is a
 bound and no forecast (docs/tile_model.md): what a kernel takes beyond it, it waits or stands in line.
@@ -8,8 +10,10 @@ bound and no forecast (docs/tile_model.md): what a kernel takes beyond it, it wa
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,20 +84,25 @@ def limit(case: Case, name: str) -> Limit:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression on the case's name")
+    asked = re.compile(parser.parse_args().only)
     cases = {case.name: case for case in CASES}
     counted = {(row["row"], row["impl"]): 0 for path in sorted(OUT.glob("h*.json")) for row in _rows(path)}
-    found = []
+    kept = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
+    found = {(row["row"], row["impl"]): row for row in kept}
     for row, name in counted:
-        if name not in (OURS, PACKED, FLASH) or cases[row].measure != "tflops":
+        if name not in (OURS, PACKED, FLASH) or cases[row].measure != "tflops" or not asked.search(row):
             continue
+        found.pop((row, name), None)  # what is refused has no older bound
         try:
             made = limit(cases[row], name)
         except (PeerRefused, ComposattnError, KeyError) as refused:
             print(f"{row}: {name}: {str(refused).strip().splitlines()[-1][:200]}", file=sys.stderr)
             continue
-        found.append({"row": row, "impl": name} | dataclasses.asdict(made))
-        print(found[-1], flush=True)
-        KEPT.write_text(json.dumps(provenance(CPU) | {"rows": found}, indent=1) + "\n")
+        found[row, name] = {"row": row, "impl": name} | dataclasses.asdict(made)
+        print(found[row, name], flush=True)
+    KEPT.write_text(json.dumps(provenance(CPU) | {"rows": list(found.values())}, indent=1) + "\n")
     return 0
 
 

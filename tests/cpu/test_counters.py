@@ -51,15 +51,17 @@ def row(impl: str, ms: float, cycles: float = 2e6) -> Row:
 
 def test_a_line_has_ours_beside_the_fastest_peer_and_a_fixed_order_beside_the_default() -> None:
     rows = [row(OURS, 2.0), row(FLASH, 1.9, 1.9e6), row("torch cuDNN", 2.5), row(DETERMINISTIC, 2.2), {"row": "other"}]
-    table = counters_report.newest([{"rows": [row(FLASH, 1.0), row(OURS, 3.0)]}, {"rows": rows}])
-    assert table["case"][OURS]["ms"] == 2.0 and len(table) == 1
+    table = counters_report.newest(
+        [{"commit": "older", "rows": [row(FLASH, 1.0), row(OURS, 3.0)]}, {"commit": "b" * 40, "rows": rows}]
+    )
+    assert table["case"][OURS]["ms"] == 2.0 and table["case"][OURS]["commit"] == "bbbbbbb" and len(table) == 1
     pairs = [(words, ours["impl"], theirs["impl"]) for words, ours, theirs in counters_report.compared(table)]
     assert pairs == [("case", OURS, FLASH), ("case, fixed order", DETERMINISTIC, OURS)]
 
 
 def test_a_kernel_is_held_to_its_bound_in_clocks_so_that_no_clock_rate_matters() -> None:
     limit = {"pairs": 1.008, "rounds": 13.03, "balance": 0.931, "unit": "shared", "clocks": 1.5e6, "flop_clocks": 1.2e6}
-    line = counters_report.time_line("case", row(OURS, 2.0), row(FLASH, 1.9), {("case", OURS): limit})
+    line = counters_report.time_line("case", row(OURS, 2.0) | {"commit": "b"}, row(FLASH, 1.9), {("case", OURS): limit})
     cells = dict(zip(counters_report.TIMES, line, strict=True))
     assert cells["of it"] == "0.75, –" and cells["ratio"] == "0.950" and cells["others, µs"] == "70, 70"
     assert cells["bound, TFLOP/s"] == f"{132 * 4.096 * 0.8:.0f}, –", "of a clock of 1 GHz"
@@ -73,5 +75,5 @@ def test_what_was_not_counted_is_no_line_and_nothing_kept_is_said(tmp_path: Path
     rows = [row(OURS, 2.0), row(FLASH, 1.9), {"row": "case", "impl": "broken", "error": "no", "kernels": []}]
     (tmp_path / "h200.json").write_text(json.dumps(facts | {"rows": rows}))
     text = counters_report.all_kept(tmp_path)
-    assert text.startswith("one H200; flash-attn-4 4.0; commit `aaaaaaaaaaaa`; 2026-11-22.") and "broken" not in text
+    assert text.startswith("one H200; flash-attn-4 4.0; commits `aaaaaaa` 2026-11-22.") and "broken" not in text
     assert sum(line.startswith("| case |") for line in text.splitlines()) == 2
