@@ -293,6 +293,9 @@ def neighborhood(
     `start = clamp(i // d - k // 2, 0, m - k)`: at an edge the window moves inwards and keeps its k positions. On a
     causal axis visible are `i // d - k < place <= i // d`.
 
+    A call's lengths are not compared with the grid, which may be a part of a longer sequence: what positions beyond it
+    see means nothing, so hide them.
+
     Source: Hassani et al. 2023, "Neighborhood Attention Transformer", section 3.1; dilation: Hassani and Shi 2022,
     "Dilated Neighborhood Attention Transformer", section 3.1; causal axes and even kernels: NATTEN.
 

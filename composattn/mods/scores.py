@@ -23,7 +23,9 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False, align: str = "top
 
     `slopes` is a float tensor (H,) or (B, H), learned or not, or the number of heads: then the slopes of the paper, a
     geometric sequence `2^(-8 (h + 1) / H)` (for H that is no power of two, those of the power of two below and
-    every other one of the power above). `symmetric=True` takes `-|kv - q|`, for attention that is not causal.
+    every other one of the power above). A call's own number of heads is not compared with it, as a rank may have some
+    of them; of heads from H on the sequence goes on. `symmetric=True` takes `-|kv - q|`, for attention that is not
+    causal.
     `align="bottom_right"` puts the last query at the last key (FlashAttention; decoding with a cache), as in `causal`.
 
     Source: Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
