@@ -176,6 +176,11 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         BULK | STAY | LAST_FIRST,
         (6, 2, 3),
     ),
+    "heads-a-piece": (
+        ("causal", torch.bfloat16, 4, 1, 250, 270, 128, 128, True, False),
+        BULK | STAY | CLEARING | LAST_FIRST | ROUNDING | {"heads_a_piece": 2, "heads_together": 1},
+        (3, 0, 2),
+    ),
     "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
     "passing-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), PASSING, None),
     "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),

@@ -233,6 +233,8 @@ def _cut(
     backwards sections are cut too.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
+    if tiling.heads_a_piece:
+        return Cut(tiles, 0, problem.group // tiling.heads_a_piece), tiling
     few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
         return None, tiling

@@ -154,7 +154,8 @@ class BackwardTiling(Tiling):
     `rounds`: warps of each block round what is complete of dQ while others compute, and leave the rest to the kernel
     behind; blocks stay.
     `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
-    that those which run together are at the same queries, and these in L2.
+    that those which run together are at the same queries, and these in L2. `heads_a_piece`: every tile of keys is cut
+    in pieces of so many query heads of its group, so that those which run together are at few heads; 0: it is not.
     """
 
     kernel: str = "backward"
@@ -167,6 +168,12 @@ class BackwardTiling(Tiling):
     claimed_parts: int = 0
     rounds: bool = False
     last_queries_first: bool = False
+    heads_a_piece: int = 0
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether a piece of a tile of keys is some of the heads of its group, else it is some of its queries."""
+        return self.ends_backwards or self.heads_a_piece > 0
 
     def flags(self, tiles: Any) -> Any:
         """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""

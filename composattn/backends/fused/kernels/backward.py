@@ -224,7 +224,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def members(self, call, work):
         """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""
-        if work.piece is None or not self.tiling.ends_backwards:
+        if work.piece is None or not self.tiling.cuts_heads:
             return 0, call.group
         index, count = work.piece.index, work.piece.count
         return call.group * index // count, call.group * (index + 1) // count
@@ -234,7 +234,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n, work.queries)
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
-        if work.piece is not None and n is None:
+        if work.piece is not None and n is None and not self.tiling.cuts_heads:
             runs = [run.piece(work.piece.index, work.piece.count) for run in runs]
         if self.tiling.last_queries_first:
             return [dataclasses.replace(run, backwards=True) for run in runs if isinstance(run, QueryRun)]
