@@ -509,7 +509,7 @@ EXCHANGE_CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", [*MODES[:1], pytest.param(LATE, marks=pytest.mark.slow), *MODES[2:]], ids=str)
 @pytest.mark.parametrize("case", sampled(EXCHANGE_CASES))
 def test_pairs_of_blocks_that_exchange_gradients_match_fp64(
     case: str, mode: Mode, folder: Path, generator: torch.Generator

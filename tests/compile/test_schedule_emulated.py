@@ -34,7 +34,7 @@ SCHEDULES = (
 )
 
 
-@pytest.mark.parametrize("lies", ["dense", "packed"])
+@pytest.mark.parametrize("lies", ["dense", pytest.param("packed", marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Generator) -> None:
     lengths, heads = (70, 0, 1, 130, 199), (4, 2)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -144,7 +144,7 @@ def gradient_of(case: Case, in_order: bool = False) -> BackwardPlan[Any]:
     return plan_backward(Problem.of(case.q, case.k, case.v), case.program, HOPPER, deterministic=in_order).main
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "causal"])
 def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
     is_causal: bool, generator: torch.Generator
 ) -> None:

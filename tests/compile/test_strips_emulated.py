@@ -58,7 +58,13 @@ def planned(problem: Problem, **mods: Any) -> ForwardPlan:
     [
         ((1, 9 * 48, 64, 64), BF16, neighborhood((9, 48), 5), None),
         ((2, 10 * 32, 128, 128), BF16, neighborhood((10, 32), (3, 17)), None),
-        ((2, 10 * 48, 64, 48), FP16, neighborhood((10, 48), (7, 5), is_causal=(True, False)), of_distance),
+        pytest.param(
+            (2, 10 * 48, 64, 48),
+            FP16,
+            neighborhood((10, 48), (7, 5), is_causal=(True, False)),
+            of_distance,
+            marks=pytest.mark.slow,
+        ),
         pytest.param((1, 12 * 16, 32, 32), BF16, neighborhood((12, 16), (4, 3), (3, 1)), None, marks=pytest.mark.slow),
         pytest.param(
             (1, 8 * 32, 192, 192), BF16, neighborhood((8, 32), 7, is_causal=(False, True)), None, marks=pytest.mark.slow

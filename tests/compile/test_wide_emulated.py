@@ -120,7 +120,7 @@ def test_values_may_lie_in_the_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout, extra", sampled([("dense", "sinks"), ("packed", "sinks"), ("packed", "dropout"), ("paged", "dropout")])
+    "layout, extra", sampled([("dense", "sinks"), ("packed", "sinks"), ("packed", "dropout"), ("paged", "dropout")], 4)
 )
 def test_sinks_and_dropout(layout: str, extra: str) -> None:
     cases = {"dense": dense(heads=4, kv_heads=2, q_len=70, kv_len=150, mask_mod=seen), "packed": CASES["packed"][0],

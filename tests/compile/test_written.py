@@ -82,7 +82,9 @@ def test_gradients_have_the_same_bits(case: str, tmp_path: Path) -> None:
         assert all(map(torch.equal, found, by_steps))
 
 
-@pytest.mark.parametrize("name", ["plain-ragged-d192", pytest.param("causal-gqa2-d192", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("plain-ragged-d192", "causal-gqa2-d192")]
+)
 def test_gradients_from_probabilities_in_shared_memory_have_the_same_bits(name: str, tmp_path: Path) -> None:
     case, changes = TRANSPOSED_CASES[name]
     facts = (*case[:-1], True)
