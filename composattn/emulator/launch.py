@@ -32,6 +32,7 @@ class Launch:
     sms: int = 132
     early: bool = False  # a programmatic dependent launch: may start before the kernel before it is over
     unfinished: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of what that one writes
+    beyond: list[tuple[int, int]] = field(default_factory=list)  # of what those before it write, if it waits for none
     queue: list[tuple[int, int, int]] = field(default_factory=list)  # first blocks of clusters not started yet
     waited: bool = False  # whether a warp has executed griddepcontrol.wait
     param_bytes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -68,18 +69,21 @@ class Result:
 
 
 class Stream:
-    """Launches in order. One that starts early finds unfinished what those before it wrote, until it waits."""
+    """Launches in order. One that starts early finds unfinished what the one before it wrote, until it waits.
+
+    That waits for the one before it alone: of those further back it knows only what that one has waited for.
+    """
 
     def __init__(self) -> None:
         self.unfinished: list[tuple[int, int]] = []
+        self.beyond: list[tuple[int, int]] = []
 
     def run(self, program: Program, launch: Launch, mode: Mode = EAGER) -> Result:
         if launch.early:
-            launch.unfinished = self.unfinished
+            launch.unfinished, launch.beyond = self.unfinished, self.beyond
         result = run(program, launch, mode)
-        # Nobody waited: who waits for this kernel has not waited for those before it.
-        before = [] if launch.waited else launch.unfinished
-        self.unfinished = [*before, *launch.memory.written()]
+        self.beyond = launch.beyond + ([] if launch.waited else launch.unfinished)
+        self.unfinished = launch.memory.written()
         return result
 
 

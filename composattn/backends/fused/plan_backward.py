@@ -151,6 +151,8 @@ def plan_backward(
     architecture.check_gradient(problem)
     program = program.without_sink
     chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
+    # who rounds comes before who waits for turns, in the same warp
+    assert not (deterministic and chosen.rounds), "dQ in a fixed order is rounded by the kernel behind"
     visited, limits = program.of_keys
     lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
     intervals = visited if lists is None else ()
@@ -233,8 +235,12 @@ def _cut(
     backwards sections are cut too.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
-    if tiling.heads_a_piece:
-        return Cut(tiles, 0, problem.group // tiling.heads_a_piece), tiling
+    if 0 < tiling.heads_a_piece < problem.group:
+        cut = Cut(tiles, 0, -(-problem.group // tiling.heads_a_piece))
+        # slots of sums are found by 32-bit products
+        assert cut.cut * cut.pieces * tiling.tile_n * max(tiling.d, tiling.dv) < 1 << 31, "too many pieces by heads"
+        return cut, tiling
+    tiling = dataclasses.replace(tiling, heads_a_piece=0)
     few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
         return None, tiling

@@ -99,6 +99,11 @@ def shared_store(g: Any, lanes: Array, addresses: Array, size: int, values: Arra
 def check_finished(g: Any, warps: Any, low: int, high: int) -> None:
     """Raises if warps that have not waited for the kernel before use what it writes, in [low, high)."""
     cluster = g.block.cluster
+    for start, end in g.block.launch.beyond:
+        if low < end and start < high:
+            raise MissingGridWait(
+                f"{g.block.launch.memory.describe(low)}, is written by a kernel that the one before has not waited for"
+            )
     for start, end in g.block.launch.unfinished:
         if low < end and start < high and not cluster.known[g.block.first_agent + warps, cluster.grid_agent].all():
             raise MissingGridWait(
@@ -108,7 +113,7 @@ def check_finished(g: Any, warps: Any, low: int, high: int) -> None:
 
 
 def _check_finished(g: Any, m: Any, addresses: Array, nbytes: int) -> None:
-    if g.block.launch.unfinished:
+    if g.block.launch.unfinished or g.block.launch.beyond:
         warps = np.array(g.active_warps(m))
         check_finished(g, warps, int(addresses.min()), int(addresses.max()) + nbytes)
 

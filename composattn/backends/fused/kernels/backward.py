@@ -177,6 +177,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         else:
             if call.order.tile(self.first_number()).exists:
                 self.share_roles(call, block, warp)
+            else:  # the kernel behind waits for this one alone, which must not end before the one in front
+                cute.arch.griddepcontrol_wait()
 
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
