@@ -105,7 +105,7 @@ TWO_Q: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(TWO_Q, 2))
+@pytest.mark.parametrize("name", sampled(TWO_Q, 4))
 def test_two_stages_of_queries_give_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
