@@ -2,7 +2,7 @@
 
     python -m benchmarks.limits --only 'D96 S8192'      of rows and implementations that benchmarks/counters.py kept
 
-Needs no GPU; rows that are not asked for keep what they have.
+Needs no GPU. Rows that are not asked for keep what they have, with the commit that it is of.
 
 Counts are those of machine code (`benchmarks.model`), with its rates; nothing waits for anything. So this is a
 bound and no forecast (docs/tile_model.md): what a kernel takes beyond it, it waits or stands in line.
@@ -89,8 +89,10 @@ def main() -> int:
     asked = re.compile(parser.parse_args().only)
     cases = {case.name: case for case in CASES}
     counted = {(row["row"], row["impl"]): 0 for path in sorted(OUT.glob("h*.json")) for row in _rows(path)}
-    kept = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
-    found = {(row["row"], row["impl"]): row for row in kept}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    if KEPT.exists():
+        kept = json.loads(KEPT.read_text())
+        found = {(row["row"], row["impl"]): {"commit": kept["commit"]} | row for row in kept["rows"]}
     for row, name in counted:
         if name not in (OURS, PACKED, FLASH) or cases[row].measure != "tflops" or not asked.search(row):
             continue
@@ -102,7 +104,7 @@ def main() -> int:
             continue
         found[row, name] = {"row": row, "impl": name} | dataclasses.asdict(made)
         print(found[row, name], flush=True)
-    KEPT.write_text(json.dumps(provenance(CPU) | {"rows": list(found.values())}, indent=1) + "\n")
+        KEPT.write_text(json.dumps(provenance(CPU) | {"rows": list(found.values())}, indent=1) + "\n")
     return 0
 
 

@@ -232,7 +232,7 @@ def _cut(
     """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
 
     Of many those that are left over of whole rounds, if all their pieces run at once. Where the last section goes
-    backwards sections are cut too.
+    backwards sections are cut too. All are where a tiling says of how many heads a piece is.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
     if 0 < tiling.heads_a_piece < problem.group:
