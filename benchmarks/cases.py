@@ -228,6 +228,11 @@ class Case:
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 # batch, tokens, query heads, key/value heads: the last two have fewer tiles of keys than a GPU has multiprocessors
 GROUPS = ((2, 8192, 24, 3), (2, 8192, 32, 4), (1, 4096, 32, 4), (1, 4096, 16, 2))
+# head dimension before them: Llama 3 8B (2024) at three lengths, 70B, gpt-oss (2025), Gemma 2 9B (2024)
+OF_MODELS = (
+    (128, 8, 2048, 32, 8), (128, 2, 8192, 32, 8), (128, 1, 32768, 32, 8), (128, 1, 8192, 64, 8), (64, 2, 8192, 64, 8),
+    (256, 2, 8192, 16, 8),
+)  # fmt: skip
 DECODED = ((1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (128, 1024), (128, 4096))
 HIDDEN = 2048
 TOKENS = 16384
@@ -247,10 +252,12 @@ def _plain(dim: int, length: int, pattern: PatternFactory, direction: Direction,
     )
 
 
-def _grouped(direction: Direction, batch: int, length: int, heads: int, kv_heads: int, pattern: PatternFactory) -> Case:
-    """Query heads that share key/value heads, D 128."""
-    name = f"{direction} D128 B{batch} S{length} GQA {heads}/{kv_heads} {pattern.__name__}"
-    return Case(name, (direction, "gqa"), pattern, batch, heads, length, 128, kv_heads=kv_heads, direction=direction)
+def _grouped(
+    direction: Direction, dim: int, batch: int, length: int, heads: int, kv_heads: int, pattern: PatternFactory
+) -> Case:
+    """Query heads that share key/value heads."""
+    name = f"{direction} D{dim} B{batch} S{length} GQA {heads}/{kv_heads} {pattern.__name__}"
+    return Case(name, (direction, "gqa"), pattern, batch, heads, length, dim, kv_heads=kv_heads, direction=direction)
 
 
 def _modded(pattern: PatternFactory, direction: Direction, sets: tuple[str, ...], **shape: int) -> Case:
@@ -283,9 +290,11 @@ def _of_training() -> Iterable[Case]:
             shape = {"batch": 2, "heads": 16, "q_len": 8192, "dim": 192, "v_dim": 128}
             name = f"{direction} D192/128 S8192 {pattern.__name__}"
             yield Case(name, (direction,), pattern, direction=direction, **shape)  # type: ignore[arg-type]
-        for batch, length, heads, kv_heads in GROUPS:
-            yield _grouped(direction, batch, length, heads, kv_heads, causal)
-        yield _grouped(direction, 2, 8192, 24, 3, full)
+        for grouped in (*((128, *group) for group in GROUPS), *OF_MODELS):
+            yield _grouped(direction, *grouped, causal)
+        yield _grouped(direction, 128, 2, 8192, 24, 3, full)
+        for pattern in (window, eight_causal_documents):
+            yield _modded(pattern, direction, (direction, "mods", "gqa"), heads=32, kv_heads=8)
 
 
 def _of_scores_that_deviate() -> Iterable[Case]:

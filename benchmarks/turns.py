@@ -212,7 +212,7 @@ def timed(case: Case, processes: Holders, told: dict[str, Message], options: arg
         counts[shown] = max(1, min(1000, round(SAMPLE_MS / max(sample(shown, 3) / 3, 1e-3))))
     taken: dict[str, list[float]] = {shown: [] for shown in owners}
     orders = balanced_orders(list(owners))
-    for number in range(options.rounds):
+    for number in range(options.rounds if owners else 0):
         for shown in orders[number % len(orders)]:
             taken[shown].append(sample(shown, counts[shown]) / counts[shown])
     for shown, (_, name, tree) in owners.items():

@@ -29,7 +29,8 @@ class Piece(Fixed):
 class Pieces(Bundle):
     """`dk`, `dv`: fp32 (slots, numbers of a tile), piece after piece of tile after tile.
 
-    `places`: int32 (cut tiles, 4), whose they are: (b, head, number of the tile, nothing).
+    `places`: int32 (cut tiles, 4), whose they are: (b, head, number of the tile, nothing), or of one that begins with a
+    stretch (b, head, its first row, the row behind the stretch). Sequence -1: nobody's.
     """
 
     parts = ("dk", "dv", "places", "whole", "count", "numbers")
@@ -48,7 +49,7 @@ class Pieces(Bundle):
         sums = []
         start = workspace.iterator
         for numbers in (d, dv):
-            sums.append(cute.make_tensor(start, cute.make_layout((slots, numbers), stride=(numbers, 1))))
+            sums.append(cute.make_tensor(start, cute.make_layout((slots, numbers), stride=(Int64(numbers), 1))))
             start = start + Int64(slots) * numbers
         places = cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout((cut, 4), stride=(4, 1)))
         return Pieces(sums[0], sums[1], places, whole, cute.fast_divmod_create_divisor_v2(count), whole + slots)
@@ -66,16 +67,22 @@ class Pieces(Bundle):
         count = choose(is_whole, Int32(1), self.count.divisor)
         return Int32(of_tile), Piece(choose(is_whole, Int32(0), Int32(index)), count, slot, is_whole)
 
-    def note(self, work: Any, condition: Boolean) -> None:
-        """Whose pieces they are, once per tile, where the condition holds."""
+    def note(self, work: Any, tile_n: int, condition: Boolean) -> None:
+        """Whose pieces they are, once per tile of so many keys, where the condition holds."""
         tile, _ = divmod(work.piece.slot, self.count)
-        _note_if(self.places, tile, (work.b, work.kv_head, work.n), condition & (work.piece.index == 0))
+        where = (work.n,) if work.keys.stretch is None else (work.keys.from_start(work.n * tile_n), work.keys.end)
+        _note_if(self.places, tile, (work.b, work.kv_head, *where), condition & (work.piece.index == 0))
+
+    def note_absent(self, number: Int32, condition: Boolean) -> None:
+        """That a piece of this number is nobody's."""
+        tile, index = divmod(number - self.whole, self.count)
+        _note_if(self.places, tile, (Int32(-1),), condition & (index == 0))
 
 
 @cute.jit
 def _note_if(places: cute.Tensor, tile: Int32, place: cutlass.Constexpr, condition: Boolean):
     if condition:
-        for i in cutlass.range_constexpr(3):
+        for i in cutlass.range_constexpr(len(place)):
             places[tile, i] = place[i]
 
 

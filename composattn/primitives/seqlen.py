@@ -167,6 +167,7 @@ class WholeSequence(Fixed):
 
     length: Int32
     origin: ClassVar[int] = 0
+    stretch: ClassVar[None] = None
 
     @property
     def end(self) -> Int32:
@@ -233,8 +234,10 @@ Sequence = DenseSequence | PackedSequence | PagedSequence
 
 
 def most_rows(rows: Rows, tensor: cute.Tensor) -> Int32:
-    """How many rows a head can have in `tensor`, made by `for_copies`: those of all sequences where they are packed."""
-    return cute.size(rows.table, mode=[1]) * rows.page_size if isinstance(rows, PagedRows) else tensor.shape[0]
+    """How many rows a head can have in `tensor`, as it was given: those of all sequences where they are packed."""
+    if isinstance(rows, PagedRows):
+        return cute.size(rows.table, mode=[1]) * rows.page_size
+    return tensor.shape[0 if isinstance(rows, PackedRows) else 2]
 
 
 def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Rows, Rows]:

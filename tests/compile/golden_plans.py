@@ -99,7 +99,7 @@ def backward(
     step: str, score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, layout: Layout = DENSE, **how: Any
 ) -> Callable[[], Any]:
     """A step of a gradient, made when called; `how` goes to `plan_backward`. A score in LEARNED has no mask."""
-    of_heads, lengths = (4, 2), how.pop("lengths", (300, 300))
+    of_heads, lengths = how.pop("heads", (4, 2)), how.pop("lengths", (300, 300))
 
     def plan() -> Any:
         mods = learned(score) if score in LEARNED else program(score, mask)
@@ -112,6 +112,7 @@ def backward(
 SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Schedule(split_kv=3)}
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
 PERSISTENT = Schedule(persistent=True, split_kv=1)
+GROUP: dict[str, Any] = {"mask": "causal", "heads": (64, 8), "lengths": (8192, 8192)}  # tiles of keys are cut by heads
 LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
 
@@ -164,6 +165,8 @@ PLANS: dict[str, Callable[[], Any]] = {
     "gather-d128": backward("gather", lengths=FEW_TILES),
     "gather-d256": backward("gather", d=256, lengths=FEW_TILES),
     "gather-d512": backward("gather", d=512, lengths=FEW_TILES),
+    "gather-long-documents-gqa8-d128": backward("gather", **GROUP | {"mask": "causal-documents"}),
+    "gather-varlen-causal-gqa8-d128": backward("gather", layout=PACKED, **GROUP),
     **{f"backward-causal-d{d}": backward("main", mask="causal", d=d) for d in (64, 96, 128, 192, 256)},
     "backward-causal-d192-dv128": backward("main", mask="causal", d=192, dv=128),
     "backward-full-d96": backward("main", d=96),
@@ -176,6 +179,9 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-softcap-causal-d64": backward("main", "softcap", "causal", d=64),
     "backward-bias-d64": backward("main", "bias", d=64),
     "backward-last-queries-first-d128": backward("main", mask="causal", lengths=(32768, 32768)),
+    "backward-causal-gqa8-d128": backward("main", **GROUP),
+    "backward-long-documents-gqa8-d128": backward("main", **GROUP | {"mask": "causal-documents"}),
+    "backward-varlen-causal-gqa8-d128": backward("main", layout=PACKED, **GROUP),
     "backward-claimed-causal-d128": backward("main", mask="causal", lengths=(2048, 2048)),
     "preprocess-claimed-d128": backward("preprocess", mask="causal", lengths=LONG),
     "backward-in-order-causal-d128": backward("main", mask="causal", deterministic=True),

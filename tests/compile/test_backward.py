@@ -369,7 +369,8 @@ def test_transposed_sums_spill_nothing_and_overlap(
         assert made.spills == 0
         # of a warpgroup: an arrive a product, and at most four waits
         assert made.mnemonics["WARPGROUP"] <= 9 * t.warpgroups
-        assert made.mnemonics["REDG"] == (not t.dq_in_bulk) * t.tile_m * t.d // (4 * 128) + t.clears
+        in_turn = t.dq_in_bulk and plan.deterministic  # who sends dQ says that it has
+        assert made.mnemonics["REDG"] == (not t.dq_in_bulk) * t.tile_m * t.d // (4 * 128) + t.clears + in_turn
 
 
 @pytest.mark.parametrize(
@@ -487,6 +488,40 @@ def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
     assert together(32, 2048) is None and together(4, 65536) is None
 
 
+def test_many_heads_of_a_group_are_cut_in_pieces_where_tiles_differ() -> None:
+    """64 heads on 8 gain 10 % at 4k, 16 on one document mask 14 %; pieces of one tile run in sections of two rounds."""
+
+    below = causal()
+
+    def found(
+        batch: int, length: int, heads: int, kv_heads: int, mask: Any = below, d: int = 128, packed: int = 0
+    ) -> tuple[int, int | None]:
+        layout = Layout("packed", "packed") if packed else DENSE
+        total = length * (batch if packed else 1)
+        sizes = (packed or batch, heads, kv_heads, total, total, d, d, torch.bfloat16, torch.device("cpu"))
+        program = Program(None, None if mask is None else mask.expr)
+        main = plan_backward(Problem(*sizes, layout=layout), program, HOPPER).main
+        assert (main.tiling.heads_a_piece > 0) is (main.cut is not None and main.cut.tiles is None)
+        return main.tiling.heads_a_piece, main.tiling.heads_together
+
+    # four heads a piece, three of six; two where four leave too few pieces
+    assert [found(2, 8192, *heads) for heads in ((32, 4), (24, 3), (24, 4), (28, 4))] == [
+        (4, 2),
+        (4, 2),
+        (3, 2),
+        (2, 1),
+    ]
+    assert [found(1, 4096, *heads) for heads in ((64, 8), (16, 2))] == [(4, 4), (2, 2)]
+    assert found(1, 32768, 64, 8) == (4, 1) == found(2, 8192, 32, 1)
+    # no fewer heads, no narrow ones, no equal tiles
+    assert all(found(2, 8192, *shape)[0] == 0 for shape in ((32, 8), (64, 8, below, 64), (32, 4, None)))
+    # documents: eight pieces or heads are at one of them, whose tiles are few
+    ids = document(torch.arange(8192) // 1000)
+    assert [found(2, 8192, *heads, below & ids) for heads in ((64, 8), (32, 8), (16, 2))] == [(4, 4), (0, 8), (2, 2)]
+    assert [found(2, 8192, *heads, packed=16) for heads in ((64, 8), (32, 8), (16, 2))] == [(4, 4), (0, 8), (2, 2)]
+    assert found(2, 8192, 64, 8, ids) == (0, 2) and found(2, 8192, 64, 8, packed=2) == (4, 2)
+
+
 def test_what_each_warpgroup_has_of_transposed_sums() -> None:
     def of(d: int, dv: int, **changes: Any) -> list[tuple[list[int], list[int], int, int]]:
         tiling = plans("plain-full", d, dv=dv, **changes).main.tiling
@@ -509,7 +544,7 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
     made = compile_offline(plan, folder)
     if made.mnemonics:
         loops = max(1, len(plan.intervals))  # by lists: one
-        assert made.spills <= 10 and not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
+        assert made.spills <= 12 and not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
         assert made.mnemonics["WARPGROUP"] <= (14 + 2 * plan.tiling.passing) * loops
 
 

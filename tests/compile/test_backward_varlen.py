@@ -54,6 +54,7 @@ MODS: dict[str, tuple[Any, Any]] = {
 CASES: dict[str, tuple[Any, ...]] = {
     "plain-d128": ("plain", torch.bfloat16, 1, 1, [100, 0, 1, 129], None, 128, 128, True, False, False),
     "causal-gqa2-d64": ("causal", torch.bfloat16, 2, 1, [130, 64, 7], None, 64, 64, True, False, False),
+    "causal-gqa2-d96": ("causal", torch.bfloat16, 4, 2, [130, 3, 70], None, 96, 96, True, False, False),
     "other-lengths-d64": ("plain", torch.float16, 1, 1, [70, 0, 33, 80], [129, 50, 0, 1], 64, 64, False, False, False),
     "from-the-end": ("from-the-end", torch.bfloat16, 1, 1, [70, 90], [150, 60], 128, 128, True, False, False),
     "window-used-gqa2": ("window-by-sequence", torch.bfloat16, 2, 1, [120, 40], None, 128, 128, True, False, True),
@@ -86,6 +87,23 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
 )
 def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, generator: torch.Generator) -> None:
     check_packed(case, folder, generator, tile_m=80, dq_split="transposed", persistent=False, dq_in_bulk=True)
+
+
+# three entries of the table that are no tiles; a sequence whose last keys nobody uses
+@pytest.mark.parametrize(
+    "case, changes",
+    [
+        ("window-used-gqa2", {"persistent": True}),
+        pytest.param("causal-gqa2-d96", {"persistent": True, "rounds": True}, marks=pytest.mark.slow),
+        ("no-keys-used", {"persistent": False, "clears": False}),
+        pytest.param("causal-used-gqa2-d192", {}, marks=pytest.mark.slow),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_each_query_head_of_a_group_is_a_piece_of_its_tiles_of_keys(
+    case: str, changes: dict[str, Any], folder: Path, generator: torch.Generator
+) -> None:
+    check_packed(case, folder, generator, heads_a_piece=1, heads_together=1, **changes)
 
 
 def test_where_no_sequence_uses_keys_the_last_kernel_waits_for_the_first(

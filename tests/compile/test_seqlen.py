@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
 from composattn.primitives.kv_source import partition
-from composattn.primitives.seqlen import PackedRows
+from composattn.primitives.seqlen import DenseRows, PackedRows, PagedRows, most_rows
 from composattn.primitives.swizzled_tiles import tile_layout
 
 TILE = 32
@@ -70,6 +70,21 @@ class CopySequences:
         cute.arch.cp_async_bulk_wait_group(0)
 
 
+class CountRows:
+    """How many rows a head can have, of packed tensors, of dense ones and of pages, as sections of heads count them."""
+
+    @cute.jit
+    def __call__(self, packed: cute.Tensor, dense: cute.Tensor, table: cute.Tensor, found: cute.Tensor, stream):
+        rows = PackedRows(table[0, None]), DenseRows(dense.shape[2]), PagedRows(table, table[None, 0], 16)
+        counts = [most_rows(r, t) for r, t in zip(rows, (packed, dense, dense), strict=True)]
+        self.kernel(tuple(counts), found).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, counts: tuple, found: cute.Tensor):
+        for i in cutlass.range_constexpr(3):
+            found[i] = counts[i]
+
+
 def fake(dtype: Any, rank: int, columns: int | None = None) -> Any:
     sizes = [cute.sym_int() for _ in range(rank)]
     strides: list[Any] = [cute.sym_int64(divisibility=8) for _ in range(rank - 1)] + [1]
@@ -112,3 +127,19 @@ def test_copies_end_where_a_sequence_ends(columns: int, with_used: bool, generat
         expected[first : first + length] = x[first : first + length]
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+
+
+def test_sections_count_the_rows_of_all_packed_sequences() -> None:
+    """Not those that a copy's descriptor goes over, 2^30, with which a section never had more than one head."""
+    packed, dense = torch.zeros(300, 2, 64).to(torch.bfloat16), torch.zeros(3, 2, 40, 64).to(torch.bfloat16)
+    table, found = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    arguments = (
+        fake(cutlass.BFloat16, 3, 64),
+        fake(cutlass.BFloat16, 4, 64),
+        make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)),
+        make_fake_tensor(Int32, (3,), (1,)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    kernel = Captured(CountRows(), arguments)
+    run(kernel.program, kernel.launch(packed, dense, table, found))
+    assert found.tolist() == [300, 40, 5 * 16]

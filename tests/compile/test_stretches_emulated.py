@@ -39,10 +39,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
     monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
-    backward_tiling = importlib.import_module(
-        "composattn.backends.hopper.backward_tiling"
-    )  # the package has a function
-    monkeypatch.setattr(backward_tiling, "COMPLETE_AT_ONCE", 100)
+    monkeypatch.setattr(backward_tiling(), "COMPLETE_AT_ONCE", 100)
+
+
+def backward_tiling() -> Any:
+    """The module; the package has a function of that name."""
+    return importlib.import_module("composattn.backends.hopper.backward_tiling")
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -167,6 +169,16 @@ def test_dq_of_documents_is_rounded_when_it_is_complete(mode: Mode, generator: t
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
     assert plan.has_stretches and plan.tiling.rounds
     with emulating(mode), on_few_multiprocessors(BACKEND, 2):
+        check(ATTENTION, case)
+
+
+def test_pieces_by_query_heads_of_tiles_that_begin_with_documents(generator: torch.Generator) -> None:
+    """Their sums go to the rows of a document alone, none of which lies beyond its end."""
+    ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (4, 1), 242), generator)
+    plan = gradient_of(case)
+    assert plan.has_stretches and plan.tiling.heads_a_piece == 2
+    with on_few_multiprocessors(BACKEND, 2):
         check(ATTENTION, case)
 
 

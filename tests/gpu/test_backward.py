@@ -53,6 +53,8 @@ SHAPES = {
     "d256": Shape(d=256, dv=256),
     "d192-dv128-gqa2": Shape(kv_heads=2, d=192, dv=128),
     "gqa4": Shape(kv_heads=1),
+    "gqa8": Shape(heads=8, kv_heads=1),
+    "gqa6-d96": Shape(heads=12, kv_heads=2, d=96, dv=96),
     "gqa2-d64-fp16": Shape(kv_heads=2, d=64, dv=64, dtype=torch.float16),
     "ragged": Shape(q_len=129, kv_len=523),
     "more-queries": Shape(q_len=577, kv_len=65),

@@ -79,6 +79,18 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("lengths", [(300, 0, 17, 683), (1, 1, 1, 3997), (600,) * 40], ids=["few", "one", "many"])
+def test_gradients_of_eight_heads_of_a_group(lengths: tuple[int, ...], kv_heads: int, dim: int) -> None:
+    """Tiles of keys are cut by query heads; their sums end where a sequence does, and some entries are no tiles."""
+    case = make_varlen_case(
+        0, lengths, heads=8 * kv_heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, device="cuda",
+        mask_mod=causal(),
+    )  # fmt: skip
+    check(functools.partial(ca.attention, backend=gpu_backend()), case)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_new_lengths_wait_for_nothing_and_compile_nothing(mask: str, no_waiting: None) -> None:
     def planned() -> ca.Attention:

@@ -17,15 +17,18 @@ pytestmark = pytest.mark.gpu
 LENGTHS = 700, 1500, 300, 1105, 1, 1, 640
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gradients_of_more_tiles_than_blocks(is_causal: bool, in_order: bool, generator: torch.Generator) -> None:
-    """Three sequences, one of a single document and one whose last is short, in groups of heads."""
+def test_gradients_of_more_tiles_than_blocks(
+    is_causal: bool, in_order: bool, kv_heads: int, generator: torch.Generator
+) -> None:
+    """Three sequences, one of a single document and one whose last is short, in groups of two heads and of eight."""
     lie = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
     ids = torch.stack([lie, torch.zeros_like(lie), (torch.arange(len(lie), device="cuda") - 177) // 1000])
     mask = causal() & document(ids) if is_causal else document(ids)
     draw = partial(outlier_normal, generator=generator, dtype=torch.bfloat16, device="cuda")
-    q, k, v, dout = (draw(3, heads, len(lie), 128) for heads in (8, 4, 4, 8))
+    q, k, v, dout = (draw(3, heads, len(lie), 128) for heads in (8, kv_heads, kv_heads, 8))
     attention = ca.Attention(mask_mod=mask, backend=gpu_backend(), deterministic=in_order)
 
     def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False, **_: object) -> object:

@@ -235,6 +235,7 @@ class GatherArguments(NamedTuple):
     pieces: Any  # `PiecesArguments`
     dk: Any  # (B, Hkv, Skv, D)
     dv: Any  # (B, Hkv, Skv, Dv)
+    sequences: Any  # `Sequences`: where packed rows lie
 
     @staticmethod
     def of(plan: GatherPlan) -> GatherArguments:
@@ -242,6 +243,7 @@ class GatherArguments(NamedTuple):
             pieces=_pieces(plan),
             dk=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim),
             dv=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
+            sequences=_sequences(plan.layout),
         )
 
 

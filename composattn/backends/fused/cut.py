@@ -18,15 +18,23 @@ MANY = 4  # tiles per multiprocessor; where there are more, none is cut, but of 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The first `whole` of `tiles` tiles in their order have a block each, the others `pieces` blocks each."""
+    """The first `whole` of `tiles` tiles in their order have a block each, the others `pieces` blocks each.
 
-    tiles: int
+    `tiles` None: all that a call has, each cut.
+    """
+
+    tiles: int | None
     whole: int
     pieces: int
 
     @property
     def cut(self) -> int:
+        assert self.tiles is not None, "only a call knows how many tiles it has"
         return self.tiles - self.whole
+
+    def __str__(self) -> str:
+        tiles = "each" if self.tiles is None else f"of {self.tiles} the last {self.cut}"
+        return f"{tiles} in {self.pieces} pieces"
 
 
 def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:

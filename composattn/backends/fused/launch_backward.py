@@ -186,7 +186,7 @@ class BackwardLauncher:
         workspace, dq_accum = memory
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
-        pieces = None if self.plans.main.cut is None else self.pieces(q)
+        pieces = None if self.plans.main.cut is None else self.pieces(k, keys)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
             (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
@@ -196,7 +196,7 @@ class BackwardLauncher:
                 *((dq, rows) if self.rounds else (None, None)),
             ),
             (dq_accum, dq, scale, lie, rows, sinks, workspace if self.rounds else None),
-            (pieces, dk, dv),
+            (pieces, dk, dv, lie),
         )
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
             self._launch(*given)
@@ -261,13 +261,18 @@ class BackwardLauncher:
             None if main.work is None else main.work(mirrored, counts, total),
         )
 
-    def pieces(self, q: torch.Tensor) -> PiecesArguments:
-        """Memory for the sums of pieces, and how tiles are cut."""
+    def pieces(self, k: torch.Tensor, table: torch.Tensor | None) -> PiecesArguments:
+        """Memory for the sums of pieces, and how tiles of keys are cut, which come by a `table`, if there is one."""
         cut, t = self.plans.main.cut, self.tiling
         assert cut is not None
-        size = cut.cut * (cut.pieces * t.tile_n * (t.d + t.dv) + 4)
-        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-        return PiecesArguments(workspace=workspace, whole=cut.whole, cut=cut.cut, pieces=cut.pieces)
+        if cut.tiles is not None:
+            count = cut.cut
+        else:
+            entries = k.shape[0] * -(-k.shape[2] // t.tile_n) if table is None else table.shape[0]
+            count = entries * k.shape[1]
+        size = count * (cut.pieces * t.tile_n * (t.d + t.dv) + 4)
+        workspace = torch.empty(size, dtype=torch.float32, device=k.device)
+        return PiecesArguments(workspace=workspace, whole=cut.whole, cut=count, pieces=cut.pieces)
 
     def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _Sizes:
         """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""

@@ -79,7 +79,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         blocks = "one block" if self.tiling.sharing == 1 else f"{self.tiling.sharing} blocks"
         text = "blocks that stay take tiles of keys" if self.tiling.persistent else f"{blocks} per tile of keys"
         cut = self.cut
-        return text if cut is None else f"{text}, of {cut.tiles} the last {cut.cut} in {cut.pieces} pieces"
+        return text if cut is None else f"{text}, {cut}"
 
 
 class SinkForm(NamedTuple):
@@ -158,11 +158,16 @@ def plan_backward(
     intervals = visited if lists is None else ()
     ends = ends_of(intervals, limits)
     at_once = target.sms // chosen.sharing
-    if lists is not None or not problem.layout.is_dense:
-        cut = None  # what a tile visits is known on the device alone
-    elif cut == "auto":
-        cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
-    stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut is None else None
+    stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut in (None, "auto") else None
+    if 0 < chosen.heads_a_piece < problem.group:
+        if cut == "auto" or not problem.layout.is_dense:
+            cut = Cut(None, 0, -(-problem.group // chosen.heads_a_piece))
+    else:
+        chosen = dataclasses.replace(chosen, heads_a_piece=0)
+        if lists is not None or stretches is not None or not problem.layout.is_dense:
+            cut = None  # what a tile visits is known on the device alone
+        elif cut == "auto":
+            cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
     rows: WorkTables | None
     told = None
     if stretches is None:
@@ -180,10 +185,10 @@ def plan_backward(
     known = compiled_in(problem, target)
     of_rows: OfRows = {"has_order_table": rows is not None, "has_stretches": stretches is not None, "sinks": sinks}
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
+    by_table: OfKeys = {"has_order_table": keys is not None, "has_stretches": stretches is not None}
     main = BackwardPlan(
         **known,
-        has_order_table=keys is not None,
-        has_stretches=stretches is not None,
+        **by_table,
         tiling=in_pieces,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
@@ -203,8 +208,15 @@ def plan_backward(
         PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),
         main,
         PostprocessPlan(**known, **of_rows, tiling=chosen),
-        None if cut is None else GatherPlan(**known, has_order_table=False, tiling=in_pieces),
+        None if cut is None else GatherPlan(**known, **by_table, tiling=in_pieces),
     )
+
+
+class OfKeys(TypedDict):
+    """What kernels over tiles of keys have alike."""
+
+    has_order_table: bool
+    has_stretches: bool
 
 
 class OfRows(TypedDict):
@@ -232,15 +244,9 @@ def _cut(
     """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
 
     Of many those that are left over of whole rounds, if all their pieces run at once. Where the last section goes
-    backwards sections are cut too. All are where a tiling says of how many heads a piece is.
+    backwards sections are cut too.
     """
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
-    if 0 < tiling.heads_a_piece < problem.group:
-        cut = Cut(tiles, 0, -(-problem.group // tiling.heads_a_piece))
-        # slots of sums are found by 32-bit products
-        assert cut.cut * cut.pieces * tiling.tile_n * max(tiling.d, tiling.dv) < 1 << 31, "too many pieces by heads"
-        return cut, tiling
-    tiling = dataclasses.replace(tiling, heads_a_piece=0)
     few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
         return None, tiling

@@ -77,7 +77,7 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
             memory, place = taken(stream or 0)
         workspace, sums = memory
         turns = None if turns_of is None else torch.zeros(turns_of, dtype=torch.int32, device=q.device)
-        pieces = None if pieces_of is None else pieces_of(q)
+        pieces = None if pieces_of is None else pieces_of(k, keys)
         sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
         read, told = tuple(captured) or None, tuple(numbers) or None
@@ -87,7 +87,7 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         kernel(q, k, v, dout, workspace, sums, dk, dv, pieces, turns, scale, None, keys, read, told, *rounded)
         after(sums, dq, scale, None, rows, sinks, workspace if rounds else None)
         if gather is not None:
-            gather(pieces, dk, dv)
+            gather(pieces, dk, dv, None)
         if place is not None:
             kept[place] = memory
         return dq, dk, dv

@@ -1,6 +1,7 @@
 """The query tiles of a call and the order in which they are computed, as a table on the device.
 
 Longest first: the tiles that visit most keys start first, so that none of them is left over at the end (Graham 1969).
+Or the longest sequences first, each with all its tiles, so that those which run together meet the same rows in L2.
 How many keys a tile visits comes from the mask's intervals; nothing here waits for the device, and nothing is computed
 again while the tensors that it comes from are the same and unwritten. Results never depend on the order.
 """
@@ -14,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -29,6 +30,9 @@ from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.evaluate import Env, Repeated
 from ...graph.expr import Capture, Dep, Expr, captures, inputs
 from .stretches import Stretches
+
+TableOrder = Order | Literal["longest_sequences_first"]
+WITHOUT_WORK = ("in_order", "longest_sequences_first")  # orders for which it does not matter what tiles visit
 
 
 class QueryTiles(NamedTuple):
@@ -140,12 +144,19 @@ def table_of(tiles: QueryTiles) -> torch.Tensor:
     return torch.stack([b, tiles.m], 1).to(torch.int32)
 
 
-def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: Order) -> torch.Tensor:
+def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: TableOrder) -> torch.Tensor:
     """`table_of` the tiles, by their work."""
     work = work.amax() - work if order == "shortest_first" else work
     work = work if tiles.missing is None else work.masked_fill(tiles.missing, -1)
     # stable: tiles of equal work stay by sequence, whose keys are in L2 already
     return table_of(tiles)[work.argsort(descending=True, stable=True)]
+
+
+def by_sequence(tiles: QueryTiles, order: TableOrder) -> torch.Tensor:
+    """`table_of` the tiles in one of the orders `WITHOUT_WORK`."""
+    if order == "in_order" or isinstance(tiles.q_lens, int):
+        return table_of(tiles)
+    return sorted_tiles(tiles, tiles.q_lens[tiles.b.clamp(max=len(tiles.q_lens) - 1)].long(), order)
 
 
 class WorkTables:
@@ -156,11 +167,11 @@ class WorkTables:
     """
 
     def __init__(
-        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: TableOrder
     ) -> None:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
-        # tiles in their own order are the same whatever the mask leaves them
-        self.captures, self.scalars = inputs(*_ends(None if order == "in_order" else intervals))
+        self.by_work = order not in WITHOUT_WORK
+        self.captures, self.scalars = inputs(*_ends(intervals if self.by_work else None))
         self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self.lying: dict[int | None, torch.Tensor] = {}  # by the stream
         self._device = device_number(problem.device) if has_streams(problem.device) else None  # takes time to ask
@@ -181,7 +192,7 @@ class WorkTables:
             return self._as_they_lie()
         sources: list[torch.Tensor] = []
         if sequences is not NO_SEQUENCES or counts is not None:
-            read = sequences.queries if self.order == "in_order" else (*sequences, counts)
+            read = (*sequences, counts) if self.by_work else sequences.queries
             sources = [t for t in read if t is not None]
         key = (rows, *[t._cdata for t in sources])  # which no others have as long as the table's entry holds these
         stamp: list[Hashable] = stamps(self.captures)
@@ -215,12 +226,12 @@ class WorkTables:
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         with torch.no_grad():
-            if self.order != "in_order" and counts is None:
+            if self.by_work and counts is None:
                 visits = self._visits(sequences, rows)
                 return sorted_tiles(visits.tiles, visits(), self.order)
             tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
-            if self.order == "in_order" or counts is None:
-                return table_of(tiles)
+            if not self.by_work or counts is None:
+                return by_sequence(tiles, self.order)
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
     def _visits(self, sequences: Sequences, rows: int | None) -> Visits:
@@ -244,7 +255,7 @@ class StretchTables(WorkTables):
     """
 
     def __init__(
-        self, problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool, groups: int
+        self, problem: Problem, tile: int, order: TableOrder, stretches: Stretches, of_keys: bool, groups: int
     ) -> None:
         super().__init__(problem, None, tile, tile, order)
         self.captures = stretches.told.sources
@@ -269,8 +280,9 @@ class StretchTables(WorkTables):
     def _sorted(self, tiles: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
         if self.order == "in_order":
             return tiles.clone()
-        work = self.stretches.seen(told)[self.of_keys][tiles[:, 5]]
-        return tiles[work.argsort(descending=self.order == "longest_first", stable=True)]
+        rows = tiles[:, 3] - tiles[:, 2]  # of the stretch; none where there is no tile
+        work = self.stretches.seen(told)[self.of_keys][tiles[:, 5]] if self.by_work else rows
+        return tiles[work.argsort(descending=self.order != "shortest_first", stable=True)]
 
 
 class _OfThread(threading.local):
@@ -283,7 +295,7 @@ MOST_TABLES = 8  # of one form: as many micro-batches may be under way
 
 
 def work_tables(
-    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: Order
+    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: TableOrder
 ) -> WorkTables:
     """The `WorkTables` of this form: layers of one mask share them."""
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device, problem.layout)
@@ -295,7 +307,7 @@ def work_tables(
 
 
 def stretch_tables(
-    problem: Problem, tile: int, order: Order, stretches: Stretches, of_keys: bool, groups: int = 0
+    problem: Problem, tile: int, order: TableOrder, stretches: Stretches, of_keys: bool, groups: int = 0
 ) -> StretchTables:
     """The `StretchTables` of tiles of queries, or of keys, which layers of one mask share."""
     key = (stretches.told, tile, order, of_keys, groups)

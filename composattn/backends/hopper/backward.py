@@ -316,7 +316,7 @@ class Consumer(KeyWarpgroup):
     def leave_piece(self, call):
         for target, registers in zip(call.pieces.sums, (self.tKrdK, self.tVrdV), strict=True):
             store_part(target[self.work.piece.slot, None], registers, self.number, self.thread)
-        call.pieces.note(self.work, (self.number == 0) & (self.thread == 0))
+        call.pieces.note(self.work, self.tiling.tile_n, (self.number == 0) & (self.thread == 0))
 
     def hand_keys(self, call):
         """Through this warpgroup's part of dQ's shared memory, one after the other; who sends dQ sends them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from ...analysis.captured_gradient import Pattern
@@ -38,6 +39,8 @@ TOGETHER_OF_DOCUMENTS = 56 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
 SLOW_MEMORY = 4000  # GB/s
+AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
+MANY_HEADS = 6  # of a group, whose tiles of keys are cut in pieces of some of them
 
 
 class Way(NamedTuple):
@@ -306,9 +309,14 @@ def _way(problem: Problem, program: Program, seen: float) -> dict[str, Any]:
 
 def _together(problem: Problem, program: Program, seen: float) -> int:
     """Bytes of the heads that run together, of 64 queries a tile in any order."""
-    packed = problem.layout.q == problem.layout.kv == "packed" and seen <= SHORT / 2
-    of_documents = max(problem.head_dim, problem.head_dim_v) > 96 and (packed or falls_apart(problem, program))
+    of_documents = max(problem.head_dim, problem.head_dim_v) > 96 and _has_documents(problem, program, seen)
     return TOGETHER_OF_DOCUMENTS if of_documents and program.mask is not None else TOGETHER
+
+
+def _has_documents(problem: Problem, program: Program, seen: float) -> bool:
+    """Whether sequences are short packed ones, or fall apart."""
+    packed = problem.layout.q == problem.layout.kv == "packed" and seen <= SHORT / 2
+    return packed or falls_apart(problem, program)
 
 
 def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
@@ -365,6 +373,9 @@ def _keys_apart(
     sends = wide or overlapping or (deterministic and plain and (tall or max(d, dv) == 96))
     # D 96 gains nothing by it, and what is read of a listed tile takes the registers of 128 queries
     later = sends or (max(d, dv) != 96 and not deterministic and not (tall and listed))
+    heads_a_piece, heads_together = (None if deterministic else _sections(problem, program, seen, target)) or (
+        0, _heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
+    )  # fmt: skip
     tiling = HopperBackwardTiling(
         tile_m=128 if tall else 80 if wide else 96 if overlapping else 64,
         tile_n=128,
@@ -386,7 +397,8 @@ def _keys_apart(
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=TOGETHER if wide or deterministic else _together(problem, program, seen),
         section_tiles=_section_tiles(target),
-        heads_together=_heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
+        heads_together=heads_together,
+        heads_a_piece=heads_a_piece,
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=d == 128 and later and not wide and _leaves_halves(program, seen),
         # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
@@ -462,6 +474,41 @@ def _leaves_halves(program: Program, seen: float) -> bool:
 def _section_tiles(target: Target) -> int:
     """Of heads that run together: with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle."""
     return 3 * target.sms // 2
+
+
+def _sections(problem: Problem, program: Program, seen: float, target: Target) -> tuple[int, int | None] | None:
+    """Of how many query heads a piece of a tile of keys is, 0: all, and how many key/value heads run together.
+
+    Where tiles of keys differ in length, blocks drift apart, at the end over all heads of their group: more queries
+    than L2 holds. Cut in pieces of some heads they stay near each other, and even out where they are few; sections are
+    of two rounds of blocks. None where that was not timed, or gains nothing: of fewer heads, and of equal tiles.
+    """
+    group, widest = problem.group, max(problem.head_dim, problem.head_dim_v)
+    packed = problem.layout.q == problem.layout.kv == "packed"
+    entries = max(
+        1, -(-problem.kv_len // 128)
+    )  # tiles of a head's that the sections are of: with a table, of all sequences
+    if group == 1 or program.mask is None:
+        return None
+    if _has_documents(problem, program, seen):
+        if has_whole_documents(problem, program) or not (packed or widest > 96):
+            return None
+        # blocks that run together are at a few documents of many heads
+        pieces = max(-(-group // 4) if group >= 8 else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
+        pieces = min(pieces, group // 2)
+        together = max(1, AT_A_DOCUMENT // pieces)
+    elif widest <= 64 or group < MANY_HEADS or not (packed or differ(problem, program)):
+        return None
+    else:
+        # 8 heads gain 3 to 14 % by four a piece, by two a little less; 5 lose 2
+        pieces = -(-group // next((n for n in (4, 3) if group % n == 0), 2))
+        tiles = entries * problem.kv_heads * (1 if packed else problem.batch)
+        if tiles * pieces < 1.9 * target.sms:
+            pieces = group // 2
+        # a power of 2, as each is another kernel; 2 of packed sequences, which have other rows at each call
+        rounds = 2 * target.sms / (entries * pieces)
+        together = 2 if packed else 1 << max(0, round(math.log2(rounds)))
+    return -(-group // pieces) if pieces > 1 else 0, problem.schedule.heads_together or together
 
 
 def _heads_together(problem: Problem, row: int, tile_n: int, target: Target, deterministic: bool) -> int | None:

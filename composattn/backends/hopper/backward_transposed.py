@@ -199,7 +199,7 @@ class Sharer(KeyWarpgroup):
         work = self.work
         for mine in self.sums:
             store_part(call.pieces.sums[mine.result][work.piece.slot, None], mine.registers, mine.number, self.thread)
-        call.pieces.note(work, (self.number == 0) & (self.thread == 0))
+        call.pieces.note(work, self.tiling.tile_n, (self.number == 0) & (self.thread == 0))
 
     def write_keys(self, call):
         """Through the shared memory of K and V, which all warpgroups have read."""

@@ -109,7 +109,7 @@ class Side(KeyWarpgroup):
 
     def leave_piece(self, call):
         store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, self.part(), self.thread)
-        call.pieces.note(self.work, (self.result == 0) & (self.thread == 0))
+        call.pieces.note(self.work, self.tiling.tile_n, (self.result == 0) & (self.thread == 0))
 
     def write_keys(self, call):
         block, tiling = self.block, self.tiling

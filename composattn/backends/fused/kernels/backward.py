@@ -175,10 +175,11 @@ class Backward(Kernel, Generic[AnyTiling]):
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.share_roles(call, block, warp)
         else:
-            if call.order.tile(self.first_number()).exists:
+            if self.exists(call, self.first_number()):
                 self.share_roles(call, block, warp)
             else:  # the kernel behind waits for this one alone, which must not end before the one in front
                 cute.arch.griddepcontrol_wait()
+                self.pass_by(call, self.first_number(), warp == 0)
 
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
@@ -212,8 +213,15 @@ class Backward(Kernel, Generic[AnyTiling]):
         return call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
 
     def exists(self, call, number):
-        """Whether a table has a tile of this number."""
-        return True if call.order.table is None else call.order.tile(number).exists
+        """Whether a table has the tile of this number, or the one that it is a piece of."""
+        if call.order.table is None:
+            return True
+        return call.order.tile(number if call.pieces is None else call.pieces.split(number)[0]).exists
+
+    def pass_by(self, call, number, is_mine) -> None:
+        """What a table has no tile for, for one warp to say."""
+        if call.pieces is not None:
+            call.pieces.note_absent(number, is_mine & (cute.arch.lane_idx() == 0))
 
     def leaves(self, call, work, head, n=None) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
@@ -255,10 +263,19 @@ class Backward(Kernel, Generic[AnyTiling]):
     # --- walks over tiles ------------------------------------------------------------------------------------
 
     @cute.jit
-    def walk(self, call, block, do: cutlass.Constexpr[Callable], following: cutlass.Constexpr[Callable], slots):
+    def walk(
+        self,
+        call,
+        block,
+        do: cutlass.Constexpr[Callable],
+        following: cutlass.Constexpr[Callable],
+        slots,
+        tells: cutlass.Constexpr[bool] = False,
+    ):
         """The tiles of keys of this block, each by `do(call, work, slots)`, which returns the slots it came to.
 
-        Where a block stays, `following(queue, slot, lane)` is the number of its next tile.
+        Where a block stays, `following(queue, slot, lane)` is the number of its next tile. `tells`: of those that are
+        not there.
         """
         number = self.first_number()
         if const_expr(not self.tiling.persistent):
@@ -269,6 +286,8 @@ class Backward(Kernel, Generic[AnyTiling]):
             while number < call.numbers:
                 if self.exists(call, number):
                     slots = do(call, self.work_tile(call, number), slots)
+                elif const_expr(tells):
+                    self.pass_by(call, number, Boolean(True))
                 number = following(block.queue, slot, lane)
                 slot = slot.next()
 
@@ -276,7 +295,8 @@ class Backward(Kernel, Generic[AnyTiling]):
     def produce(self, call, block):
         """The copying warp."""
         edges = block.kv_edge, block.q_edge, block.do_edge
-        self.walk(call, block, lambda *work: self.produce_tile(block, *work), draw, tuple(e.first for e in edges))
+        slots = tuple(e.first for e in edges)
+        self.walk(call, block, lambda *work: self.produce_tile(block, *work), draw, slots, tells=True)
 
     @cute.jit
     def visit(self, call, block, me, steps):

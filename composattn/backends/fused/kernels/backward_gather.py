@@ -5,12 +5,13 @@ from typing import Any, Generic
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.register_chunks import THREADS, load_part
-from ....primitives.seqlen import DenseRows
+from ....primitives.seqlen import Stored, rows_of
 from ....primitives.swizzled_tiles import tile_layout
+from ....primitives.tile_scheduler import Stretch
 from ..architecture import Kernel
 from ..arguments import GatherArguments
 from ..plan_backward import AnyTiling, GatherPlan
@@ -49,17 +50,16 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
     def __call__(self, stream, *arguments):
         given, tiling = self.arguments(*arguments), self.tiling
         self.dtype = given.dk.element_type
+        _, keys = rows_of(self.plan.layout, given.dk, given.dk, given.sequences)
         outputs = []
         for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):
             box = (self.rows, columns // self.across)
-            outputs.append(
-                cpasync.make_tiled_tma_atom(
-                    cpasync.CopyBulkTensorTileS2GOp(), DenseRows.for_copies(tensor), self.layout(box[1]), box
-                )
-            )
+            stored = keys.for_stores(tensor, box[0]) if self.plan.has_stretches else keys.for_copies(tensor)
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            outputs.append(cpasync.make_tiled_tma_atom(store, stored, self.layout(box[1]), box))
         made = pieces_of(tiling, given.pieces)
         tmas, tensors = tuple(o[0] for o in outputs), tuple(o[1] for o in outputs)
-        self.kernel(tmas, tensors, made.sums, made.places, given.pieces.pieces).launch(
+        self.kernel(tmas, tensors, made.sums, made.places, given.pieces.pieces, keys).launch(
             grid=(given.pieces.cut, tiling.tile_n // self.rows * self.across, 2),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -67,17 +67,28 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         )
 
     @cute.kernel
-    def kernel(self, tmas, tensors, sums, places, count):
+    def kernel(self, tmas, tensors, sums, places, count, keys):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
-        _, _, number = cute.arch.block_idx()
+        tile, _, number = cute.arch.block_idx()
+        place = places[tile, None]
         if number == 0:
-            self.gather(tmas[0], tensors[0], sums[0], places, count, self.tiling.d // self.across)
+            self.gather_if(self.exists(place), tmas[0], tensors[0], sums[0], place, count, keys, self.tiling.d)
         else:
-            self.gather(tmas[1], tensors[1], sums[1], places, count, self.tiling.dv // self.across)
+            self.gather_if(self.exists(place), tmas[1], tensors[1], sums[1], place, count, keys, self.tiling.dv)
+
+    def exists(self, place) -> Boolean | bool:
+        """Whether the table, if there is one, has the tile."""
+        return place[0] >= 0 if self.plan.has_order_table else True
 
     @cute.jit
-    def gather(self, tma, tensor, pieces, places, count, columns: cutlass.Constexpr):
+    def gather_if(self, condition, *given):
+        if condition:
+            self.gather(*given)
+
+    @cute.jit
+    def gather(self, tma, tensor, pieces, place, count, keys, d: cutlass.Constexpr):
         tile, group, _ = cute.arch.block_idx()
+        columns = d // self.across
         thread = cute.arch.thread_idx()[0]
         sums = self.sums(columns)
         total = sums.registers()
@@ -88,12 +99,20 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
             _add(total, more)
 
         def outputs(shared):
-            b, head, n = places[tile, 0], places[tile, 1], places[tile, 2]
-            row, column = (group, 0) if self.across == 1 else (group // self.across, group % self.across)
-            tiles = cute.local_tile(tensor[None, None, head, b], (self.rows, columns), (None, column))
-            yield is_first_warp(), tma, shared, tiles, n * (self.tiling.tile_n // self.rows) + row
+            yield is_first_warp(), tma, shared, *self.target(tensor, place, keys, group, columns)
 
         Exit(self.layout(columns), self.dtype).leave(sums, total, self.part, thread, outputs)
+
+    def target(self, tensor, place, keys, group, columns: int) -> Stored:
+        """Where the sums of one group of a tile go: the tensor's tiles, and which of them."""
+        b, head, n, stop = [place[i] for i in range(4)]
+        row, column = (group, 0) if self.across == 1 else (group // self.across, group % self.across)
+        sequence = keys.sequence(b)
+        if self.plan.has_stretches:
+            sequence = sequence.within(Stretch(n, stop, Int32(0)))
+        else:
+            row = n * (self.tiling.tile_n // self.rows) + row
+        return sequence.stored(tensor, head, (self.rows, columns), row, column)
 
 
 class RowGather(BackwardGather[AnyTiling]):

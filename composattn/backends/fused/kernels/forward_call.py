@@ -60,7 +60,7 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
     mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
     if plan.strips is None:
-        entries, q_rows, kv_rows = given.q.shape[0], mQ.shape[0], most_rows(keys, mK)
+        entries, q_rows, kv_rows = given.q.shape[0], mQ.shape[0], most_rows(keys, given.k)
     else:
         entries, q_rows, kv_rows = given.q.shape[0] * plan.strips.count, queries.length, keys.length
     mQ = heads.view(mQ)

@@ -151,7 +151,7 @@ class KeyRows(KeyGroup):
             target = call.pieces.sums[i][self.work.piece.slot, None]
             for first in range(columns.first, columns.stop, COLUMNS):
                 _leave_if(self._mine(first), self, target, width, first, first - columns.first, factor)
-        call.pieces.note(self.work, (self.number == 0) & (self.thread == 0))
+        call.pieces.note(self.work, self.tiling.tile_n, (self.number == 0) & (self.thread == 0))
 
     def _results(self, call: Any) -> tuple[tuple[int, Any, Any, cute.Tensor, int], ...]:
         """dK and dV: number, columns of the unit's memory, factor, shared memory, and its columns."""
