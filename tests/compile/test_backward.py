@@ -476,8 +476,15 @@ def test_at_timed_sizes_lses_are_read_ahead_and_fixed_orders_stay_where_they_gai
 def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
     """32 heads on 4 read 8 times what they had to from memory; in a fixed order one group at a time is 1.24 as fast."""
 
-    def together(heads: int, length: int, deterministic: bool = False, asked: int | None = None) -> int | None:
-        problem = Problem(2, heads, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+    def together(
+        heads: int,
+        length: int,
+        deterministic: bool = False,
+        asked: int | None = None,
+        kv_heads: int = 4,
+        batch: int = 2,
+    ) -> int | None:
+        problem = Problem(batch, heads, kv_heads, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
         problem = dataclasses.replace(problem, schedule=ca.Schedule(heads_together=asked))
         return plan_backward(
             problem, Program(None, None), HOPPER, deterministic=deterministic
@@ -485,6 +492,8 @@ def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
 
     assert together(32, 8192) == 2 and together(32, 16384) == 1 and together(32, 8192, deterministic=True) == 1
     assert together(32, 8192, asked=3) == 3
+    # of eight key/value heads with 64 tiles each and two sequences none is cut; of one sequence some are
+    assert [together(32, 8192, deterministic=True, kv_heads=8, batch=n) for n in (2, 1)] == [1, None]
     assert together(32, 2048) is None and together(4, 65536) is None
 
 

@@ -12,6 +12,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.coverage import all_are_seen, differ, end_together, has_whole_documents
+from ..fused.cut import MANY
 from ..fused.order import queries_of_a_key
 from ..fused.stretches import falls_apart
 from ..fused.target import Target
@@ -515,14 +516,16 @@ def _heads_together(problem: Problem, row: int, tile_n: int, target: Target, det
     """Key/value heads at a time: few where the queries of one, of `row` bytes each, are more than L2 holds; else None.
 
     Then so many as fill the multiprocessors once. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
-    call moved 8 times the bytes of DRAM that it has to. In a fixed order one is 24 % faster than four, two 15 %.
+    call moved 8 times the bytes of DRAM that it has to. In a fixed order one is 24 % faster than four, two 15 %; also
+    where queries of several fit, if tiles are so many that none is cut (32 on 8, 8k: 19 %).
     """
     asked = problem.schedule.heads_together
     if asked is not None or problem.group == 1 or not problem.layout.is_dense:
         return asked
-    if problem.group * problem.q_len * row <= L2:
-        return None
     tiles = max(1, -(-problem.kv_len // tile_n))
+    many = problem.batch * problem.kv_heads * tiles > MANY * target.sms
+    if problem.group * problem.q_len * row <= (TOGETHER if deterministic and many else L2):
+        return None
     return 1 if deterministic else max(1, round(target.sms / tiles))
 
 
