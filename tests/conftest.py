@@ -26,6 +26,8 @@ NEEDS = {
     "compile": (has_kernel_toolchain, "nvidia-cutlass-dsl is not installed (extra: gpu)"),
 }
 
+AT_NIGHT = frozenset(line for line in (HERE / "at_night.txt").read_text().splitlines() if not line.startswith("#"))
+
 for profile in ("fixed", "random"):
     hypothesis.settings.register_profile(
         profile,
@@ -68,10 +70,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if (HERE / "gpu") in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+        if item.nodeid in AT_NIGHT:
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        there, files = {item.nodeid for item in items}, {item.nodeid.split("::")[0] for item in items}
+        gone = sorted(name for name in AT_NIGHT - there if name.split("::")[0] in files)
+        if gone:
+            raise pytest.UsageError(f"tests/at_night.txt names tests that are not there: {', '.join(gone)}")
     yield  # what was not asked for is left out
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
