@@ -159,15 +159,8 @@ def plan_backward(
     ends = ends_of(intervals, limits)
     at_once = target.sms // chosen.sharing
     stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut in (None, "auto") else None
-    if 0 < chosen.heads_a_piece < problem.group:
-        if cut == "auto" or not problem.layout.is_dense:
-            cut = Cut(None, 0, -(-problem.group // chosen.heads_a_piece))
-    else:
-        chosen = dataclasses.replace(chosen, heads_a_piece=0)
-        if lists is not None or stretches is not None or not problem.layout.is_dense:
-            cut = None  # what a tile visits is known on the device alone
-        elif cut == "auto":
-            cut, chosen = _cut(problem, chosen, intervals, at_once, deterministic)
+    on_host = lists is None and stretches is None and problem.layout.is_dense
+    cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
     rows: WorkTables | None
     told = None
     if stretches is None:
@@ -236,6 +229,28 @@ def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks
     if not (tiling.in_stretches and plain) or (sinks is not None and sinks.by_sequence):
         return None
     return stretches_of(problem, program)
+
+
+def _pieces(
+    problem: Problem,
+    tiling: AnyTiling,
+    cut: Cut | Literal["auto"] | None,
+    intervals: tuple[TileInterval, ...] | None,
+    at_once: int,
+    deterministic: bool,
+) -> tuple[Cut | None, AnyTiling]:
+    """Which tiles of keys are cut, by query heads or along the queries; `cut`: what is asked for.
+
+    `intervals` None: the device alone knows what a tile visits.
+    """
+    if 0 < tiling.heads_a_piece < problem.group:
+        if cut == "auto" or not problem.layout.is_dense:
+            cut = Cut(None, 0, -(-problem.group // tiling.heads_a_piece))
+        return cut, tiling
+    tiling = dataclasses.replace(tiling, heads_a_piece=0)
+    if intervals is None:
+        return None, tiling
+    return _cut(problem, tiling, intervals, at_once, deterministic) if cut == "auto" else (cut, tiling)
 
 
 def _cut(

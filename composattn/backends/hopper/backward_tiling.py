@@ -486,9 +486,7 @@ def _sections(problem: Problem, program: Program, seen: float, target: Target) -
     """
     group, widest = problem.group, max(problem.head_dim, problem.head_dim_v)
     packed = problem.layout.q == problem.layout.kv == "packed"
-    entries = max(
-        1, -(-problem.kv_len // 128)
-    )  # tiles of a head's that the sections are of: with a table, of all sequences
+    entries = max(1, -(-problem.kv_len // 128))  # tiles of keys of a head, of packed sequences those of all
     if group == 1 or program.mask is None:
         return None
     if _has_documents(problem, program, seen):
