@@ -1,7 +1,7 @@
 """Order in which blocks take work tiles: heads that share K and V near each other, longest tiles first."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -45,39 +45,49 @@ class WorkTile(Fixed):
     stretch: Stretch | None = None
 
 
+class Sections(NamedTuple):
+    """Of how many heads sections are: of as many as fit in L2, unless a number is given.
+
+    `kv_bytes` is the size of K and V of one key/value head (of all sequences, with a table), of which so many fit in
+    `l2` bytes. There are at least as many heads as have `least` work tiles, since the longest tiles of the last section
+    start when little is left to run beside them. `together`: how many key/value heads instead. `at_last`: how many the
+    last section has, None: as many as the others.
+    """
+
+    kv_bytes: Any
+    l2: int
+    together: int | None = None
+    least: int = 0
+    at_last: int | None = None
+
+
 class TileScheduler(Bundle):
     """Numbers work tiles so that the heads of one section, whose K and V fit in L2 together, run together.
 
     Within a section row blocks run in an order of their own, and for each row block all heads of the section, those of
     one key/value head next to each other. The first section may have fewer heads than the others: at the end it would
-    start its longest tiles when nothing is left to run beside them.
+    start its longest tiles when nothing is left to run beside them. The last one may have a number of heads of its own.
 
     Row blocks run from the last to the first (longest first where the visible interval grows with q), each batch entry
     like a head of its own; or as a table says, int32 (entries, 2): the sequence and the row block of each, in order.
     Entries that are too many have sequence -1. In tables of 6 numbers or more an entry has a `Stretch` as well.
     """
 
-    def __init__(
-        self, blocks, heads, batch, kv_heads, kv_bytes, l2: int, together: int | None, least: int = 0, table=None
-    ) -> None:
-        """On the host; `kv_bytes` is the size of K and V of one key/value head (of all sequences, with a table).
-
-        `together`: how many key/value heads a section has, None: as many as fit in `l2` bytes, and at least as many as
-        have `least` work tiles, since the longest tiles of the last section start when little is left to run beside
-        them.
-        """
+    def __init__(self, blocks, heads, batch, kv_heads, sections: Sections, table=None) -> None:
+        """On the host; `blocks`: of a head, or entries of the table."""
         divisor = cute.fast_divmod_create_divisor_v2
         self.blocks = Int32(blocks)
         total = Int32(heads * batch)
-        fitting = Int32(smaller(Int64(l2) // larger(Int64(kv_bytes), Int64(1)), Int64(1 << 16)))
         group = heads // kv_heads
-        busy = Int32(cute.ceil_div(least, self.blocks * group))
-        most = smaller(
-            (larger(fitting, larger(busy, Int32(1))) if together is None else Int32(together)) * group, total
-        )
-        sections = Int32(cute.ceil_div(total, most))
-        section = smaller(Int32(cute.ceil_div(cute.ceil_div(total, sections), group)) * group, most)
-        short = total - (Int32(cute.ceil_div(total, section)) - 1) * section
+        most = smaller(self._most(sections, group) * group, total)
+        rest, last = total, None
+        if sections.at_last is not None:
+            last = smaller(Int32(sections.at_last) * group, total)
+            self.before_last = total - last
+            rest = larger(self.before_last, Int32(1))  # of none there is no section
+        count = Int32(cute.ceil_div(rest, most))
+        section = smaller(Int32(cute.ceil_div(cute.ceil_div(rest, count), group)) * group, most)
+        short = rest - (Int32(cute.ceil_div(rest, section)) - 1) * section
         self.tiles = self.blocks * total
         self.tiles_in_section = divisor(self.blocks * section)
         self.section = divisor(section)
@@ -85,21 +95,35 @@ class TileScheduler(Bundle):
         self.heads = divisor(Int32(heads))
         self.group = divisor(Int32(group))
         self.table = table
+        self.last_section = None if last is None else divisor(last)
         given = ("table",) if table is not None else ()
+        if self.last_section is not None:
+            given = (*given, "last_section", "before_last")
         self.parts = ("tiles", "tiles_in_section", "blocks", "section", "first_section", "heads", "group", *given)
+
+    def _most(self, sections: Sections, group):
+        """Key/value heads of a section, at most."""
+        if sections.together is not None:
+            return Int32(sections.together)
+        kv_bytes = larger(Int64(sections.kv_bytes), Int64(1))
+        fitting = Int32(smaller(Int64(sections.l2) // kv_bytes, Int64(1 << 16)))
+        busy = Int32(cute.ceil_div(sections.least, self.blocks * group))
+        return larger(fitting, larger(busy, Int32(1)))
 
     @staticmethod
     def of(
-        table: cute.Tensor | None, q_len, tile_m: int, batch, heads, kv_heads, kv_bytes, l2: int,
-        together: int | None = None, least: int = 0,
-    ) -> "TileScheduler":  # fmt: skip
+        table: cute.Tensor | None, q_len, tile_m: int, batch, heads, kv_heads, sections: Sections
+    ) -> "TileScheduler":
         """Row blocks in the order of a table, or, with none, of equally long sequences, from the last to the first."""
         blocks, batch = (cute.ceil_div(q_len, tile_m), batch) if table is None else (table.shape[0], 1)
-        return TileScheduler(blocks, heads, batch, kv_heads, kv_bytes, l2, together, least, table)
+        return TileScheduler(blocks, heads, batch, kv_heads, sections, table)
 
     def in_last_section(self, number: Int32) -> Boolean:
         """Whether this number's work tile is of the last section, and that is not the only one."""
-        before = self.tiles - self.tiles_in_section.divisor
+        if self.last_section is None:
+            before = self.tiles - self.tiles_in_section.divisor
+        else:
+            before = self.before_last * self.blocks
         return (before > 0) & (number >= before)
 
     def tile(self, number: Int32) -> WorkTile:
@@ -112,6 +136,11 @@ class TileScheduler(Bundle):
         first = section == 0
         at = choose(first, at_first, at_full)
         head = choose(first, head_first, section * self.section.divisor - lacking + head_full)
+        if self.last_section is not None:
+            behind = number - self.before_last * self.blocks
+            at_last, head_last = divmod(larger(behind, Int32(0)), self.last_section)
+            at = choose(behind >= 0, at_last, at)
+            head = choose(behind >= 0, self.before_last + head_last, head)
         if self.table is not None:
             kv_head, _ = divmod(head, self.group)
             b, m = self.table[at, 0], self.table[at, 1]

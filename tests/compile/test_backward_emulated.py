@@ -376,6 +376,25 @@ def test_a_fixed_order_that_ends_backwards_is_as_right(
     check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
 
 
+# facts as above, heads of a section and of the last one
+LAST_SECTIONS: dict[str, tuple[tuple[Any, ...], int, int]] = {
+    "one-one-two-gqa2-d128": (("causal", torch.bfloat16, 8, 4, 270, 270, 128, 128, False, True), 1, 2),
+    "one-two-two-one-d64": (("causal", torch.bfloat16, 6, 6, 200, 300, 64, 64, True, True), 2, 1),
+    "all-in-the-last-gqa2-d96": (("causal", torch.float16, 6, 3, 270, 270, 96, 96, True, True), 1, 4),
+    "one-two-d256": (("causal", torch.bfloat16, 3, 3, 150, 300, 256, 256, False, True), 1, 2),
+}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", sampled(LAST_SECTIONS))
+def test_the_last_section_of_a_fixed_order_has_heads_of_its_own(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    facts, together, at_last = LAST_SECTIONS[case]
+    sections = {"heads_together": together, "heads_at_last": at_last, "ends_backwards": True}
+    check(facts, folder, generator, cut=None, mode=mode, **sections)
+
+
 CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
 # facts as above, changes of the tiling, which tiles are cut, batch
 CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None, int]] = {

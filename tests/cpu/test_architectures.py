@@ -19,6 +19,8 @@ from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, TARGETS, Target
 from composattn.call.problem import DENSE, Problem
 from composattn.call.schedule import AUTO, Schedule
+from composattn.mods import causal
+from composattn.mods.mask import Mask
 
 GPU = torch.device("cuda", 0)
 
@@ -148,6 +150,24 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
     assert whole.gather is None and cut.gather is not None
     assert whole.main.key != cut.main.key
     assert (whole.preprocess.key, whole.postprocess.key) == (cut.preprocess.key, cut.postprocess.key)
+
+
+def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_section_fill_the_multiprocessors() -> None:
+    """Of Hopper's backward, where a causal mask leaves tiles of keys different lengths and none is cut."""
+
+    def sections(
+        heads: int, kv_heads: int, length: int, d: int = 128, deterministic: bool = True, schedule: Schedule = AUTO
+    ) -> tuple[int | None, int | None]:
+        shape = (8, heads, kv_heads, length, length, d, d, torch.bfloat16, torch.device("cpu"))
+        problem = Problem(*shape, None, DENSE, schedule)
+        program = Program(None, Mask.of(causal()).expr)
+        tiling = plan_backward(problem, program, HOPPER, deterministic=deterministic).main.tiling
+        return tiling.heads_together, tiling.heads_at_last
+
+    assert sections(32, 8, 2048) == (1, 8) and sections(32, 8, 8192) == (1, 2) and sections(32, 8, 32768) == (1, 1)
+    assert sections(16, 8, 8192, d=256) == (1, 1), "pairs of blocks have a tile"
+    assert sections(32, 8, 2048, schedule=Schedule(heads_together=3)) == (3, None)
+    assert sections(16, 16, 2048)[1] is None and sections(32, 8, 2048, deterministic=False)[1] is None
 
 
 def test_grouped_heads_whose_queries_outgrow_l2_come_few_at_a_time() -> None:

@@ -148,7 +148,8 @@ class BackwardTiling(Tiling):
     `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
     share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
     kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
-    the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn.
+    the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn;
+    it has `heads_at_last`, None: as many as the others.
     `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
     `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
     `rounds`: warps of each block round what is complete of dQ while others compute, and leave the rest to the kernel
@@ -164,6 +165,7 @@ class BackwardTiling(Tiling):
     in_pieces: bool = False
     clears: bool = False
     ends_backwards: bool = False
+    heads_at_last: int | None = None
     first_writes: bool = False
     claimed_parts: int = 0
     rounds: bool = False

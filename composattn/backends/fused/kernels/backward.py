@@ -22,7 +22,7 @@ from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
-from ....primitives.tile_scheduler import TileScheduler
+from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
 from ..architecture import Kernel
 from ..arguments import MainArguments, PiecesArguments
@@ -156,8 +156,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         if given.work is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
             q_rows = q_rows * given.q.shape[0]
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
-        section = (q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles)
-        return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, *section)
+        sections = Sections(q_bytes, tiling.l2, tiling.heads_together, tiling.section_tiles, tiling.heads_at_last)
+        return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, sections)
 
     @cute.kernel
     def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, rounding, work):

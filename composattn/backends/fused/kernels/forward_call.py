@@ -16,7 +16,7 @@ from ....primitives.kv_tiles import WHOLE
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
 from ....primitives.strip_rows import StripRows, in_copies
 from ....primitives.swizzled_tiles import tile_layout
-from ....primitives.tile_scheduler import TileScheduler, WorkTile
+from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
 from ..arguments import ForwardArguments
 from ..plan import ForwardPlan
@@ -82,9 +82,9 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
         mO = queries.for_stores(given.out, rows) if in_stretches else heads.view(queries.for_copies(given.out))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
     kv_bytes = Int64(kv_rows) * ((tiling.d + tiling.dv) * dtype.width // 8)
-    section = (tiling.l2, tiling.heads_together)
+    sections = Sections(kv_bytes, tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
-    order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, kv_bytes, *section)
+    order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, sections)
     return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
 
 
