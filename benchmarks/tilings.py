@@ -73,14 +73,14 @@ class Variant:
     """This package with other numbers in one tiling."""
 
     text: str
-    packed: bool = False
+    of: Composattn = dataclasses.field(default_factory=Composattn)
 
     @property
     def name(self) -> str:
         return self.text
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
-        job = Composattn(packed=self.packed).prepare(case, pattern, inputs)
+        job = self.of.prepare(case, pattern, inputs)
         with planning_with(case.direction, changes_of(self.text)):
             out = job.forward(*job.leaves)  # plans are kept, so later calls are cut so too
             if case.direction == "backward":
@@ -88,12 +88,12 @@ class Variant:
         return job
 
 
-def resources(case: Case, variants: list[str], packed: bool) -> None:
+def resources(case: Case, variants: list[str], of: Composattn) -> None:
     """Prints what the kernel of each variant takes, compiled for the GPU that is planned for where none is there."""
     pattern = case.pattern(case, torch.device("cpu"))
     for text in ("", *variants):
         with planning_with(case.direction, changes_of(text) if text else {}):
-            plan = plan_of(case, pattern, planned_for(None), packed)
+            plan = plan_of(case, pattern, planned_for(None), of.packed, of.deterministic)
         made = compile_offline(plan)
         loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
         length, exponentials = min(loops, default=(0, 0))
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("case", help="regular expression on the names of cases")
     parser.add_argument("variants", nargs="*", help='such as "tile_n=96 stages=3"')
     parser.add_argument("--packed", action="store_true", help="documents as sequences of a packed call")
+    parser.add_argument("--fixed-order", action="store_true", help="dQ is summed in one")
     parser.add_argument("--peer", nargs="+", default=[], help="implementations to time beside, by name")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one implementation of one case")
@@ -117,14 +118,15 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {**provenance(device), "rows": []}
+    of = Composattn(packed=options.packed, deterministic=options.fixed_order)
     for case in (c for c in CASES if re.search(options.case, c.name)):
         print(case.name, flush=True)
         if options.compile or device.type == "cpu":
-            resources(case, options.variants, options.packed)
+            resources(case, options.variants, of)
             continue
         peers = [i for i in available(device, None) if i.name in options.peer]
-        variants = [Variant(v, options.packed) for v in options.variants]
-        measured: list[Implementation] = [Composattn(packed=options.packed), *variants, *peers]
+        variants = [Variant(v, of) for v in options.variants]
+        measured: list[Implementation] = [of, *variants, *peers]
         rows = run_case(case, measured, device, None, options)
         show(rows)
         result["rows"] += rows

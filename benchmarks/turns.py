@@ -33,7 +33,7 @@ if __package__ in (None, ""):
     sys.path[0] = os.getcwd()
 
 from benchmarks.cases import CASES, Case, Pattern
-from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Implementation, Inputs, Job, available
+from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Composattn, Implementation, Inputs, Job, available
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
 from benchmarks.tilings import Variant
@@ -86,7 +86,7 @@ def serve() -> None:
     def implementation(name: str) -> Implementation:
         kind, _, fields = name.partition(": ")
         if fields:
-            return Named(name, Variant(fields, packed=kind == PACKED))
+            return Named(name, Variant(fields, Composattn(packed=kind == PACKED, deterministic=kind == DETERMINISTIC)))
         return next(i for i in available(device) if i.name == name)
 
     def answer(asked: Message) -> Message:
@@ -265,7 +265,7 @@ def main() -> None:
     trees = trees or {"this": Path.cwd()}
     names = [i.name for i in available(device) if not options.impl or i.name in options.impl]
     kinds = [name for name in names if name in (OURS, PACKED, DETERMINISTIC)]
-    variants = [f"{kind}: {text}" for kind in (OURS, PACKED) if kind in kinds for text in options.variant]
+    variants = [f"{kind}: {text}" for kind in kinds for text in options.variant]
 
     def wanted(case: Case, first: bool) -> list[str]:
         return [*(names if first else kinds), *variants]

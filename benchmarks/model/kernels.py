@@ -101,15 +101,18 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     )  # fmt: skip
 
 
-def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False) -> Any:
-    """The plan of our main kernel of a case; `packed`: documents as sequences, where they were a mask."""
+def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False, deterministic: bool = False) -> Any:
+    """The plan of our main kernel of a case; `packed`: documents as sequences, where they were a mask.
+
+    `deterministic`: a backward sums in a fixed order.
+    """
     score, mask = pattern.score_mod, pattern.mask_mod
     if packed:
         mask = causal_mask if pattern.causal else None
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
     if case.direction == "forward":
         return plan_forward(_problem(case, packed), program, target)
-    return plan_backward(_problem(case, packed), program, target).main
+    return plan_backward(_problem(case, packed), program, target, deterministic=deterministic).main
 
 
 def _problem(case: Case, packed: bool) -> Problem:

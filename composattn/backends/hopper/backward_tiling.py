@@ -297,9 +297,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     return _in_order(tiling, problem, program, target) if deterministic else tiling
 
 
-def _in_order(
-    tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target
-) -> HopperBackwardTiling:
+def _in_order(tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> HopperBackwardTiling:
     """With dQ summed in a fixed order.
 
     Short tiles of keys come first then, and are soon at other heads of their group than long ones: with 13 key/value
