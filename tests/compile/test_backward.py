@@ -209,19 +209,22 @@ def test_who_rounds_dq_takes_nothing_from_who_computes(mods: str, d: int, length
 
 
 @pytest.mark.parametrize(
-    ("mods", "length", "passing"),
+    ("mods", "length", "passing", "in_order"),
     [
-        ("plain-full", 1024, False),
-        ("plain-causal", 1024, True),
-        ("plain-causal", 8192, False),
-        ("alibi-causal", 1024, False),
-        ("causal-documents", LENGTH, True),
-        ("documents-by-offsets", LENGTH, True),
+        ("plain-full", 1024, False, False),
+        ("plain-causal", 1024, True, False),
+        ("plain-causal", 8192, False, False),
+        ("alibi-causal", 1024, False, False),
+        ("causal-documents", LENGTH, True, True),
+        ("documents-by-offsets", LENGTH, True, True),
     ],
 )
-def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(mods: str, length: int, passing: bool) -> None:
+def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(
+    mods: str, length: int, passing: bool, in_order: bool
+) -> None:
+    """But of causal calls in a fixed order, which have tiles of 80 queries."""
     assert plans(mods, 128, length=length).main.tiling.passing is passing
-    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.passing
+    assert plans(mods, 128, length=length, deterministic=True).main.tiling.passing is in_order
 
 
 def events(code: Iterable[Instruction]) -> list[str]:
@@ -492,8 +495,8 @@ def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
 
     assert together(32, 8192) == 2 and together(32, 16384) == 1 and together(32, 8192, deterministic=True) == 1
     assert together(32, 8192, asked=3) == 3
-    # of eight key/value heads with 64 tiles each and two sequences none is cut; of one sequence some are
-    assert [together(32, 8192, deterministic=True, kv_heads=8, batch=n) for n in (2, 1)] == [1, None]
+    # tiles that are equally long go in step: three heads of 33 MB are 3 % faster than one
+    assert together(32, 8192, deterministic=True, kv_heads=8) is None
     assert together(32, 2048) is None and together(4, 65536) is None
 
 
@@ -606,7 +609,9 @@ def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_befo
     assert tiling("plain-causal", 128, heads=4, length=8192).heads_together == 2
     # some tile of keys is seen by all queries
     assert all(tiling(mods, d).first_writes for mods in ("plain-full", "plain-causal") for d in (64, 96, 128))
-    assert not tiling("window", 128).first_writes
+    # or each row sees the key of its number
+    assert tiling("window", 128).first_writes and tiling("document", 128).first_writes
+    assert not tiling("documents-by-offsets", 128).first_writes
     # pairs add to dQ from registers
     assert tiling("plain-causal", 192, length=1024).first_writes and not tiling("plain-causal", 192).first_writes
     assert not tiling("plain-full", 192).first_writes and not tiling("plain-causal", 256).first_writes
@@ -754,7 +759,7 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int, folder: Path) -> None:
     steps = plans("plain-full", d)
     tile = steps.main.tiling
-    in_order = plans("alibi-causal", d, deterministic=True).preprocess
+    in_order = plans("documents-by-offsets", d, deterministic=True).preprocess
     named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
     made = {name: compile_offline(plan, folder) for name, plan in named.items()}
     if made["postprocess"].instructions:

@@ -8,7 +8,7 @@ import torch
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.expr import Dep
+from ...graph.expr import Dep, index, substitute
 from .order import exchanged, mirror
 from .stretches import falls_apart
 from .tiling import BackwardTiling
@@ -17,8 +17,17 @@ from .work import fixed_visits
 
 
 def all_are_seen(tiling: BackwardTiling, problem: Problem, program: Program) -> bool:
-    """Whether some tile of keys of each sequence visits all query tiles."""
-    if not problem.layout.is_dense or not bounds_queries(program.mask):
+    """Whether each query tile is visited by some tile of keys: one visits all, or each row sees the key of its number.
+
+    The latter of causal masks, windows and documents alike, whatever their tensors say: `ids[q] == ids[q]`.
+    """
+    if not problem.layout.is_dense:
+        return False
+    if program.mask is not None and problem.q_len <= problem.kv_len:
+        own = substitute(program.mask, {index("kv"): index("q")})
+        if own.is_const and own.attr is True:
+            return True
+    if not bounds_queries(program.mask):
         return False
     visits = _visits(problem, program, tiling.tile_n, tiling.tile_m)
     return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())

@@ -366,14 +366,15 @@ def _keys_apart(
     # that are no bounds (a 2-D neighbourhood: 8 bytes of stack, one product after the other), with D 128 none for a
     # score mod
     reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_opaque_test(program)
+    # nor for the words of dropout (98 and 76 spills)
+    reads = reads or program.keep is not None
     # nor for whose turn it is beside what a mask reads (documents: 8 spills with D 64, with D 128 one product after the
     # other)
-    # nor for the words of dropout (98 and 76 spills)
-    reads = reads or (deterministic and reads_any(program.mask)) or program.keep is not None
-    tall = d <= 64 and dv <= 64 and not reads
+    asks = deterministic and reads_any(program.mask)
+    tall = d <= 64 and dv <= 64 and not (reads or asks)
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)
-    plain = not reads and program.score is None and not has_costly_test(program.mask)
+    plain = not (reads or asks) and program.score is None and not has_costly_test(program.mask)
     # where a mask leaves a key few queries, tiles that end on no multiple of 64 visit more than they save (D 96, causal
     # calls: 3 % gained at 8k, lost at 2k)
     seen = queries_of_a_key(problem, program)
@@ -381,14 +382,17 @@ def _keys_apart(
     way = _way(problem, program, seen) if d == dv == 128 and plain and not deterministic else {}
     # full documents by ids whose tiles begin with them gain 7 % by 80 queries; causal ones, more of whose tiles have a
     # test, lose 1 to 4
-    whole = d == dv == 128 and not (reads or deterministic) and has_whole_documents(problem, program)
-    wide = (d == 128 and plain and (deterministic or many or bool(way))) or whole
+    whole = d == dv == 128 and not reads and has_whole_documents(problem, program)
+    # in a fixed order causal calls of 1k to 4k gain 2 to 4 %, windows lose 2
+    tall_in_order = deterministic and not _slides(problem, program)
+    wide = (d == 128 and plain and (tall_in_order or many or bool(way))) or whole
     overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
-    # in a fixed order each turn comes a tile later, which only senders of dQ wait for (D 64 and 96 gain 3 to 11 %)
-    sends = wide or overlapping or (deterministic and plain and (tall or max(d, dv) == 96))
+    # in a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
+    # score mods up to 18, D 128 8 to 25, documents 19 to 31
+    sends = wide or overlapping or deterministic or (d >= dv and _tests_pairs(program, d))
     # D 96 gains nothing by it, and what is read of a listed tile takes the registers of 128 queries
-    later = sends or (max(d, dv) != 96 and not deterministic and not (tall and listed))
+    later = sends or (max(d, dv) != 96 and not (tall and listed))
     heads_a_piece, heads_together = (None if deterministic else _sections(problem, program, seen, target)) or (
         0, _heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
     )  # fmt: skip
@@ -420,16 +424,29 @@ def _keys_apart(
         # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
         written="whole" if max(d, dv) < 128 or is_line(program.score) else "by steps",
     )
-    if deterministic and sends and not wide:
-        return _staying_in_order(tiling, seen)
-    rounds = not deterministic and _rounds(problem, program, target, seen)
-    staying = dataclasses.replace(tiling, **{"persistent": True, "clears": not deterministic, "rounds": rounds} | way)
+    if deterministic:
+        return _staying_in_order(tiling, seen) if plain and max(d, dv) < 128 else tiling
+    rounds = _rounds(problem, program, target, seen)
+    staying = dataclasses.replace(tiling, **{"persistent": True, "clears": True, "rounds": rounds} | way)
     # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
-    # lists, spilled 16 and lost 5 %), nor with turns beside them, and score mods lose 2 to 3 % on 128 queries; in a
-    # fixed order blocks wait
-    gains = program.score is None if tall else not deterministic
-    gains = gains and not listed and not (deterministic and (sends or reads_any(program.mask)))
+    # lists, spilled 16 and lost 5 %), and score mods lose 2 to 3 % on 128 queries
+    gains = (program.score is None or not tall) and not listed
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling
+
+
+def _tests_pairs(program: Program, d: int) -> bool:
+    """Whether a test reads a tensor at each pair, or computes as much: who computes adds nothing to memory then.
+
+    Tables of pairs gain 7 % with D 128, 18 with D 96, a 2-D neighbourhood 10; with D 64 they lose 1. Blocks stay, and
+    dV leaves where dQ does, so Dv is no larger.
+    """
+    sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
+    return d >= 96 and has_opaque_test(program) and not sums
+
+
+def _slides(problem: Problem, program: Program) -> bool:
+    """Whether tiles of keys end with queries of their own, as a window's do."""
+    return program.mask is not None and problem.layout.is_dense and not end_together(problem, program)
 
 
 def _rounds(problem: Problem, program: Program, target: Target, seen: float) -> bool:
@@ -459,7 +476,8 @@ def _staying_in_order(tiling: HopperBackwardTiling, seen: float) -> HopperBackwa
     """Blocks stay where dK and dV fit where dQ leaves: D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3.
 
     Those who send and wait for turns want more than 24 registers then (18 spills with 32), and who computes spares 8.
-    Waits of all these kernels sleep in the loop, so they look first.
+    Waits of all these kernels sleep in the loop, so they look first. At D 128 blocks that stay lose 2 to 4 %, at D 64
+    with score mods 6.
     """
     widest = max(tiling.d, tiling.dv)
     if tiling.tile_m * tiling.d < ROWS * widest or (widest < 96 and seen > SHORT):
