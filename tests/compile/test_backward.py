@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -615,6 +615,27 @@ def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_befo
     # pairs add to dQ from registers
     assert tiling("plain-causal", 192, length=1024).first_writes and not tiling("plain-causal", 192).first_writes
     assert not tiling("plain-full", 192).first_writes and not tiling("plain-causal", 256).first_writes
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "seen"),
+    [
+        (lambda b, h, q, kv: q <= kv, LENGTH, True),
+        (lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv), LENGTH, True),
+        (lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q > kv), LENGTH, False),
+        (lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= 130), LENGTH, False),
+        (lambda b, h, q, kv: (q >= kv) & (q - kv < 50), LENGTH, True),
+        (lambda b, h, q, kv: (q >= kv) & (q - kv < 50), LENGTH + 200, False),
+    ],
+    ids=["keys-ahead", "documents", "first-rows-see-none", "hidden-rows", "window", "rows-without-a-key"],
+)
+def test_whose_turn_is_first_writes_dq_where_each_row_sees_the_key_of_its_number(
+    mask: Callable[..., Any], queries: int, seen: bool
+) -> None:
+    """Else nobody would write what no tile of keys visits."""
+    problem = Problem(1, 4, 4, queries, LENGTH, 128, 128, torch.bfloat16, torch.device("cpu"))
+    main = plan_backward(problem, Program(None, Mask.of(mask).expr), HOPPER, deterministic=True).main
+    assert main.tiling.first_writes is seen
 
 
 @pytest.mark.parametrize("mods", ["plain-full", "plain-causal"])
