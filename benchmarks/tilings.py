@@ -73,7 +73,7 @@ class Variant:
     """This package with other numbers in one tiling."""
 
     text: str
-    of: Composattn = dataclasses.field(default_factory=Composattn)
+    of: Implementation = dataclasses.field(default_factory=Composattn)
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ if __package__ in (None, ""):
     sys.path[0] = os.getcwd()
 
 from benchmarks.cases import CASES, Case, Pattern
-from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Composattn, Implementation, Inputs, Job, available
+from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Implementation, Inputs, Job, available
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
 from benchmarks.tilings import Variant
@@ -85,9 +85,8 @@ def serve() -> None:
 
     def implementation(name: str) -> Implementation:
         kind, _, fields = name.partition(": ")
-        if fields:
-            return Named(name, Variant(fields, Composattn(packed=kind == PACKED, deterministic=kind == DETERMINISTIC)))
-        return next(i for i in available(device) if i.name == name)
+        of = next(i for i in available(device) if i.name == kind)
+        return Named(name, Variant(fields, of)) if fields else of
 
     def answer(asked: Message) -> Message:
         name = asked["case"]

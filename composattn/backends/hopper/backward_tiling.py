@@ -384,13 +384,13 @@ def _keys_apart(
     # test, lose 1 to 4
     whole = d == dv == 128 and not reads and has_whole_documents(problem, program)
     # in a fixed order causal calls of 1k to 4k gain 2 to 4 %, windows lose 2
-    tall_in_order = deterministic and not _slides(problem, program)
-    wide = (d == 128 and plain and (tall_in_order or many or bool(way))) or whole
+    wide_in_order = deterministic and not _slides(problem, program)
+    wide = (d == 128 and plain and (wide_in_order or many or bool(way))) or whole
     overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
     # in a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
     # score mods up to 18, D 128 8 to 25, documents 19 to 31
-    sends = wide or overlapping or deterministic or (d >= dv and _tests_pairs(program, d))
+    sends = wide or overlapping or deterministic or _tests_pairs(program, d, dv)
     # D 96 gains nothing by it, and what is read of a listed tile takes the registers of 128 queries
     later = sends or (max(d, dv) != 96 and not (tall and listed))
     heads_a_piece, heads_together = (None if deterministic else _sections(problem, program, seen, target)) or (
@@ -434,14 +434,14 @@ def _keys_apart(
     return staying if gains and staying.shared_memory(2) <= target.shared_memory else tiling
 
 
-def _tests_pairs(program: Program, d: int) -> bool:
+def _tests_pairs(program: Program, d: int, dv: int) -> bool:
     """Whether a test reads a tensor at each pair, or computes as much: who computes adds nothing to memory then.
 
     Tables of pairs gain 7 % with D 128, 18 with D 96, a 2-D neighbourhood 10; with D 64 they lose 1. Blocks stay, and
     dV leaves where dQ does, so Dv is no larger.
     """
     sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
-    return d >= 96 and has_opaque_test(program) and not sums
+    return d >= max(96, dv) and has_opaque_test(program) and not sums
 
 
 def _slides(problem: Problem, program: Program) -> bool:
