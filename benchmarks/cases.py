@@ -282,6 +282,9 @@ def _of_training() -> Iterable[Case]:
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))
         for pattern in (relative, window):
             yield _modded(pattern, direction, (direction, "mods"), heads=32, dim=64)
+        if direction == "backward":
+            for dim, pattern in itertools.product((64, 96), (eight_documents, eight_causal_documents)):
+                yield _modded(pattern, direction, (direction, "mods"), heads=2048 // dim, dim=dim)
         for kernel in (7, 13):
             pattern = functools.partial(neighborhood, kernel=kernel)
             name = f"{direction} D128 neighborhood 128x128 {kernel}x{kernel}"

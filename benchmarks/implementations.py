@@ -18,6 +18,7 @@ Forward = Callable[..., Any]
 OURS = "composattn"
 DETERMINISTIC = "composattn, fixed order"
 PACKED = "composattn varlen"
+PACKED_IN_ORDER = "composattn varlen, fixed order"
 GEMM = "cuBLAS GEMM 8192"
 BARE = "bare launches"  # our kernels and memory in a bare autograd.Function, nothing else
 FLOOR = "floor"  # the same Function without kernels: it allocates what it returns
@@ -102,7 +103,9 @@ class Composattn:
 
     @property
     def name(self) -> str:
-        return DETERMINISTIC if self.deterministic else PACKED if self.packed else OURS
+        if self.packed:
+            return PACKED_IN_ORDER if self.deterministic else PACKED
+        return DETERMINISTIC if self.deterministic else OURS
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         import composattn as ca
@@ -113,7 +116,8 @@ class Composattn:
         if self.packed:
             if not pattern.document_starts:
                 raise NotServed("has no documents to pack")
-            of_each = ca.Attention(mask_mod=causal() if pattern.causal else None, backend=self.backend)
+            mask = causal() if pattern.causal else None
+            of_each = ca.Attention(mask_mod=mask, backend=self.backend, deterministic=self.deterministic)
             return _packed(case, pattern, inputs, lambda q, k, v, starts, _: of_each(q, k, v, varlen=ca.Varlen(starts)))
         attention = ca.Attention(
             score_mod=pattern.score_mod,
@@ -359,6 +363,7 @@ def available(device: torch.device, backend: str | None = None) -> list[Implemen
     if device.type == "cuda":
         found += [
             Composattn(backend, deterministic=True),
+            Composattn(backend, deterministic=True, packed=True),
             TorchSdpa("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
             TorchSdpa("torch flash", SDPBackend.FLASH_ATTENTION),
             FlexAttention(),

@@ -33,7 +33,16 @@ if __package__ in (None, ""):
     sys.path[0] = os.getcwd()
 
 from benchmarks.cases import CASES, Case, Pattern
-from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Implementation, Inputs, Job, available
+from benchmarks.implementations import (
+    DETERMINISTIC,
+    OURS,
+    PACKED,
+    PACKED_IN_ORDER,
+    Implementation,
+    Inputs,
+    Job,
+    available,
+)
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
 from benchmarks.tilings import Variant
@@ -263,7 +272,7 @@ def main() -> None:
     trees = {name: Path(folder).resolve() for name, _, folder in (tree.partition("=") for tree in options.tree)}
     trees = trees or {"this": Path.cwd()}
     names = [i.name for i in available(device) if not options.impl or i.name in options.impl]
-    kinds = [name for name in names if name in (OURS, PACKED, DETERMINISTIC)]
+    kinds = [name for name in names if name in (OURS, PACKED, DETERMINISTIC, PACKED_IN_ORDER)]
     variants = [f"{kind}: {text}" for kind in kinds for text in options.variant]
 
     def wanted(case: Case, first: bool) -> list[str]:

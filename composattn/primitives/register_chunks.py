@@ -6,7 +6,7 @@ same product. A group may be a warp, of 32 `threads`.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 from .values import aligned, move
 
@@ -56,11 +56,20 @@ def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
     """Zeros in the first `count` numbers of memory, by so many `threads`."""
     zeros = cute.make_rmem_tensor(4, Float32)
     zeros.fill(0.0)
-    chunks = count // (4 * threads)
-    assert count == 4 * threads * chunks, "numbers that whole accesses of all threads do not clear"
+    chunks, rest = divmod(count, 4 * threads)
+    assert rest % 4 == 0, "numbers that whole accesses do not clear"
     place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
     source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
     move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
+    if rest:  # 96 queries of D 96 are four and a half accesses of 512 threads
+        behind = aligned(memory.iterator + (4 * threads * chunks + thread * 4))
+        _move_if(zeros, cute.make_tensor(behind, cute.make_layout(4)), thread * 4 < rest)
+
+
+@cute.jit
+def _move_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean):
+    if condition:
+        move(source, target)
 
 
 def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread, threads: int) -> cute.Tensor:

@@ -14,20 +14,26 @@ from .values import Bundle, Fixed, choose, larger, smaller
 class Stretch(Fixed):
     """Rows [start, stop) of a sequence, the `number`-th stretch of it: tiles begin with it, and none goes on behind.
 
-    `entry`: of the table that says so, with what else it has of the tile.
+    `table`: that says so, at its entry `at`, with what else it has of the tile.
     """
 
     start: Int32
     stop: Int32
     number: Int32
-    entry: cute.Tensor | None = None
+    table: cute.Tensor | None = None
+    at: Any = 0
 
     @staticmethod
     def of(table: cute.Tensor, entry: Int32) -> "Stretch | None":
         """That of an entry of a table of work, if the table has such."""
         if table.shape[1] < WIDE:
             return None
-        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4], table[entry, None])
+        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4], table, entry)
+
+    def entry(self, before: Any = 0) -> cute.Tensor:
+        """What the table has of the tile, or of the one that is so many entries `before` it."""
+        assert self.table is not None, "a table says that this is a stretch"
+        return self.table[self.at - before, None]
 
 
 @dataclasses.dataclass

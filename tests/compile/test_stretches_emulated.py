@@ -32,6 +32,7 @@ from tests.support import on_few_multiprocessors, outlier_normal
 
 BACKEND = "hopper-emulated"
 ATTENTION = partial(ca.attention, backend=BACKEND)
+NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +53,18 @@ def documents(*lengths: int) -> torch.Tensor:
 
 
 def drawn(
-    generator: torch.Generator, mask: Mask, batch: int, heads: tuple[int, int], length: int, order: str = "bhsd"
+    generator: torch.Generator,
+    mask: Mask,
+    batch: int,
+    heads: tuple[int, int],
+    length: int,
+    order: str = "bhsd",
+    dim: int = 128,
 ) -> Case:
     """`order`: of the dimensions in memory."""
 
     def rows(count: int) -> torch.Tensor:
-        sizes = {"b": batch, "h": count, "s": length, "d": 128}
+        sizes = {"b": batch, "h": count, "s": length, "d": dim}
         shape = [sizes[name] for name in order]
         made = outlier_normal(*shape, generator=generator, dtype=torch.bfloat16)
         return made.permute(*(order.index(name) for name in "bhsd"))
@@ -234,13 +241,64 @@ def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Gene
     check(ATTENTION, case)
 
 
-def test_gradients_in_a_fixed_order(generator: torch.Generator) -> None:
-    ids = torch.stack([documents(150, 190), documents(340)])
-    case = with_gradients(drawn(generator, causal() & document(ids), 2, (2, 1), 340), generator)
-    assert gradient_of(case, in_order=True).has_stretches
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", NARROW)
+def test_gradients_of_narrow_heads(is_causal: bool, dim: int, generator: torch.Generator) -> None:
+    ids = torch.stack([documents(150, 1, 1, 190), documents(175, 167)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = with_gradients(drawn(generator, mask, 2, (2, 1), 342, dim=dim), generator)
+    assert gradient_of(case).has_stretches
+    with on_few_multiprocessors(BACKEND):
+        check(ATTENTION, case)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [*NARROW, 128])
+def test_gradients_in_a_fixed_order(is_causal: bool, dim: int, generator: torch.Generator) -> None:
+    """A block asks the table what the tiles behind its own visit, of documents of several and of equal lengths."""
+    ids = torch.stack([documents(150, 190, 150), documents(490)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = with_gradients(drawn(generator, mask, 2, (2, 1), 490, dim=dim), generator)
+    plan = gradient_of(case, in_order=True)
+    assert plan.has_stretches and plan.told is not None
     for mode in (EAGER, LATE):
-        with emulating(mode):
+        with emulating(mode), on_few_multiprocessors(BACKEND):
             check(partial(ATTENTION, deterministic=True), case)
+
+
+@pytest.mark.parametrize("dim", [*NARROW, 128])
+def test_padding_that_sees_nothing_in_a_fixed_order(dim: int, generator: torch.Generator) -> None:
+    """No tile of keys is known to visit each query, so dQ is cleared before: of 96 queries of D 96 as of others."""
+    ids = torch.cat([documents(130, 201), torch.full((40,), -1)])
+    seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
+    case = with_gradients(drawn(generator, seen, 1, (1, 1), 371, dim=dim), generator)
+    plan = gradient_of(case, in_order=True)
+    assert plan.has_stretches and not plan.tiling.first_writes
+    check(partial(ATTENTION, deterministic=True), case)
+
+
+def test_pieces_by_query_heads_in_a_fixed_order(generator: torch.Generator) -> None:
+    """No two pieces add to the same dQ; entries of the table that have no tile are no turn."""
+    ids = documents(150, 1, 1, 190)
+    case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 342), generator)
+    plan = gradient_of(case, in_order=True)
+    assert plan.has_stretches and plan.tiling.heads_a_piece == 2 and plan.tiling.persistent
+    with emulating(random_mode(2)), on_few_multiprocessors(BACKEND, 2):
+        check(partial(ATTENTION, deterministic=True), case)
+
+
+def test_ids_that_are_written_to_in_a_fixed_order(generator: torch.Generator) -> None:
+    """Those that come again later make one stretch, whose tiles visit queries of several."""
+    ids = torch.stack([documents(150, 130), documents(280)])
+    case = with_gradients(drawn(generator, causal() & document(ids), 2, (1, 1), 280), generator)
+    attention = ca.Attention(mask_mod=case.mask_mod, backend=BACKEND, deterministic=True)
+
+    def planned_once(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(q, k, v, return_lse=options["return_lse"])
+
+    for now in (ids.flip(0), torch.stack([documents(130, 150), documents(150, 130).roll(40)])):
+        ids.copy_(now)
+        check(planned_once, case)
 
 
 def test_the_same_bits_in_any_schedule(generator: torch.Generator) -> None:

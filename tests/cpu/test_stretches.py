@@ -238,6 +238,20 @@ def test_the_tiles_that_see_most_come_first() -> None:
     assert bool((table[7:, 0] == -1).all())
 
 
+def test_in_a_fixed_order_the_tiles_of_a_stretch_lie_in_a_row_the_last_one_first() -> None:
+    """As the one that is so many tiles behind another lies so many entries before it; longest stretches first."""
+    ids = torch.stack([documents(150, 300, 147), documents(300, 147, 150)])
+    of_call = found(document(ids))
+    assert of_call is not None
+    table = stretch_tables(problem(), 128, "last_keys_first", of_call, True, 2)(NO_SEQUENCES)
+    there = [tuple(row[:3]) for row in table.tolist() if row[0] >= 0]
+    assert [m for _, m, _ in there] == [2, 1, 0, 2, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert [(b, start) for b, m, start in there if m == 0] == [(1, 0), (0, 150), (1, 447), (0, 0), (1, 300), (0, 450)]
+    assert bool((table[len(there) :, 0] == -1).all()) and sorted(there) == sorted(
+        tuple(row[:3]) for row in of_call.tiles(128).tensor.tolist() if row[0] >= 0
+    )
+
+
 def test_masks_that_no_tensor_tells_have_none() -> None:
     ids = documents(300, 297)
     assert found(document(ids) & sliding_window(100)) is not None
@@ -267,8 +281,24 @@ def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_regist
     assert not plan_backward(long, padded, HOPPER).main.has_stretches
     of_each = SinkForm(torch.float32, by_sequence=True)
     assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_stretches
-    narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
-    assert not plan_backward(narrow, Program(None, bounded), HOPPER).main.has_stretches
+    for dim, dim_v in ((32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (192, 192)):
+        other = dataclasses.replace(long, head_dim=dim, head_dim_v=dim_v)
+        for mask, in_order in itertools.product(masks, (False, True)):
+            main = plan_backward(other, Program(None, mask.expr), HOPPER, deterministic=in_order).main
+            assert main.has_stretches == (main.told is not None) == (dim == dim_v <= 128)
+
+
+def test_sixteen_query_heads_are_at_a_document_in_a_fixed_order() -> None:
+    ids = torch.repeat_interleave(torch.arange(6), torch.tensor([700, 1500, 300, 2500, 1192, 2000]))
+    full, bounded = document(ids), causal() & document(ids)
+    wanted = {(16, 16): (0, 16), (32, 8): (0, 4), (64, 8): (2, 2), (16, 2): (2, 2), (8, 4): (0, 8)}
+    for (heads, kv_heads), (piece, together) in wanted.items():
+        of = dataclasses.replace(problem(8192), q_heads=heads, kv_heads=kv_heads)
+        chosen = plan_backward(of, Program(None, bounded.expr), HOPPER, deterministic=True).main.tiling
+        assert (chosen.heads_a_piece, chosen.heads_together) == (piece, together)
+        assert chosen.persistent and chosen.passing and chosen.tile_m == 64
+        chosen = plan_backward(of, Program(None, full.expr), HOPPER, deterministic=True).main.tiling
+        assert (chosen.heads_a_piece, chosen.heads_together, chosen.persistent) == (0, 16, False)
 
 
 def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:

@@ -48,10 +48,15 @@ def differ(problem: Problem, program: Program) -> bool:
     return len(program.of_keys[0]) == 1 and not has_costly_test(program.mask)
 
 
-def has_whole_documents(problem: Problem, program: Program) -> bool:
-    """Whether tiles begin with documents by ids, which are seen whole."""
-    alone = program.score is None and program.mask is not None and not has_bounded_documents(program.mask)
+def has_documents_apart(problem: Problem, program: Program) -> bool:
+    """Whether tiles of keys begin with documents by ids, and no score mod or dropout takes registers beside them."""
+    alone = program.score is None and program.keep is None and has_costly_test(program.mask)
     return alone and falls_apart(problem, program)
+
+
+def has_whole_documents(problem: Problem, program: Program) -> bool:
+    """Whether these are seen whole."""
+    return has_documents_apart(problem, program) and not has_bounded_documents(program.mask)
 
 
 def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:

@@ -64,7 +64,8 @@ def order_of_keys(
     if deterministic:
         # shortest first under a causal mask, and who waits for a turn waits for blocks that started before it
         packed = problem.layout.kv == "packed"
-        tables = work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "in_order") if packed else None
+        order: TableOrder = "longest_sequences_first"  # each with its tiles from the first to the last
+        tables = work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, order) if packed else None
         return LAST_KEYS_FIRST, tables
     ends = None if intervals is None else exchanged(intervals)
     return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)
@@ -112,12 +113,9 @@ def order_in_stretches(
 def order_of_keys_in_stretches(
     problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int, groups: int
 ) -> tuple[str, StretchTables]:
-    """As `order_of_keys`, of tiles that begin with stretches, and of `groups` of keys that each is told about.
-
-    In a fixed order, where blocks ask what others visit, it is told nothing (0).
-    """
+    """As `order_of_keys`, of tiles that begin with stretches, and of `groups` of keys that each is told about."""
     if deterministic:
-        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "in_order", stretches, True, groups)
+        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "last_keys_first", stretches, True, groups)
     return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, True, groups)
 
 

@@ -18,13 +18,13 @@ from ...graph.expr import Capture, DType, Expr, content_key
 from ...graph.expr import captures as captures_of
 from ...primitives.stretch_entry import told_numbers
 from .architecture import architecture_of
+from .coverage import has_documents_apart
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
 from .plan import TiledPlan, compiled_in, extent_of
 from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
-from .traits import has_costly_test
 from .work import WorkTables, fixed_visits, stretch_tables, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
@@ -169,11 +169,10 @@ def plan_backward(
         packed = problem.layout.q == "packed"
         rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
     else:
-        told = None if deterministic else Told(chosen.key_groups, stretches.reads)
-        groups = 0
-        if told is not None:
-            groups, intervals, ends = told.groups, (), ends_of((), limits)
-        order, keys = order_of_keys_in_stretches(problem, stretches, chosen.tile_n, deterministic, at_once, groups)
+        told, intervals, ends = Told(chosen.key_groups, stretches.reads), (), ends_of((), limits)
+        order, keys = order_of_keys_in_stretches(
+            problem, stretches, chosen.tile_n, deterministic, at_once, chosen.key_groups
+        )
         rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
     known = compiled_in(problem, target)
     of_rows: OfRows = {"has_order_table": rows is not None, "has_stretches": stretches is not None, "sinks": sinks}
@@ -221,14 +220,12 @@ class OfRows(TypedDict):
 
 
 def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
-    """Those with which tiles begin, where rows differ by tensors and no score mod or dropout takes registers.
+    """Those with which tiles begin, of documents by ids.
 
     Shares of gradients of sinks by sequence have no place where blocks come by a table.
     """
-    plain = program.score is None and program.keep is None and has_costly_test(program.mask)
-    if not (tiling.in_stretches and plain) or (sinks is not None and sinks.by_sequence):
-        return None
-    return stretches_of(problem, program)
+    served = tiling.in_stretches and not (sinks is not None and sinks.by_sequence)
+    return stretches_of(problem, program) if served and has_documents_apart(problem, program) else None
 
 
 def _pieces(

@@ -31,8 +31,8 @@ from ...graph.evaluate import Env, Repeated
 from ...graph.expr import Capture, Dep, Expr, captures, inputs
 from .stretches import Stretches
 
-TableOrder = Order | Literal["longest_sequences_first"]
-WITHOUT_WORK = ("in_order", "longest_sequences_first")  # orders for which it does not matter what tiles visit
+TableOrder = Order | Literal["longest_sequences_first", "last_keys_first"]
+WITHOUT_WORK = ("in_order", "longest_sequences_first", "last_keys_first")  # it does not matter what tiles visit
 
 
 class QueryTiles(NamedTuple):
@@ -280,6 +280,8 @@ class StretchTables(WorkTables):
     def _sorted(self, tiles: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
         if self.order == "in_order":
             return tiles.clone()
+        if self.order == "last_keys_first":
+            tiles = tiles.flip(0)
         rows = tiles[:, 3] - tiles[:, 2]  # of the stretch; none where there is no tile
         work = self.stretches.seen(told)[self.of_keys][tiles[:, 5]] if self.by_work else rows
         return tiles[work.argsort(descending=self.order != "shortest_first", stable=True)]

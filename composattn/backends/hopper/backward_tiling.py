@@ -11,7 +11,7 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
-from ..fused.coverage import all_are_seen, differ, end_together, has_whole_documents
+from ..fused.coverage import all_are_seen, differ, end_together, has_documents_apart, has_whole_documents
 from ..fused.cut import MANY
 from ..fused.order import queries_of_a_key
 from ..fused.stretches import falls_apart
@@ -41,6 +41,7 @@ SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k 
 COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
 SLOW_MEMORY = 4000  # GB/s
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
+IN_ORDER_AT_A_DOCUMENT = 16  # query heads, in a fixed order: fewer tiles of one head wait for each other
 MANY_HEADS = 6  # of a group, whose tiles of keys are cut in pieces of some of them
 
 
@@ -60,6 +61,11 @@ class Way(NamedTuple):
 
 CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
 BACKWARDS: dict[str, Any] = {"last_queries_first": True, "written": "by steps"}  # whole products lose 1 %
+# those who send and wait for turns want more than 24 registers (18 spills with 32), and who computes spares 8; waits of
+# these kernels sleep in the loop, so they look first
+STAYING_IN_ORDER: dict[str, Any] = {
+    "persistent": True, "tries_first": True, "consumer_registers": 232, "producer_registers": 40,
+}  # fmt: skip
 WAYS = (
     Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
     Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
@@ -137,7 +143,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_stretches(self) -> bool:
-        fits = self.kernel == "backward" and self.d == self.dv == 128
+        fits = self.kernel == "backward" and self.d == self.dv
         return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
 
     @property
@@ -331,8 +337,12 @@ def _together(problem: Problem, program: Program, seen: float) -> int:
 
 def _has_documents(problem: Problem, program: Program, seen: float) -> bool:
     """Whether sequences are short packed ones, or fall apart."""
-    packed = problem.layout.q == problem.layout.kv == "packed" and seen <= SHORT / 2
-    return packed or falls_apart(problem, program)
+    return _are_short(problem, seen) or falls_apart(problem, program)
+
+
+def _are_short(problem: Problem, seen: float) -> bool:
+    """Whether sequences are packed ones of 2k and less, on average."""
+    return problem.layout.q == problem.layout.kv == "packed" and seen <= SHORT / 2
 
 
 def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
@@ -369,8 +379,9 @@ def _keys_apart(
     # nor for the words of dropout (98 and 76 spills)
     reads = reads or program.keep is not None
     # nor for whose turn it is beside what a mask reads (documents: 8 spills with D 64, with D 128 one product after the
-    # other)
-    asks = deterministic and reads_any(program.mask)
+    # other), unless a table tells
+    documents = d == dv and has_documents_apart(problem, program)
+    asks = deterministic and reads_any(program.mask) and not documents
     tall = d <= 64 and dv <= 64 and not (reads or asks)
     # with D 128 nor for any test of more than bounds on indices: documents, a dilated window (one product after the
     # other; tiles of 64 queries are 1.27 times as fast)
@@ -382,18 +393,24 @@ def _keys_apart(
     way = _way(problem, program, seen) if d == dv == 128 and plain and not deterministic else {}
     # full documents by ids whose tiles begin with them gain 7 % by 80 queries; causal ones, more of whose tiles have a
     # test, lose 1 to 4
-    whole = d == dv == 128 and not reads and has_whole_documents(problem, program)
-    # in a fixed order causal calls of 1k to 4k gain 2 to 4 %, windows lose 2
-    wide_in_order = deterministic and not _slides(problem, program)
-    wide = (d == 128 and plain and (wide_in_order or many or bool(way))) or whole
-    overlapping = d == OVERLAPPING and dv <= d and plain and many and not deterministic
+    whole = documents and not reads and has_whole_documents(problem, program)
+    # in a fixed order causal calls of 1k to 4k gain 2 to 4 %, windows lose 2, short packed sequences 2 to 5
+    short = _are_short(problem, seen)
+    slides = (short and program.mask is not None) or _slides(problem, program)
+    wide_in_order = deterministic and not slides
+    wide = d == 128 and ((plain and (wide_in_order or many or bool(way))) or whole)
+    # in a fixed order full documents gain 26 %
+    overlaps = whole or (short and program.mask is None) if deterministic else plain and many
+    overlapping = d == OVERLAPPING and dv <= d and overlaps
     listed = reads_any(program.mask) and not bounds_queries(program.mask)
     # in a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
     # score mods up to 18, D 128 8 to 25, documents 19 to 31
     sends = wide or overlapping or deterministic or _tests_pairs(program, d, dv)
-    # D 96 gains nothing by it, and what is read of a listed tile takes the registers of 128 queries
-    later = sends or (max(d, dv) != 96 and not (tall and listed))
-    heads_a_piece, heads_together = (None if deterministic else _sections(problem, program, seen, target)) or (
+    # warpgroups that pass by query tiles need it; D 96 gains nothing else, and what is read of a listed tile takes the
+    # registers of 128 queries
+    halves = (d == 128 or (d == 96 and documents and not whole)) and not wide and _leaves_halves(program, seen)
+    later = sends or (halves if max(d, dv) == 96 else not (tall and listed))
+    heads_a_piece, heads_together = _sections(problem, program, seen, target, deterministic) or (
         0, _heads_together(problem, 2 * (d + dv) + 4 * d, 128, target, deterministic),
     )  # fmt: skip
     tiling = HopperBackwardTiling(
@@ -413,19 +430,20 @@ def _keys_apart(
         dq_later=later,
         dq_in_bulk=sends,
         # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
-        lse_ahead=4 if (tall or wide) and (plain or whole) and not deterministic else 0,
+        lse_ahead=4 if (tall or wide) and (plain or (whole and wide)) and not deterministic else 0,
         tries_first=program.is_plain and (deterministic or max(d, dv) == 96),
         l2=TOGETHER if wide or deterministic else _together(problem, program, seen),
         section_tiles=_section_tiles(target),
         heads_together=heads_together,
         heads_a_piece=heads_a_piece,
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
-        passing=d == 128 and later and not wide and _leaves_halves(program, seen),
+        passing=halves and later,
         # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
         written="whole" if max(d, dv) < 128 or is_line(program.score) else "by steps",
     )
     if deterministic:
-        return _staying_in_order(tiling, seen) if plain and max(d, dv) < 128 else tiling
+        stays = _stays_in_order(tiling, problem, program, seen, plain=plain, documents=documents or short)
+        return dataclasses.replace(tiling, **STAYING_IN_ORDER) if stays else tiling
     rounds = _rounds(problem, program, target, seen)
     staying = dataclasses.replace(tiling, **{"persistent": True, "clears": True, "rounds": rounds} | way)
     # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went by
@@ -472,17 +490,25 @@ def _rounds(problem: Problem, program: Program, target: Target, seen: float) -> 
     return not (short or (plain_full and seen >= 6144))
 
 
-def _staying_in_order(tiling: HopperBackwardTiling, seen: float) -> HopperBackwardTiling:
-    """Blocks stay where dK and dV fit where dQ leaves: D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3.
+def _stays_in_order(
+    tiling: HopperBackwardTiling, problem: Problem, program: Program, seen: float, *, plain: bool, documents: bool
+) -> bool:
+    """Whether blocks stay in a fixed order; dK and dV must fit where dQ leaves, and 80 queries spill 278.
 
-    Those who send and wait for turns want more than 24 registers then (18 spills with 32), and who computes spares 8.
-    Waits of all these kernels sleep in the loop, so they look first. At D 128 blocks that stay lose 2 to 4 %, at D 64
-    with score mods 6.
+    D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3, with score mods 6. At D 128 causal and full calls
+    lose 2 to 4, score mods 1 to 2. Documents by ids gain 4 to 5, full ones of D 64 1, windows 3 (32 on 8 heads lose 2),
+    neighbourhoods 7, short packed causal sequences 2 to 5.
     """
     widest = max(tiling.d, tiling.dv)
-    if tiling.tile_m * tiling.d < ROWS * widest or (widest < 96 and seen > SHORT):
-        return tiling
-    return dataclasses.replace(tiling, persistent=True, tries_first=True, consumer_registers=232, producer_registers=40)
+    if tiling.tile_m * tiling.d < ROWS * widest or tiling.dq_split == "transposed":
+        return False
+    if documents:
+        return tiling.dq_split != "overlapping"
+    if widest < 128:
+        return plain and (widest == 96 or seen <= SHORT)
+    if program.score is not None or program.keep is not None or program.mask is None:
+        return False
+    return has_opaque_test(program) or (problem.group == 1 and _slides(problem, program))
 
 
 def _bends_early(program: Program, widest: int, deterministic: bool) -> bool:
@@ -510,25 +536,32 @@ def _section_tiles(target: Target) -> int:
     return 3 * target.sms // 2
 
 
-def _sections(problem: Problem, program: Program, seen: float, target: Target) -> tuple[int, int | None] | None:
+def _sections(
+    problem: Problem, program: Program, seen: float, target: Target, deterministic: bool
+) -> tuple[int, int | None] | None:
     """Of how many query heads a piece of a tile of keys is, 0: all, and how many key/value heads run together.
 
     Where tiles of keys differ in length, blocks drift apart, at the end over all heads of their group: more queries
     than L2 holds. Cut in pieces of some heads they stay near each other, and even out where they are few; sections are
     of two rounds of blocks. None where that was not timed, or gains nothing: of fewer heads, and of equal tiles.
     """
+    if deterministic:
+        documents = _are_short(problem, seen) or has_documents_apart(problem, program)
+        return _sections_in_order(problem, program) if documents else None
     group, widest = problem.group, max(problem.head_dim, problem.head_dim_v)
     packed = problem.layout.q == problem.layout.kv == "packed"
     entries = max(1, -(-problem.kv_len // 128))  # tiles of keys of a head, of packed sequences those of all
     if group == 1 or program.mask is None:
         return None
     if _has_documents(problem, program, seen):
-        if has_whole_documents(problem, program) or not (packed or widest > 96):
+        halved = widest <= 96 and not packed
+        if has_whole_documents(problem, program) or (halved and not has_documents_apart(problem, program)):
             return None
-        # blocks that run together are at a few documents of many heads
-        pieces = max(-(-group // 4) if group >= 8 else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
+        # blocks that run together are at a few documents of many heads; by ids at D 64 and 96 four heads gain 2 to 7 %,
+        # eight 2 to 6, pieces of some heads 1 more or 3 less
+        pieces = max(-(-group // 4) if group >= 8 and not halved else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
         pieces = min(pieces, group // 2)
-        together = max(1, AT_A_DOCUMENT // pieces)
+        together = max(1, AT_A_DOCUMENT // pieces // (2 if halved else 1))
     elif widest <= 64 or group < MANY_HEADS or not (packed or differ(problem, program)):
         return None
     else:
@@ -541,6 +574,21 @@ def _sections(problem: Problem, program: Program, seen: float, target: Target) -
         rounds = 2 * target.sms / (entries * pieces)
         together = 2 if packed else 1 << max(0, round(math.log2(rounds)))
     return -(-group // pieces) if pieces > 1 else 0, problem.schedule.heads_together or together
+
+
+def _sections_in_order(problem: Problem, program: Program) -> tuple[int, int | None]:
+    """The same of documents by ids in a fixed order: tiles of a head that run together wait for each other.
+
+    With two or three heads at a time, as many as L2 holds, all tiles of a document ran together: full ones took 1.34
+    times as long as in any order, with 16 query heads 1.06, causal ones 1.09 and 1.03. Pieces of two heads of 8: 64 on
+    8 1.16 to 1.04, 32 on 4 and 16 on 2 1.5 to 1.01.
+    """
+    group, asked = problem.group, problem.schedule.heads_together
+    if program.mask is None or has_whole_documents(problem, program):
+        return 0, asked or IN_ORDER_AT_A_DOCUMENT
+    pieces = max(-(-group // 2) if group >= 8 else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
+    pieces = min(pieces, group // 2)
+    return -(-group // pieces) if pieces > 1 else 0, asked or max(1, IN_ORDER_AT_A_DOCUMENT // group)
 
 
 def _heads_together(problem: Problem, row: int, tile_n: int, target: Target, deterministic: bool) -> int | None:

@@ -185,8 +185,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
         In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
-        has the tiles of each sequence, or stretch, from the first to the last. Where the last section goes backwards,
-        it has the first ones first again, each from the last queries on.
+        has the tiles of each sequence from the first to the last, of each stretch as they come. Where the last section
+        goes backwards, it has the first ones first again, each from the last queries on.
         """
         tile_n = self.tiling.tile_n
         piece = None
@@ -196,7 +196,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         queries, keys = [rows.sequence(work.b).within(work.stretch) for rows in (call.queries, call.keys)]
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
-        n = work.m if dense == self.plan.deterministic else count - 1 - work.m
+        as_they_come = self.plan.has_stretches or dense == self.plan.deterministic
+        n = work.m if as_they_come else count - 1 - work.m
         backwards: Boolean | bool = self.tiling.last_queries_first
         if self.tiling.ends_backwards:
             backwards = call.order.in_last_section(number)
@@ -229,7 +230,9 @@ class Backward(Kernel, Generic[AnyTiling]):
         last = cutlass.min(first + self.tiling.tile_n, work.keys.end) - 1
         told = None
         if self.plan.told is not None:
-            told = ToldKeys(work.keys.stretch.entry, self.plan.told.groups, self.plan.told.reads)
+            # a fixed order has the tiles of a stretch in a row, the last one first
+            entry = work.keys.stretch.entry(before=0 if n is None else n - work.n)
+            told = ToldKeys(entry, self.plan.told.groups, self.plan.told.reads)
         return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last, told)
 
     def members(self, call, work):
