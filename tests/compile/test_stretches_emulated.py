@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import tiling
+from composattn.backends.hopper import backward_keys_apart, tiling
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
@@ -40,12 +39,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
     monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
-    monkeypatch.setattr(backward_tiling(), "COMPLETE_AT_ONCE", 100)
-
-
-def backward_tiling() -> Any:
-    """The module; the package has a function of that name."""
-    return importlib.import_module("composattn.backends.hopper.backward_tiling")
+    monkeypatch.setattr(backward_keys_apart, "COMPLETE_AT_ONCE", 100)
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -168,10 +162,14 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
 
 
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(1), marks=pytest.mark.slow)], ids=str)
-def test_dq_of_documents_is_rounded_when_it_is_complete(mode: Mode, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("dim", [*NARROW, 128])
+def test_dq_of_documents_is_rounded_when_it_is_complete(
+    dim: int, mode: Mode, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the table, in which tiles of queries begin with documents, too many of which it has room for."""
+    monkeypatch.setattr(backward_keys_apart, "SLOW_MEMORY", 1 << 20)  # as beside the slowest
     ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
-    case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 242), generator)
+    case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 242, dim=dim), generator)
     few = dataclasses.replace(HOPPER, sms=2)
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
     assert plan.has_stretches and plan.tiling.rounds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import composattn as ca
 from composattn.backends.fused.architecture import planned_for
 from composattn.backends.fused.plan_backward import plan_backward
+from composattn.backends.hopper import backward_keys_apart
 from composattn.call.problem import Problem
 from composattn.mods import alibi, causal, document, sliding_window
 from tests.support import gpu_backend, needs_backward, outlier_normal, poison_cuda_memory
@@ -36,7 +36,7 @@ CASES = [
     ],
     ("causal", 72, 2000),  # padded columns
     ("alibi", 128, 2048),
-    ("documents", 128, 5040),
+    *[("documents", d, 5040) for d in (64, 96, 128)],
 ]
 
 
@@ -44,8 +44,7 @@ CASES = [
 def test_dq_is_that_of_a_fixed_order(
     mods: str, d: int, length: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward_tiling = importlib.import_module("composattn.backends.hopper.backward_tiling")
-    monkeypatch.setattr(backward_tiling, "SLOW_MEMORY", 1 << 20)  # as beside the slowest
+    monkeypatch.setattr(backward_keys_apart, "SLOW_MEMORY", 1 << 20)  # as beside the slowest
     backend = gpu_backend()
     needs_backward(backend)
     draw = partial(outlier_normal, generator=generator, dtype=torch.bfloat16, device="cuda")

@@ -9,6 +9,7 @@ from typing import ClassVar
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ..fused.backward_heads import section_tiles
 from ..fused.sharing import sharing_of
 from ..fused.target import Target
 from ..fused.tiling import RowBackwardTiling
@@ -314,7 +315,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         roles=roles,
         in_halves=program.score is not None and roles is ROLES,  # ALiBi by a function spilled 4
         l2=64 << 20,
-        section_tiles=3 * target.sms // 2,  # as on Hopper, where heads alone left multiprocessors idle
+        section_tiles=section_tiles(target),
         heads_together=problem.schedule.heads_together,
     )
     if sums_by(program, Pattern.DISTANCE):

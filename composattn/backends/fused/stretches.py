@@ -18,8 +18,8 @@ from ...call.problem import Problem
 from ...graph.evaluate import Env, evaluate_all
 from ...graph.expr import Dep, Expr, index, inputs, substitute
 
-# Rows of sequences above which stretches are looked for, by 176 small kernels for each new mask: a backward of 4k gains 2
-# to 6 % (20 to 70 µs), one of 2k 2 to 3
+# Rows of sequences above which stretches are looked for, by 176 small kernels for each new mask: a backward of 4k gains
+# 2 to 6 % (20 to 70 µs), one of 2k 2 to 3
 LONG = 4096
 # Rows that a stretch has at least, as short ones share tiles with what follows; copies of rows that end with a stretch
 # need as many above its end.

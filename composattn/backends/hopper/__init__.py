@@ -8,7 +8,7 @@ import torch
 
 from ..fused.architecture import Architecture, Kernel
 from ..fused.target import HOPPER
-from .backward_tiling import backward_tiling
+from .backward_choice import backward_tiling
 from .tiling import forward_tiling
 
 

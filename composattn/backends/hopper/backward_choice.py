@@ -1,0 +1,139 @@
+"""Which tiling the backward of a call has, by head dimension, and its order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ...analysis.captured_gradient import Pattern
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.backward_heads import SHORT, TOGETHER, section_tiles
+from ..fused.coverage import all_are_seen, differ
+from ..fused.cut import MANY
+from ..fused.order import queries_of_a_key
+from ..fused.target import Target
+from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
+from .backward_keys_apart import KeysApart
+from .backward_tiling import ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
+
+
+def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
+    """Tiles of the backward kernel, and their order; `deterministic`: dQ is summed in a fixed order."""
+    tiling = _tiles(problem, program, target, deterministic)
+    return _in_order(tiling, problem, program, target) if deterministic else tiling
+
+
+def _in_order(tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> HopperBackwardTiling:
+    """With dQ summed in a fixed order.
+
+    Short tiles of keys come first then, and are soon at other heads of their group than long ones: with 13 key/value
+    heads a section (32 on 8, 2k) L2 found little and a call took 1.46 times as long as in any order, with one 1.14.
+    The last section fills the multiprocessors, or its longest tiles end alone: 1.05. Few tiles are cut in its place.
+    """
+    first = tiling.dq_in_bulk and all_are_seen(tiling, problem, program)
+    tiling = dataclasses.replace(tiling, ends_backwards=differ(problem, program), first_writes=first)
+    grouped = problem.group > 1 and problem.layout.is_dense and problem.schedule.heads_together is None
+    at_once, tiles = target.sms // tiling.sharing, max(1, -(-problem.kv_len // tiling.tile_n))
+    if not (tiling.ends_backwards and grouped and problem.batch * problem.kv_heads * tiles > MANY * at_once):
+        return tiling
+    # a power of 2, as each is another kernel
+    at_last = 1 << max(0, round(math.log2(at_once / tiles)))
+    return dataclasses.replace(tiling, heads_together=1, heads_at_last=at_last)
+
+
+def _tiles(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
+    """Of each kernel."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if max(d, dv) > 256:
+        return _halves(problem, target)
+    if max(d, dv) > 128:
+        tiling = _shared_keys(d, dv, problem, target)
+        # beside a warp that clears, ptxas moves the sleep of a wait out of the loop; causal ones of D 256 have it there
+        clears = problem.layout.is_dense and not deterministic
+        if _exchanges(d, dv, problem, program):
+            clears = clears and (d == 192 or program.mask is None)
+            return dataclasses.replace(_exchanged(tiling, problem, program, target), clears=clears)
+        if not _takes_more_keys(d, dv, program):
+            return dataclasses.replace(tiling, clears=clears and program.mask is None)
+        tiling = dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True, clears=clears)
+        halves = deterministic and d == dv and program.score is None and not has_opaque_test(program)
+        return _by_halves(tiling) if halves else tiling
+    return KeysApart(problem, program, target, deterministic).tiling
+
+
+def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
+    """Whether two warpgroups have registers for transposed sums of 96 keys: of 384 rows, 144 a thread.
+
+    They have none left where tensors are read at pairs (4 spills) or a mask's test costs much (ids of documents: 75),
+    and their scores lie so that sums by distance have no lines.
+    """
+    fits = d == 192 and dv in (128, 192)
+    reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_costly_test(program.mask)
+    return fits and not reads and not sums_by(program, Pattern.DISTANCE)
+
+
+def _by_halves(tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+    """With dQ in bulk, in the place of a second P and dS: 5 % in a fixed order, where else it loses 2."""
+    return dataclasses.replace(tiling, ds_stages=1, dq_in_bulk=True, dq_pieces=2)
+
+
+def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
+    """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
+    tiling = HopperBackwardTiling(
+        kernel="backward_wide",
+        tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
+        consumer_registers=240, producer_registers=24, p_early=False, l2=TOGETHER, section_tiles=section_tiles(target),
+        heads_together=problem.schedule.heads_together,
+    )  # fmt: skip
+    fits = tiling.shared_memory(2) <= target.shared_memory
+    return tiling if fits else dataclasses.replace(tiling, do_stages=1)
+
+
+def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
+    """Whether pairs of blocks exchange dS: at D 256 14 % and more faster than `backward_wide`, at 192/128 and 192 6.
+
+    At D 192 causal calls of 1k have one block's tiles of 96 keys, where pairs visit 128. Not where tests cost much:
+    documents end at no multiple of 128 keys, and lists would be longer. With captured gradients and dropout it was not
+    tried; what a score mod reads beside packed sequences spilled 8.
+    """
+    fits = (d, dv) in ((192, 128), (256, 256)) or (
+        d == dv == 192 and (program.mask is None or queries_of_a_key(problem, program) > SHORT / 4)
+    )
+    fits = fits and not (problem.layout.q == "packed" and reads_any(program.score))
+    sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
+    return fits and not sums and not has_costly_test(program.mask) and not has_opaque_test(program)
+
+
+def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> ExchangeBackwardTiling:
+    """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO.
+
+    Two parts of dQ of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
+    other's product.
+
+    Where there are two, dV comes later: 2 to 4 %; with one, dO would stay for too long (D 256 loses 2).
+    """
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    columns = one.d // 4
+    own = {
+        "kernel": ExchangeBackwardTiling.kernel,
+        "tile_n": 2 * one.tile_n,
+        "part_columns": columns,
+        "consumer_registers": 208 if columns == 64 else 192,
+        "section_tiles": one.section_tiles // 2,
+        "written": "whole",  # 2 to 4 % of D 256, 0 to 3 of D 192 at 8k
+    }
+    tilings = (
+        ExchangeBackwardTiling(**kept | own | {"do_stages": stages, "dv_later": stages == 2}) for stages in (2, 1)
+    )
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
+
+
+def _halves(problem: Problem, target: Target) -> PairBackwardTiling:
+    """A block has half of all columns: as for a head dimension of half the size, but for scores that are exchanged."""
+    d, dv = (-(-n // 64) * 64 for n in (problem.head_dim, problem.head_dim_v))
+    one = _shared_keys(d, dv, problem, target)
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    own = {"kernel": PairBackwardTiling.kernel, "section_tiles": one.section_tiles // 2}
+    tilings = (PairBackwardTiling(**{**kept, **own, "do_stages": stages}) for stages in (2, 1))
+    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)

@@ -1,0 +1,336 @@
+"""The tiling of a Hopper backward whose warpgroups have 64 keys each, up to D 128: what a call is, what it gains by."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from ...analysis.captured_gradient import Pattern
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.multiples import is_of_score
+from ..fused.backward_heads import SHORT, TOGETHER, are_short, bytes_together, heads_of, section_tiles
+from ..fused.coverage import end_together, has_documents_apart, has_whole_documents
+from ..fused.order import queries_of_a_key
+from ..fused.target import Target
+from ..fused.traits import (
+    bounds_queries,
+    has_costly_test,
+    has_opaque_test,
+    is_line,
+    padded,
+    reads_any,
+    reads_pairs,
+    sums_by,
+)
+from .backward_tiling import OVERLAPPING, ROWS, HopperBackwardTiling
+
+COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
+SLOW_MEMORY = 4000  # GB/s
+
+
+class Way(NamedTuple):
+    """What else is done to dQ of plain D 128 in any order where so many queries see a tile of keys, on average.
+
+    `causal`: whether tiles of keys begin with different queries; all end with the last ones. `group`: query heads of a
+    key/value head, at least.
+    """
+
+    causal: bool
+    least: int
+    below: int
+    changes: dict[str, Any]
+    group: int = 1
+
+
+CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
+BACKWARDS: dict[str, Any] = {"last_queries_first": True, "written": "by steps"}  # whole products lose 1 %
+WAYS = (
+    Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
+    Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
+    Way(True, 6144, 1 << 31, BACKWARDS),  # 16k gains 2 %, 32k 1; claimed too they lose 7 and 6
+    Way(True, 1600, 6144, BACKWARDS, group=8),  # 24 on 3 and 32 on 4 heads, 4k and 8k, gain 0.3 to 2 %
+)
+# those who send and wait for turns want more than 24 registers (18 spills with 32), and who computes spares 8; waits of
+# these kernels sleep in the loop, so they look first
+STAYING_IN_ORDER: dict[str, Any] = {
+    "persistent": True, "tries_first": True, "consumer_registers": 232, "producer_registers": 40,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysApart:
+    """A call, and the facts that its `tiling` depends on.
+
+    dK and dV of 64 keys are in a warpgroup's registers, (d + dv) / 2 a thread; Sᵀ and dPᵀ take tile_m / 2 each, dQ
+    tile_m * d / 256. Taller tiles read K and V less often a score, and leave no registers for what is read beside it.
+    """
+
+    problem: Problem
+    program: Program
+    target: Target
+    deterministic: bool
+
+    @functools.cached_property
+    def tiling(self) -> HopperBackwardTiling:
+        """What the kernel is cut into."""
+        if self.deterministic:
+            stays: dict[str, Any] = STAYING_IN_ORDER if self.stays_in_order else {}
+            return dataclasses.replace(self._each_block, **stays)
+        also: dict[str, Any] = {"persistent": True, "clears": True, "rounds": self.rounds}
+        staying = dataclasses.replace(self._each_block, **also | self.way)
+        # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went
+        # by lists, spilled 16 and lost 5 %), and score mods lose 2 to 3 % on 128 queries
+        gains = (self.program.score is None or not self.tall) and not self.listed
+        return staying if gains and staying.shared_memory(2) <= self.target.shared_memory else self._each_block
+
+    @functools.cached_property
+    def _each_block(self) -> HopperBackwardTiling:
+        """With a block for each tile of keys."""
+        a_piece, together = heads_of(self.problem, self.program, self.seen, self.target, self.deterministic)
+        tall, wide, narrow = self.tall, self.wide, self.widest < 128
+        any_order = not self.deterministic
+        return HopperBackwardTiling(
+            tile_m=128 if tall else 80 if wide else 96 if self.overlapping else 64,
+            tile_n=128,
+            d=self.d,
+            dv=self.dv,
+            q_stages=2,
+            do_stages=2,
+            ds_stages=2,
+            warpgroups=2,
+            dq_split="rows" if tall else "transposed" if wide else "overlapping" if self.overlapping else "columns",
+            consumer_registers=240,
+            producer_registers=24,
+            p_early=True,
+            bends_early=self.bends_early,
+            dq_later=self.later,
+            dq_in_bulk=self.sends,
+            # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
+            lse_ahead=4 if any_order and ((tall and self.plain) or (wide and (self.plain or self.whole))) else 0,
+            tries_first=self.program.is_plain and (self.deterministic or self.widest == 96),
+            l2=bytes_together(self.problem, self.program, self.seen) if any_order and not wide else TOGETHER,
+            section_tiles=section_tiles(self.target),
+            heads_together=together,
+            heads_a_piece=a_piece,
+            distances=2 * 4096 if sums_by(self.program, Pattern.DISTANCE) else 0,
+            passing=self.halves and self.later,
+            # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and
+            # biases
+            written="whole" if narrow or is_line(self.program.score) else "by steps",
+        )
+
+    # --- what the call is ----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def d(self) -> int:
+        return padded(self.problem.head_dim)
+
+    @functools.cached_property
+    def dv(self) -> int:
+        return padded(self.problem.head_dim_v)
+
+    @property
+    def widest(self) -> int:
+        return max(self.d, self.dv)
+
+    @functools.cached_property
+    def seen(self) -> float:
+        """Queries that see a tile of keys, on average."""
+        return queries_of_a_key(self.problem, self.program)
+
+    @functools.cached_property
+    def documents(self) -> bool:
+        """Whether tiles of keys begin with documents by ids, of which a table tells what they visit."""
+        return self.d == self.dv and has_documents_apart(self.problem, self.program)
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether these are seen whole."""
+        return self.documents and not self.reads and has_whole_documents(self.problem, self.program)
+
+    @functools.cached_property
+    def short(self) -> bool:
+        """Whether sequences are short packed ones."""
+        return are_short(self.problem, self.seen)
+
+    @functools.cached_property
+    def many(self) -> bool:
+        """Whether many queries see a key: else tiles that end on no multiple of 64 visit more than they save.
+
+        D 96, causal calls: 3 % gained at 8k, lost at 2k.
+        """
+        return self.program.mask is None or self.seen > SHORT
+
+    @functools.cached_property
+    def slides(self) -> bool:
+        """Whether tiles of keys end with queries of their own, as a window's do."""
+        if self.program.mask is None or not self.problem.layout.is_dense:
+            return False
+        return not end_together(self.problem, self.program)
+
+    # --- what takes registers --------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def reads(self) -> bool:
+        """Whether addresses of captured tensors, or tests that are no bounds, or the words of dropout take registers.
+
+        A 2-D neighbourhood: 8 bytes of stack, one product after the other; dropout 98 and 76 spills.
+        """
+        score, mask = self.program.score, self.program.mask
+        return reads_pairs(score) or reads_pairs(mask) or has_opaque_test(self.program) or self.program.keep is not None
+
+    @functools.cached_property
+    def asks(self) -> bool:
+        """Whether whose turn it is does so beside what a mask reads, and no table tells.
+
+        Documents: 8 spills with D 64, with D 128 one product after the other.
+        """
+        return self.deterministic and reads_any(self.program.mask) and not self.documents
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether nothing does: with D 128 no score mod, nor any test of more than bounds on indices.
+
+        Documents, a dilated window: one product after the other; tiles of 64 queries are 1.27 times as fast.
+        """
+        program = self.program
+        return not (self.reads or self.asks) and program.score is None and not has_costly_test(program.mask)
+
+    @functools.cached_property
+    def listed(self) -> bool:
+        """Whether lists say what a tile of keys visits."""
+        return reads_any(self.program.mask) and not bounds_queries(self.program.mask)
+
+    @functools.cached_property
+    def tests_pairs(self) -> bool:
+        """Whether a test reads a tensor at each pair, or computes as much: who computes adds nothing to memory then.
+
+        Tables of pairs gain 7 % with D 128, 18 with D 96, a 2-D neighbourhood 10; with D 64 they lose 1. Blocks stay,
+        and dV leaves where dQ does, so Dv is no larger.
+        """
+        sums = any(sums_by(self.program, pattern) for pattern in Pattern) or self.program.keep is not None
+        return self.d >= max(96, self.dv) and has_opaque_test(self.program) and not sums
+
+    # --- how many queries a tile has -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def tall(self) -> bool:
+        """128, up to D 64."""
+        return self.widest <= 64 and not (self.reads or self.asks)
+
+    @functools.cached_property
+    def wide(self) -> bool:
+        """80, at D 128.
+
+        Full documents by ids gain 7 %; causal ones, more of whose tiles have a test, lose 1 to 4. In a fixed order
+        causal calls of 1k to 4k gain 2 to 4 %, windows lose 2, short packed sequences 2 to 5.
+        """
+        slides = (self.short and self.program.mask is not None) or self.slides
+        gains = (self.deterministic and not slides) or self.many or bool(self.way)
+        return self.d == 128 and ((self.plain and gains) or self.whole)
+
+    @functools.cached_property
+    def overlapping(self) -> bool:
+        """96, at D 96. In a fixed order full documents gain 9 %."""
+        full_and_short = self.whole or (self.short and self.program.mask is None)
+        gains = full_and_short if self.deterministic else self.plain and self.many
+        return self.d == OVERLAPPING and self.dv <= self.d and gains
+
+    # --- how dQ leaves ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def way(self) -> dict[str, Any]:
+        """What else is done to dQ of plain D 128 in any order."""
+        if self.deterministic or not (self.d == self.dv == 128 and self.plain):
+            return {}
+        causal = self.program.mask is not None
+        served = (way for way in WAYS if way.causal == causal and self.problem.group >= way.group)
+        changes = next((way.changes for way in served if way.least <= self.seen < way.below), {})
+        return changes if changes and end_together(self.problem, self.program) else {}
+
+    @functools.cached_property
+    def sends(self) -> bool:
+        """Whether it leaves in bulk.
+
+        In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %,
+        with score mods up to 18, D 128 8 to 25, documents 19 to 31.
+        """
+        return self.wide or self.overlapping or self.deterministic or self.tests_pairs
+
+    @functools.cached_property
+    def later(self) -> bool:
+        """Whether it is computed a tile later, as for who sends it or passes by query tiles.
+
+        D 96 gains nothing else, and what is read of a listed tile takes the registers of 128 queries.
+        """
+        return self.sends or (self.halves if self.widest == 96 else not (self.tall and self.listed))
+
+    @functools.cached_property
+    def halves(self) -> bool:
+        """Whether many query tiles see one half of 128 keys alone: documents, windows, short causal calls.
+
+        Of causal calls 1k gains 0.6 %, 4k loses 2 %: the branch costs what is passed by. D 96 gains 3 % of causal
+        documents by ids, of full ones nothing.
+        """
+        mask = self.program.mask
+        if self.wide or not (self.d == 128 or (self.d == 96 and self.documents and not self.whole)):
+            return False
+        if mask is None or self.program.score is not None or not bounds_queries(mask):
+            return False
+        return reads_any(mask) or self.seen < SHORT / 2
+
+    @functools.cached_property
+    def bends_early(self) -> bool:
+        """Whether there are registers for P m'(s) beside P: not with 128 queries (593 spills), nor for what mods read.
+
+        With D 128 beside no ids of documents either (32 spills in the loop), nor turns.
+        """
+        if self.tall or not is_of_score(self.program.score) or self.program.keep is not None:
+            return False
+        return self.widest < 128 or not (self.deterministic or has_costly_test(self.program.mask))
+
+    # --- blocks that stay ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def rounds(self) -> bool:
+        """Whether warps that idle round dQ: 1 to 4 % where most heads are complete long before the call ends.
+
+        Not where two rounds of blocks are all there is (a call of 128 tiles lost 2 %), nor where tests take registers
+        and documents are short (causal ones: 2 to 3). At D 128 not of 1k either, whose heads are complete all at once
+        (2 to 3), nor of full calls of 6k and more, where the kernel behind is 1 % of the time (0 to 2). At D 64 and 96
+        only beside slow memory: 1 to 4 % of an H100 (3.35 TB/s), of an H200 (4.8) -1 to 1.
+        """
+        problem, mask = self.problem, self.program.mask
+        tiles = problem.kv_heads * -(-problem.kv_len // 128)
+        if problem.layout.q == "packed":
+            at_once = mask is not None
+        else:
+            tiles, at_once = problem.batch * tiles, problem.kv_len <= COMPLETE_AT_ONCE
+        if tiles <= 2 * self.target.sms or problem.head_dim % 8:
+            return False
+        if has_costly_test(mask) and not has_whole_documents(problem, self.program):
+            return False
+        if max(problem.head_dim, problem.head_dim_v) <= 96:
+            return self.target.memory_rate < SLOW_MEMORY
+        return not (at_once or (mask is None and self.program.score is None and self.seen >= 6144))
+
+    @functools.cached_property
+    def stays_in_order(self) -> bool:
+        """Whether blocks stay in a fixed order; dK and dV must fit where dQ leaves, and 80 queries spill 278.
+
+        D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3, with score mods 6. At D 128 causal and full
+        calls lose 2 to 4, score mods 1 to 2. Documents by ids gain 4 to 5, full ones of D 64 1, windows 3 (32 on 8
+        heads lose 2), neighbourhoods 7, short packed causal sequences 2 to 5.
+        """
+        tiling, program = self._each_block, self.program
+        if tiling.tile_m * tiling.d < ROWS * self.widest or self.wide:
+            return False
+        if self.documents or (self.short and self.plain):
+            return not self.overlapping
+        if self.widest < 128:
+            return self.plain and (self.widest == 96 or self.seen <= SHORT)
+        if program.score is not None or program.keep is not None or program.mask is None:
+            return False
+        return has_opaque_test(program) or (self.problem.group == 1 and self.slides)
