@@ -137,9 +137,10 @@ def test_splitting_kv_compiles_the_kernel_that_combines(compiled: Compiled) -> N
     assert compiled.steps == ["forward", "combine"]
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize("q_len, kv_len", [(0, 256), (256, 0)])
-def test_an_empty_call_compiles_nothing(compiled: Compiled, q_len: int, kv_len: int) -> None:
-    attn = ca.Attention(mask_mod=causal())
+def test_an_empty_call_compiles_nothing(compiled: Compiled, q_len: int, kv_len: int, in_order: bool) -> None:
+    attn = ca.Attention(mask_mod=causal(), deterministic=in_order)
     q, k, v = inputs(q_len, kv_len, grad=True)
     attn(q, k, v).sum().backward()
     assert compiled.steps == []

@@ -38,7 +38,9 @@ def end_together(problem: Problem, program: Program) -> bool:
     if not problem.layout.is_dense or (program.mask is not None and not differ(problem, program)):
         return False
     visits = _visits(problem, program, 128, 1)
-    return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
+    if visits is None or not visits.numel():
+        return False
+    return bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
 
 
 def differ(problem: Problem, program: Program) -> bool:

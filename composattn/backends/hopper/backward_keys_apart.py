@@ -227,9 +227,11 @@ class KeysApart:
         Full documents by ids gain 7 %; causal ones, more of whose tiles have a test, lose 1 to 4. In a fixed order
         causal calls of 1k to 4k gain 2 to 4 %, windows lose 2, short packed sequences 2 to 5.
         """
-        slides = (self.short and self.program.mask is not None) or self.slides
-        gains = (self.deterministic and not slides) or self.many or bool(self.way)
-        return self.d == 128 and ((self.plain and gains) or self.whole)
+        if self.d < 128 or not self.plain:
+            return self.d == 128 and self.whole
+        if self.many or self.way:
+            return True
+        return self.deterministic and not ((self.short and self.program.mask is not None) or self.slides)
 
     @functools.cached_property
     def overlapping(self) -> bool:
