@@ -38,9 +38,7 @@ def end_together(problem: Problem, program: Program) -> bool:
     if not problem.layout.is_dense or (program.mask is not None and not differ(problem, program)):
         return False
     visits = _visits(problem, program, 128, 1)
-    if visits is None or not visits.numel():
-        return False
-    return bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
+    return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
 
 
 def differ(problem: Problem, program: Program) -> bool:
@@ -64,11 +62,11 @@ def has_whole_documents(problem: Problem, program: Program) -> bool:
 def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:
     """How many query tiles each tile of keys visits in one run, at most: (B|1, tiles); None where tensors decide.
 
-    Nor are there numbers for heads that differ, as they would be sums over these; and runs of one tile of keys may
+    Nor are there numbers where there are no keys; nor for heads that differ, as they would be sums over these; and runs of one tile of keys may
     share a query tile, which would count twice.
     """
     intervals = exchanged(program.of_keys[0])
-    if any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
+    if not problem.kv_len or any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
         return None
     found = [fixed_visits(mirror(problem), (i,), tile_n, tile_m) for i in intervals]
     counts = [f for f in found if f is not None]
