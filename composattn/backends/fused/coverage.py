@@ -62,8 +62,8 @@ def has_whole_documents(problem: Problem, program: Program) -> bool:
 def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:
     """How many query tiles each tile of keys visits in one run, at most: (B|1, tiles); None where tensors decide.
 
-    Nor are there numbers where there are no keys; nor for heads that differ, as they would be sums over these; and runs of one tile of keys may
-    share a query tile, which would count twice.
+    Nor are there numbers where there are no keys, nor for heads that differ, as they would be sums over these; and runs
+    of one tile of keys may share a query tile, which would count twice.
     """
     intervals = exchanged(program.of_keys[0])
     if not problem.kv_len or any((i.begin.deps | i.end.deps) & Dep.H for i in intervals):
