@@ -281,6 +281,10 @@ def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_regist
     assert not plan_backward(long, padded, HOPPER).main.has_stretches
     of_each = SinkForm(torch.float32, by_sequence=True)
     assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_stretches
+    torn = Program(None, document(ids.roll(5)).expr)  # by lists, whose tests have no registers for tall tiles and turns
+    narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
+    in_turn = plan_backward(narrow, torn, HOPPER, deterministic=True).main
+    assert in_turn.lists is not None and not in_turn.has_stretches and in_turn.tiling.tile_m == 64
     for dim, dim_v in ((32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (192, 192)):
         other = dataclasses.replace(long, head_dim=dim, head_dim_v=dim_v)
         for mask, in_order in itertools.product(masks, (False, True)):

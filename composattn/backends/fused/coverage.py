@@ -7,9 +7,11 @@ import functools
 import torch
 
 from ...analysis.program import Program
+from ...analysis.tile_lists import QueryLists, reason_for_lists
 from ...call.problem import Problem
 from ...graph.expr import Dep, index, substitute
 from .order import exchanged, mirror
+from .plan import extent_of
 from .stretches import falls_apart
 from .tiling import BackwardTiling
 from .traits import bounds_queries, has_bounded_documents, has_costly_test
@@ -49,9 +51,14 @@ def differ(problem: Problem, program: Program) -> bool:
 
 
 def has_documents_apart(problem: Problem, program: Program) -> bool:
-    """Whether tiles of keys begin with documents by ids, and no score mod or dropout takes registers beside them."""
+    """Whether tiles of keys begin with documents by ids, and no score mod or dropout takes registers beside them.
+
+    Of ids that come again later lists say what is visited.
+    """
     alone = program.score is None and program.keep is None and has_costly_test(program.mask)
-    return alone and falls_apart(problem, program)
+    if not alone or not falls_apart(problem, program):
+        return False
+    return reason_for_lists(QueryLists, program.mask, extent_of(problem), (128, 128)) is None
 
 
 def has_whole_documents(problem: Problem, program: Program) -> bool:
