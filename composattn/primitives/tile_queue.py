@@ -1,7 +1,8 @@
 """Work tiles handed out one at a time: a counter in device memory, and how a block's warps learn the next tile.
 
 Blocks that stay for many tiles take the next one when they are free, as the hardware hands blocks to multiprocessors;
-a fixed stride does not even out tiles of different lengths. The first tile of a block is the block's own number.
+a fixed stride does not even out tiles of different lengths. The first tile of a block is the block's own number, or
+drawn as well.
 """
 
 import cutlass
@@ -18,12 +19,21 @@ class TileQueue(Fixed):
     `counter`: int32 (1,), zero when the kernel starts. `tiles`: how many there are, where the kernel leaves the counter
     at zero: each block draws until a number is too large, which makes as many draws as there are tiles, and with the
     last one the counter wraps. None: another kernel clears it.
+    `draws_first`: whether the first tile of a block is drawn too, so that blocks which run have all the lowest numbers:
+    where tiles wait for those of lower numbers, and fewer blocks run at once than were launched, others would wait for
+    the first tile of a block that does not begin before one of them ends.
     """
 
     def __init__(
-        self, edge: BoundEdge, numbers: cute.Pointer, counter: cute.Tensor, tiles: Int32 | None = None
+        self,
+        edge: BoundEdge,
+        numbers: cute.Pointer,
+        counter: cute.Tensor,
+        tiles: Int32 | None = None,
+        draws_first: bool = False,
     ) -> None:
         self.edge, self.numbers, self.counter, self.tiles = edge, numbers, counter, tiles
+        self.draws_first = draws_first
 
     def draw(self, lane: Int32) -> Int32:
         """The next number, in all lanes of the warp that announces."""
@@ -35,7 +45,8 @@ class TileQueue(Fixed):
 
     def drawn(self, asked: Int32) -> Int32:
         """The number that was asked for, in all lanes."""
-        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(asked, 0)
+        drawn = cute.arch.shuffle_sync(asked, 0)
+        return drawn if self.draws_first else cute.arch.grid_dim()[0] + drawn
 
     def announce(self, slot: Slot, number: Int32, lane: Int32) -> None:
         """To the warps of this block, once all have heard what `slot` held before."""

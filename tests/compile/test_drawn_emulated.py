@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,16 @@ import composattn as ca
 from composattn.backends.fused.arguments import ForwardArguments
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper import tiling
 from composattn.call.problem import Problem
+from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, sliding_window
 from composattn.mods.scores import alibi
-from tests.support import outlier_normal, sampled
+from composattn.testing.tolerance import Case, check
+from tests.support import on_few_multiprocessors, outlier_normal, sampled
 
 FEW = dataclasses.replace(HOPPER, sms=3)  # so that blocks walk over several tiles each
 CASES: dict[str, dict[str, Any]] = {
@@ -145,3 +149,20 @@ def test_only_blocks_that_draw_and_hold_queries_store_outputs_from_registers() -
     chosen = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
     with pytest.raises(ValueError, match="output_direct"):
         dataclasses.replace(chosen, held=128)
+
+
+@pytest.mark.parametrize("mods", [{}, {"mask_mod": sliding_window(300)}], ids=["full-d96", "window-d128"])
+def test_turns_come_where_fewer_blocks_run_than_were_launched(
+    mods: dict[str, Any], monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """As in a part of a GPU: a tile that was a block's own number began when those that waited for it had ended."""
+    dim = 128 if mods else 96
+    q, k, v, dout = (outlier_normal(1, 1, 700, dim, generator=generator, dtype=torch.bfloat16) for _ in range(4))
+    case = Case(q, k, v, mask_mod=mods.get("mask_mod"), dout=dout)
+    plan = plan_backward(Problem.of(q, k, v), case.program, dataclasses.replace(HOPPER, sms=4), deterministic=True).main
+    assert plan.tiling.persistent
+    launch = Captured.launch
+    monkeypatch.setattr(Captured, "launch", lambda *given, **sizes: launch(*given, **sizes | {"sms": 2}))
+    for mode in (EAGER, LATE):
+        with emulating(mode), on_few_multiprocessors("hopper-emulated", 4):
+            check(partial(ca.attention, backend="hopper-emulated", deterministic=True), case)

@@ -143,7 +143,7 @@ class KeysApart:
     @functools.cached_property
     def documents(self) -> bool:
         """Whether tiles of keys begin with documents by ids, of which a table tells what they visit."""
-        return self.d == self.dv and has_documents_apart(self.problem, self.program)
+        return has_documents_apart(self.problem, self.program)
 
     @functools.cached_property
     def whole(self) -> bool:
@@ -236,8 +236,8 @@ class KeysApart:
     @functools.cached_property
     def overlapping(self) -> bool:
         """96, at D 96. In a fixed order full documents gain 9 %."""
-        full_and_short = self.whole or (self.short and self.program.mask is None)
-        gains = full_and_short if self.deterministic else self.plain and self.many
+        plain_full = self.plain and self.short and self.program.mask is None
+        gains = self.whole or plain_full if self.deterministic else self.plain and self.many
         return self.d == OVERLAPPING and self.dv <= self.d and gains
 
     # --- how dQ leaves ---------------------------------------------------------------------------------------------
@@ -335,4 +335,5 @@ class KeysApart:
             return self.plain and (self.widest == 96 or self.seen <= SHORT)
         if program.score is not None or program.keep is not None or program.mask is None:
             return False
-        return has_opaque_test(program) or (self.problem.group == 1 and self.slides)
+        slides = self.problem.group == 1 and self.slides and not reads_any(program.mask)
+        return has_opaque_test(program) or slides

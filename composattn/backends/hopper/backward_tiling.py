@@ -66,7 +66,9 @@ class HopperBackwardTiling(BackwardTiling):
     bends_early: bool = True
     part_columns: int = 0
     distances: int = 0
-    written: Written = "by steps"  # `backward_pair` loses 4 % by whole ones; `_keys_apart` and `_exchanged` choose
+    written: Written = (
+        "by steps"  # `backward_pair` loses 4 % by whole ones; `backward_keys_apart` and `backward_choice` choose
+    )
 
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""

@@ -94,7 +94,8 @@ class Block(Fixed):
         self.bound = bound
         self.queue = None
         if tiling.persistent:
-            self.queue = TileQueue(bound["queue"], smem.allocate_array(Int32, edges["queue"].stages), counter)
+            numbers = smem.allocate_array(Int32, edges["queue"].stages)
+            self.queue = TileQueue(bound["queue"], numbers, counter, draws_first=deterministic)
         # of each turn, whether it is the first at its query tile
         self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.first_writes else None
         barriers = Barriers()

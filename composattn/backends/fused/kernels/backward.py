@@ -184,7 +184,7 @@ class Backward(Kernel, Generic[AnyTiling]):
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
-        In a fixed order of dQ the last ones first: a block waits only for blocks that started before it. A table then
+        In a fixed order of dQ the last ones first: who has one waits only for tiles of lower numbers. A table then
         has the tiles of each sequence from the first to the last, of each stretch as they come. Where the last section
         goes backwards, it has the first ones first again, each from the last queries on.
         """
@@ -286,6 +286,9 @@ class Backward(Kernel, Generic[AnyTiling]):
         else:
             lane = cute.arch.lane_idx()
             slot = block.queue.edge.first
+            if const_expr(block.queue.draws_first):
+                number = following(block.queue, slot, lane)
+                slot = slot.next()
             while number < call.numbers:
                 if self.exists(call, number):
                     slots = do(call, self.work_tile(call, number), slots)

@@ -2,7 +2,7 @@
 
 A warp of its own waits in device memory until as many blocks as come before this one have added to a query tile, lets
 the consumers add theirs, and says so; or another warp does (`tell`), or whoever adds, each of several (`say`): then the
-one that waits looks ahead. A block waits only for blocks that started before it.
+one that waits looks ahead. A block waits only for tiles of keys that others began before it: those of lower numbers.
 """
 
 import cutlass
