@@ -16,6 +16,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.emulated import captured
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "causal-used-in-order": ("causal", torch.bfloat16, 1, 1, [280, 130], None, 128, 128, False, True, True),
     "causal-gqa8-in-order": ("causal", torch.bfloat16, 8, 1, [130, 0, 200, 130], None, 128, 128, True, True, False),
     "plain-d96-in-order": ("plain", torch.bfloat16, 1, 1, [130, 0, 200, 130], None, 96, 96, True, True, False),
+    "relative-d96-in-order": ("relative", torch.bfloat16, 1, 1, [130, 0, 70], None, 96, 96, True, True, False),
     "causal-gqa2-d64-in-order": ("causal", torch.float16, 2, 1, [150, 20, 280], None, 64, 64, True, True, True),
     "alibi-gqa2-d128": ("alibi", torch.bfloat16, 4, 2, [33, 90], None, 128, 128, True, False, False),
     "softcap-used-d64": ("softcap", torch.bfloat16, 1, 1, [100, 70], [60, 110], 64, 64, False, False, True),
@@ -203,6 +205,20 @@ def test_captured_gradients_of_packed_sequences_are_right(name: str, generator: 
         score_mod=LEARNED[name](tables), mask_mod=causal, heads=2, kv_heads=1, dim=64, dtype=torch.bfloat16,
     )  # fmt: skip
     check(partial(ca.attention, backend="hopper-emulated"), case)
+
+
+@pytest.mark.parametrize("mods", ["plain", "relative", "learned"])
+def test_score_mods_leave_packed_full_calls_of_d96_no_registers_for_96_queries(mods: str) -> None:
+    """In a fixed order; with sums by distance they had no shared memory either."""
+    bias = torch.rand(2, 261)
+    score = None if mods == "plain" else lambda s, b, h, q, kv: s + bias[h, q - kv + 130]
+    case = make_varlen_case(3, [60, 130], score_mod=score, heads=2, dim=96, dtype=torch.bfloat16)
+    problem, program = Problem.of(case.q, case.k, case.v, varlen=case.varlen), case.program
+    if mods == "learned":
+        program = GradientProgram(program, fused_reads(program))
+    tiling = plan_backward(problem, program, HOPPER, deterministic=True).main.tiling
+    assert tiling.tile_m == (96 if mods == "plain" else 64)
+    assert tiling.shared_memory(2) <= HOPPER.shared_memory
 
 
 def test_lists_serve_packed_sequences_in_a_fixed_order(generator: torch.Generator) -> None:
