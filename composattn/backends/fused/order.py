@@ -64,8 +64,7 @@ def order_of_keys(
     if deterministic:
         # shortest first under a causal mask, and who waits for a turn waits for blocks that started before it
         packed = problem.layout.kv == "packed"
-        order: TableOrder = "longest_sequences_first"  # each with its tiles from the first to the last
-        tables = work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, order) if packed else None
+        tables = work_tables(mirrored, EVERYTHING, tile_keys, tile_queries, "last_keys_first") if packed else None
         return LAST_KEYS_FIRST, tables
     ends = None if intervals is None else exchanged(intervals)
     return order_of(FIRST_KEYS_FIRST, mirrored, ends, tile_keys, tile_queries, problem.kv_heads, at_once)

@@ -156,7 +156,11 @@ def by_sequence(tiles: QueryTiles, order: TableOrder) -> torch.Tensor:
     """`table_of` the tiles in one of the orders `WITHOUT_WORK`."""
     if order == "in_order" or isinstance(tiles.q_lens, int):
         return table_of(tiles)
-    return sorted_tiles(tiles, tiles.q_lens[tiles.b.clamp(max=len(tiles.q_lens) - 1)].long(), order)
+    rows = tiles.q_lens[tiles.b.clamp(max=len(tiles.q_lens) - 1)].long()
+    if order == "last_keys_first":
+        missing = None if tiles.missing is None else tiles.missing.flip(0)
+        tiles, rows = QueryTiles(tiles.b.flip(0), tiles.m.flip(0), tiles.q_lens, missing), rows.flip(0)
+    return sorted_tiles(tiles, rows, order)
 
 
 class WorkTables:

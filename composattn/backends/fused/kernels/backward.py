@@ -184,9 +184,9 @@ class Backward(Kernel, Generic[AnyTiling]):
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
-        In a fixed order of dQ the last ones first: who has one waits only for tiles of lower numbers. A table then
-        has the tiles of each sequence from the first to the last, of each stretch as they come. Where the last section
-        goes backwards, it has the first ones first again, each from the last queries on.
+        In a fixed order of dQ the last ones first, of each sequence or stretch of a table as well: who has one waits
+        only for tiles of lower numbers. Where the last section goes backwards, it has the first ones first again, each
+        from the last queries on.
         """
         tile_n = self.tiling.tile_n
         piece = None
@@ -196,8 +196,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         queries, keys = [rows.sequence(work.b).within(work.stretch) for rows in (call.queries, call.keys)]
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
-        as_they_come = self.plan.has_stretches or dense == self.plan.deterministic
-        n = work.m if as_they_come else count - 1 - work.m
+        n = count - 1 - work.m if dense and not self.plan.deterministic else work.m
         backwards: Boolean | bool = self.tiling.last_queries_first
         if self.tiling.ends_backwards:
             backwards = call.order.in_last_section(number)
