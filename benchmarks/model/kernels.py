@@ -23,7 +23,7 @@ from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 
-PACKED = Layout("packed", "packed")
+PACKED = Layout("packed", "packed", keys_lie_as_queries=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +110,16 @@ def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False, 
     if packed:
         mask = causal_mask if pattern.causal else None
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    problem = _problem(case, len(pattern.document_starts) - 1 if packed else 0)
     if case.direction == "forward":
-        return plan_forward(_problem(case, packed), program, target)
-    return plan_backward(_problem(case, packed), program, target, deterministic=deterministic).main
+        return plan_forward(problem, program, target)
+    return plan_backward(problem, program, target, deterministic=deterministic).main
 
 
-def _problem(case: Case, packed: bool) -> Problem:
-    batch, length = (1, case.batch * case.q_len) if packed else (case.batch, case.q_len)
+def _problem(case: Case, documents: int) -> Problem:
+    """Of a dense call, or with its documents as so many packed sequences of each batch entry."""
+    packed = documents > 0
+    batch, length = (case.batch * documents, case.batch * case.q_len) if packed else (case.batch, case.q_len)
     return Problem(
         batch, case.heads, case.kv_heads, length, length, case.dim, case.v_dim, case.dtype, torch.device("cpu"),
         layout=PACKED if packed else DENSE,

@@ -13,7 +13,7 @@ from .. import errors
 from ..graph.expr import has_no_shape
 from ..graph.linear import MOST
 from .schedule import AUTO, Schedule
-from .sequences import Paged, Varlen
+from .sequences import Paged, Sequences, Varlen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Layout:
     """How the sequences of a call lie in memory; where they do is for run time (`composattn.call.sequences.Sequences`).
 
     q: "dense" (B, H, S, D), or "packed" (total, H, D). kv: likewise, or "paged" in pages of `page_size` rows (0
-    elsewhere). `used_q`, `used_kv`: whether a tensor says how many rows of each sequence are used. `max_q_len`,
-    `max_kv_len`: upper bounds of the lengths of packed sequences, None where unknown.
+    elsewhere). `used_q`, `used_kv`: whether a tensor says how many rows of each sequence are used. What plans look at
+    and kernels do not: `max_q_len`, `max_kv_len`, upper bounds of the lengths of packed sequences, None where unknown;
+    `keys_lie_as_queries`, of packed ones.
     """
 
     q: Literal["dense", "packed"] = "dense"
@@ -32,6 +33,7 @@ class Layout:
     used_kv: bool = False
     max_q_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
     max_kv_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
+    keys_lie_as_queries: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def is_dense(self) -> bool:
@@ -41,7 +43,13 @@ class Layout:
     def mirrored(self) -> Layout:
         """With queries and keys exchanged."""
         assert self.kv != "paged"
-        return Layout(self.kv, self.q, 0, self.used_kv, self.used_q, self.max_kv_len, self.max_q_len)
+        maxima, same = (self.max_kv_len, self.max_q_len), self.keys_lie_as_queries
+        return Layout(self.kv, self.q, 0, self.used_kv, self.used_q, *maxima, same)
+
+    @property
+    def hints(self) -> tuple[int | None, int | None, bool]:
+        """What plans of equal problems may differ by."""
+        return self.max_q_len, self.max_kv_len, self.keys_lie_as_queries
 
 
 DENSE = Layout()
@@ -140,7 +148,8 @@ def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
     if paged is None:
         used_kv = varlen.seqused_k is not None or (used_q and varlen.cu_seqlens_k is None)
         max_kv_len = varlen.max_seqlen_q if varlen.cu_seqlens_k is None else varlen.max_seqlen_k
-        return Layout("packed", "packed", 0, used_q, used_kv, varlen.max_seqlen_q, max_kv_len)
+        same = Sequences.of(varlen, None).keys_lie_as_queries
+        return Layout("packed", "packed", 0, used_q, used_kv, varlen.max_seqlen_q, max_kv_len, same)
     if varlen.cu_seqlens_k is not None or varlen.seqused_k is not None:
         raise errors.SequencesMismatch(
             "the keys lie in pages, so paged says how many there are; leave cu_seqlens_k and seqused_k out of varlen"

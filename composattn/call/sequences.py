@@ -79,7 +79,8 @@ class Varlen:
         """All of it that planning may look at."""
         tensors = (self.cu_seqlens_k, self.seqused_q, self.seqused_k)
         given = tuple(t is not None for t in tensors)
-        return (self.batch, self.cu_seqlens_q.device, given, self.max_seqlen_q, self.max_seqlen_k)
+        same = Sequences.of(self, None).keys_lie_as_queries
+        return (self.batch, self.cu_seqlens_q.device, given, same, self.max_seqlen_q, self.max_seqlen_k)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -213,6 +214,11 @@ class Sequences(NamedTuple):
     @property
     def is_dense(self) -> bool:
         return self.cu_q is None and self.page_table is None
+
+    @property
+    def keys_lie_as_queries(self) -> bool:
+        """Whether each packed sequence has as many keys as queries, as one tensor says both."""
+        return self.cu_q is not None and self.cu_q is self.cu_k and self.used_q is self.used_k
 
     @property
     def mirrored(self) -> Sequences:

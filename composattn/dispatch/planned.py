@@ -179,7 +179,7 @@ class Planned:
             )
         check_captures(self.program, problem)
         planned = problem.rounded
-        key = (planned, planned.layout.max_q_len, planned.layout.max_kv_len)
+        key = (planned, planned.layout.hints)
         call = self._planned.get(key)
         if call is None:
             call = self._planned[key] = self._plan(planned)

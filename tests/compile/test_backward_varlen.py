@@ -122,8 +122,9 @@ def check_packed(case: str, folder: Path, generator: torch.Generator, **changes:
     mods, dtype, heads, kv_heads, q_lens, kv_lens, d, dv, through_lse, in_order, with_used = CASES[case]
     score, mask = MODS[mods]
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    cu_q = offsets(q_lens)
+    cu_k = cu_q if kv_lens is None else offsets(kv_lens)
     kv_lens = q_lens if kv_lens is None else kv_lens
-    cu_q, cu_k = offsets(q_lens), offsets(kv_lens)
     used_q = [max(0, n - 13 * i - 5) for i, n in enumerate(q_lens)] if with_used else q_lens
     used_k = [max(0, n - 11 * i - 3) for i, n in enumerate(kv_lens)] if with_used else kv_lens
     rows = [slice(int(a), int(a) + n) for (a, _), n in zip(pairwise(cu_q), used_q, strict=True)]
@@ -233,6 +234,50 @@ def test_lists_serve_packed_sequences_in_a_fixed_order(generator: torch.Generato
     check(attention, case)
     first, again = (run_case(attention, case) for _ in range(2))
     assert all(torch.equal(first[name].nan_to_num(), again[name].nan_to_num()) for name in first)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("mask", [None, causal, lambda b, h, q, kv: abs(q - kv) < 40], ids=["full", "causal", "window"])
+def test_where_keys_lie_as_queries_whose_turn_is_first_writes_dq(
+    mask: Any, dim: int, generator: torch.Generator
+) -> None:
+    """Of sequences that are empty, not used or used in part too: each of their tiles of queries sees some keys."""
+    options: dict[str, Any] = {"mask_mod": mask, "heads": 2, "kv_heads": 1, "dim": dim, "dtype": torch.bfloat16}
+    case = make_varlen_case(7, [150, 0, 1, 70, 30], used_q=[131, 0, 1, 70, 0], **options)
+    problem = Problem.of(case.q, case.k, case.v, varlen=case.varlen)
+    assert plan_backward(problem, case.program, HOPPER, deterministic=True).main.tiling.first_writes
+    check(partial(ca.attention, backend="hopper-emulated", deterministic=True), case)
+
+
+def test_dq_is_cleared_where_sequences_may_have_no_keys_for_their_queries() -> None:
+    cu, same = offsets([150, 70]), torch.tensor([150, 7], dtype=torch.int32)
+    q = torch.zeros(220, 1, 64, dtype=torch.bfloat16)
+    program = Program(None, Mask.of(causal).expr)
+    hidden = Program(None, Mask.of(lambda b, h, q, kv: q > kv).expr)
+
+    def first_writes(varlen: ca.Varlen, program: Program = program) -> bool:
+        problem = Problem.of(q, q, q, varlen=varlen)
+        return plan_backward(problem, program, HOPPER, deterministic=True).main.tiling.first_writes
+
+    assert (
+        first_writes(ca.Varlen(cu)) and first_writes(ca.Varlen(cu, cu)) and first_writes(ca.Varlen(cu, seqused_q=same))
+    )
+    assert first_writes(ca.Varlen(cu, cu, seqused_q=same, seqused_k=same))
+    assert not first_writes(ca.Varlen(cu, cu.clone()))
+    assert not first_writes(ca.Varlen(cu, seqused_k=same)) and not first_writes(ca.Varlen(cu, cu, seqused_k=same))
+    assert not first_writes(ca.Varlen(cu), hidden)
+
+
+def test_calls_whose_keys_lie_otherwise_have_plans_of_their_own(generator: torch.Generator) -> None:
+    """One module, equal shapes and longest ones: first of sequences whose keys lie as their queries, then others."""
+    module = ca.Attention(mask_mod=causal, backend="hopper-emulated", deterministic=True)
+
+    def attention(q: Any, k: Any, v: Any, *, varlen: ca.Varlen, return_lse: bool, **of_the_module: Any) -> Any:
+        return module(q, k, v, varlen=varlen, return_lse=return_lse)
+
+    options: dict[str, Any] = {"mask_mod": causal, "heads": 1, "dim": 64, "dtype": torch.bfloat16}
+    for kv_lens in (None, [0, 150, 120], [150, 70, 50]):
+        check(attention, make_varlen_case(9, [150, 70, 50], kv_lens, **options))
 
 
 @pytest.mark.parametrize("order", ["longest_first", "shortest_first", "in_order"])

@@ -23,16 +23,21 @@ def all_are_seen(tiling: BackwardTiling, problem: Problem, program: Program) -> 
 
     The latter of causal masks, windows and documents alike, whatever their tensors say: `ids[q] == ids[q]`.
     """
-    if not problem.layout.is_dense:
-        return False
-    if program.mask is not None and problem.q_len <= problem.kv_len:
-        own = substitute(program.mask, {index("kv"): index("q")})
-        if own.is_const and own.attr is True:
-            return True
-    if not bounds_queries(program.mask):
+    dense = problem.layout.is_dense
+    if (problem.q_len <= problem.kv_len if dense else problem.layout.keys_lie_as_queries) and _sees_own(program):
+        return True
+    if not dense or not bounds_queries(program.mask):
         return False
     visits = _visits(problem, program, tiling.tile_n, tiling.tile_m)
     return visits is not None and bool((visits.amax(1) == -(-problem.q_len // tiling.tile_m)).all())
+
+
+def _sees_own(program: Program) -> bool:
+    """Whether each query sees the key of its number, where there is one."""
+    if program.mask is None:
+        return True
+    own = substitute(program.mask, {index("kv"): index("q")})
+    return bool(own.is_const and own.attr is True)
 
 
 def end_together(problem: Problem, program: Program) -> bool:

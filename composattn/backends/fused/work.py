@@ -9,7 +9,6 @@ again while the tensors that it comes from are the same and unwritten. Results n
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -92,8 +91,7 @@ class Visits:
         self.tiles, self.tile_n = tiles, tile_n
         b = tiles.b if sequences.cu_q is None else tiles.b.clamp(max=problem.batch - 1)
         q_len = _of(tiles.q_lens, b)
-        same = sequences.cu_q is not None and all(map(operator.is_, sequences.queries, sequences.keys))
-        self.kv_len = q_len if same else _of(kv_lengths(problem, sequences), b)
+        self.kv_len = q_len if sequences.keys_lie_as_queries else _of(kv_lengths(problem, sequences), b)
         first = tiles.m * tile_m
         index: dict[str, Any] = {
             "b": b, "first": first, "last": (first + (tile_m - 1)).clamp(max=q_len - 1), "h": 0,

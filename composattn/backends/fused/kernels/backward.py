@@ -218,6 +218,17 @@ class Backward(Kernel, Generic[AnyTiling]):
             return True
         return call.order.tile(number if call.pieces is None else call.pieces.split(number)[0]).exists
 
+    @cute.jit
+    def is_there(self, call, block, number):
+        """Whether it `exists`; a block that draws its first number begins with a negative one."""
+        if const_expr(not block.queue.draws_first):
+            there = self.exists(call, number)
+        else:
+            there = number >= 0
+            if there:
+                there = Boolean(self.exists(call, number))
+        return there
+
     def pass_by(self, call, number, is_mine) -> None:
         """What a table has no tile for, for one warp to say."""
         if call.pieces is not None:
@@ -286,13 +297,14 @@ class Backward(Kernel, Generic[AnyTiling]):
             lane = cute.arch.lane_idx()
             slot = block.queue.edge.first
             if const_expr(block.queue.draws_first):
-                number = following(block.queue, slot, lane)
-                slot = slot.next()
+                # no tile yet. Drawn before the loop, by a second copy of that code, numbers took 5 % more instructions
+                # and 3.5 % more time of a neighbourhood's tiles
+                number = Int32(-1)
             while number < call.numbers:
-                if self.exists(call, number):
+                if self.is_there(call, block, number):
                     slots = do(call, self.work_tile(call, number), slots)
                 elif const_expr(tells):
-                    self.pass_by(call, number, Boolean(True))
+                    self.pass_by(call, number, number >= 0 if block.queue.draws_first else Boolean(True))
                 number = following(block.queue, slot, lane)
                 slot = slot.next()
 
