@@ -110,6 +110,17 @@ def relative(case: Case, device: torch.device) -> Pattern:
     return Pattern("relative bias", causal_mask, score, causal=True, learned=(table,))
 
 
+def pair_bias(case: Case, device: torch.device) -> Pattern:
+    """A bias for every query and key, of no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    table = (0.1 * torch.randn(case.q_len, case.kv_len, generator=generator)).to(device, torch.bfloat16)
+
+    def score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return score + table[q, kv]
+
+    return Pattern("pair bias", causal_mask, score, causal=True)
+
+
 def softcap(case: Case, device: torch.device, cap: float = 30.0) -> Pattern:
     def score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
         return cap * torch.tanh(score / cap)
@@ -276,7 +287,8 @@ def _of_training() -> Iterable[Case]:
                     core = dim == 128 and length >= 4096 and direction == "forward"
                     yield _plain(dim, length, pattern, direction, (direction, "core") if core else (direction,))
         for pattern in (
-            window, dilated, alibi, relative, softcap, prefix, documents, eight_documents, eight_causal_documents
+            window, dilated, alibi, relative, pair_bias, softcap, prefix,
+            documents, eight_documents, eight_causal_documents,
         ):  # fmt: skip
             core = direction == "forward" and pattern in (window, alibi, softcap)
             yield _modded(pattern, direction, (direction, "mods", "core") if core else (direction, "mods"))

@@ -224,6 +224,8 @@ class FlashAttention4:
             raise NotServed("needs a mask in its kernel language and block lists of the user's making")
         if pattern.learned:
             raise NotServed("gives no gradient of a captured tensor, and wants the score mod in its kernel language")
+        if pattern.score_mod is not None and not pattern.softcap and pattern.alibi_slopes is None:
+            raise NotServed("wants the score mod in its kernel language")
         if pattern.document_starts:
             return self._documents(case, pattern, inputs)
         from flash_attn.cute import flash_attn_func

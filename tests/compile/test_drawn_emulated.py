@@ -24,7 +24,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, sliding_window
-from composattn.mods.scores import alibi
+from composattn.mods.scores import alibi, softcap
 from composattn.testing.tolerance import Case, check
 from tests.support import on_few_multiprocessors, outlier_normal, sampled
 
@@ -151,14 +151,18 @@ def test_only_blocks_that_draw_and_hold_queries_store_outputs_from_registers() -
         dataclasses.replace(chosen, held=128)
 
 
-@pytest.mark.parametrize("mods", [{}, {"mask_mod": sliding_window(300)}], ids=["full-d96", "window-d128"])
+@pytest.mark.parametrize(
+    "mods",
+    [{}, {"mask_mod": sliding_window(300)}, {"score_mod": softcap(5.0), "mask_mod": causal()}],
+    ids=["full-d96", "window-d128", "soft cap-d128"],
+)
 def test_turns_come_where_fewer_blocks_run_than_were_launched(
     mods: dict[str, Any], monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
     """As in a part of a GPU: a tile that was a block's own number began when those that waited for it had ended."""
     dim = 128 if mods else 96
     q, k, v, dout = (outlier_normal(1, 1, 700, dim, generator=generator, dtype=torch.bfloat16) for _ in range(4))
-    case = Case(q, k, v, mask_mod=mods.get("mask_mod"), dout=dout)
+    case = Case(q, k, v, **mods, dout=dout)
     plan = plan_backward(Problem.of(q, k, v), case.program, dataclasses.replace(HOPPER, sms=4), deterministic=True).main
     assert plan.tiling.persistent
     launch = Captured.launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...analysis.bands import mirrored, residual
-from ...analysis.captured_gradient import GradientProgram, Pattern
+from ...analysis.captured_gradient import GradientProgram, Pattern, pattern_of
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.expr import Dep, Expr, Rate, walk
@@ -18,6 +18,11 @@ def padded(d: int) -> int:
 def reads_pairs(graph: Expr | None) -> bool:
     """Whether a tensor is read at (q, kv)."""
     return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
+
+
+def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
+    """Whether a tensor is read along such a pattern."""
+    return graph is not None and any(n.op == "read" and pattern_of(n) is pattern for n in walk(graph))
 
 
 def reads_any(graph: Expr | None) -> bool:

@@ -11,7 +11,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.backward_heads import SHORT, TOGETHER, are_short, bytes_together, heads_of, section_tiles
-from ..fused.coverage import end_together, has_documents_apart, has_whole_documents
+from ..fused.coverage import differ, end_together, has_documents_apart, has_whole_documents
 from ..fused.order import queries_of_a_key
 from ..fused.target import Target
 from ..fused.traits import (
@@ -21,6 +21,7 @@ from ..fused.traits import (
     is_line,
     padded,
     reads_any,
+    reads_by,
     reads_pairs,
     sums_by,
 )
@@ -204,14 +205,16 @@ class KeysApart:
         return reads_any(self.program.mask) and not bounds_queries(self.program.mask)
 
     @functools.cached_property
-    def tests_pairs(self) -> bool:
-        """Whether a test reads a tensor at each pair, or computes as much: who computes adds nothing to memory then.
+    def reads_at_pairs(self) -> bool:
+        """Whether a tensor is read at each pair, or a test computes as much: who computes adds nothing to memory then.
 
-        Tables of pairs gain 7 % with D 128, 18 with D 96, a 2-D neighbourhood 10; with D 64 they lose 1. Blocks stay,
-        and dV leaves where dQ does, so Dv is no larger.
+        Masks that are tables gain 7 % with D 128, 18 with D 96, a 2-D neighbourhood 10, biases 12 and 2; with D 64 both
+        lose 1 to 2. Blocks stay, and dV leaves where dQ does, so Dv is no larger.
         """
-        sums = any(sums_by(self.program, pattern) for pattern in Pattern) or self.program.keep is not None
-        return self.d >= max(96, self.dv) and has_opaque_test(self.program) and not sums
+        program = self.program
+        sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
+        at_pairs = has_opaque_test(program) or reads_by(program.score, Pattern.PAIR)
+        return self.d >= max(96, self.dv) and at_pairs and not sums
 
     # --- how many queries a tile has -------------------------------------------------------------------------------
 
@@ -259,7 +262,7 @@ class KeysApart:
         In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %,
         with score mods up to 18, D 128 8 to 25, documents 19 to 31.
         """
-        return self.wide or self.overlapping or self.deterministic or self.tests_pairs
+        return self.wide or self.overlapping or self.deterministic or self.reads_at_pairs
 
     @functools.cached_property
     def later(self) -> bool:
@@ -323,8 +326,9 @@ class KeysApart:
         """Whether blocks stay in a fixed order; dK and dV must fit where dQ leaves, and 80 queries spill 278.
 
         D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3, with score mods 6. At D 128 causal and full
-        calls lose 2 to 4, score mods 1 to 2. Documents by ids gain 4 to 5, full ones of D 64 1, windows 3 (32 on 8
-        heads lose 2), neighbourhoods 7, short packed causal sequences 2 to 5.
+        calls lose 2 to 4, ALiBi 2, relative biases 1, biases at pairs 16. Causal soft caps gain 3 to 4, documents by
+        ids 4 to 5, full ones of D 64 1, windows 3 (32 on 8 heads lose 2), neighbourhoods 7, short packed causal
+        sequences 2 to 5.
         """
         tiling, program = self._each_block, self.program
         if tiling.tile_m * tiling.d < ROWS * self.widest or self.wide:
@@ -333,7 +337,9 @@ class KeysApart:
             return not self.overlapping
         if self.widest < 128:
             return self.plain and (self.widest == 96 or self.seen <= SHORT)
-        if program.score is not None or program.keep is not None or program.mask is None:
+        if program.keep is not None or program.mask is None:
             return False
-        slides = self.problem.group == 1 and self.slides and not reads_any(program.mask)
-        return has_opaque_test(program) or slides
+        alone = self.problem.group == 1 and not reads_any(program.mask)
+        if program.score is not None:
+            return alone and is_of_score(program.score) and differ(self.problem, program) and not self.slides
+        return has_opaque_test(program) or (alone and self.slides)
