@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,9 @@ from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
 from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
+from .captured_reads import Neighbours, Pairs, TileReads, read_element
 from .emit_dropout import copied, drop
-from .emit_ops import CUTE, Neighbours, convert, read_element
+from .emit_ops import CUTE, convert
 from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
 from .quotients import quotient
@@ -43,6 +45,7 @@ WORD = 24  # positions that a word of `run_of` speaks of
 
 _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
 _LIMIT = 1 << 24  # integers below it are exact in fp32
+MOST_AHEAD = 48  # registers in which numbers at pairs wait for scores
 
 
 def small_affine(node: Expr) -> Affine | None:
@@ -123,7 +126,8 @@ class Evaluator:
         self.column: dict[tuple[Expr, int], Any] = {}
         self.element: dict[tuple[Expr, int, int], Any] = {}
         self.block: dict[tuple[Expr, int, int], Any] = {}
-        self.ahead: dict[Expr, tuple[Affine, Neighbours]] = {}
+        self.ahead: dict[Expr, tuple[list[Affine], TileReads]] = {}
+        self.ahead_in_registers = 0  # of `Pairs`
         self.start: dict[Affine, Any] = {}
         self.start_float: dict[Affine, Any] = {}
 
@@ -235,7 +239,7 @@ class Evaluator:
         return convert(self.value(node, r, c), DType.FLOAT)
 
     def read_ahead(self, root: Expr | None) -> None:
-        """Starts what `root` reads at positions linear in q and kv together; before anything is waited for.
+        """Starts what `root` reads at positions linear in q and kv together, or in each; before anything is waited for.
 
         On a diagonal of `q - kv` these are the same number: a tile has few of them. A thread with one row shares no
         column's read with another, so that a number a column is as many as it has either way.
@@ -247,17 +251,28 @@ class Evaluator:
 
     def _read_ahead(self, node: Expr) -> None:
         shape = self.tile.shape
-        moving = [mode for mode, a in enumerate(node.args) if not _is_fixed(a, shape.of_one_head)]
-        form = small_affine(node.args[moving[0]])
-        if len(moving) > 1 or form is None:
+        modes = [mode for mode, a in enumerate(node.args) if not _is_fixed(a, shape.of_one_head)]
+        forms = [form for mode in modes if (form := small_affine(node.args[mode])) is not None]
+        if len(forms) < len(modes):
             return
-        offsets = {self.offset(form, r, c) for r in range(shape.rows) for c in range(shape.columns)}
-        if shape.rows > 1 and 3 * len(offsets) > 2 * shape.rows * shape.columns:
-            return  # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
-        start = self.position(form, 0, 0) - self.offset(form, 0, 0)
-        indices = [start if mode == moving[0] else self.value(a) for mode, a in enumerate(node.args)]
+        each = list(itertools.product(range(shape.rows), range(shape.columns)))
+        offsets = {m: sorted({self.offset(form, *rc) for rc in each}) for m, form in zip(modes, forms, strict=True)}
+        count = math.prod(map(len, offsets.values()))
         tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
-        self.ahead[node] = form, Neighbours(tensor, indices, moving[0], offsets, node.dtype)
+        if len(modes) == 1:
+            # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
+            waits = shape.rows == 1 or 3 * count <= 2 * len(each)
+        else:
+            registers = self.ahead_in_registers + Pairs.registers(tensor, count)
+            waits = len(modes) == 2 and shape.rows > 1 and count == len(each) and registers <= MOST_AHEAD
+            self.ahead_in_registers = registers if waits else self.ahead_in_registers
+        if not waits:
+            return
+        indices = [None if mode in modes else self.value(a) for mode, a in enumerate(node.args)]
+        for mode, form in zip(modes, forms, strict=True):
+            indices[mode] = self.position(form, 0, 0) - self.offset(form, 0, 0)
+        kind = Neighbours if len(modes) == 1 else Pairs
+        self.ahead[node] = forms, kind(tensor, indices, offsets, node.dtype)
 
     def _compute(self, node: Expr, r: int, c: int) -> Any:
         if node.op == "index":
@@ -270,8 +285,8 @@ class Evaluator:
             return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
         if node.op == "read":
             if node in self.ahead:
-                place, numbers = self.ahead[node]
-                return numbers[self.offset(place, r, c)]
+                forms, numbers = self.ahead[node]
+                return numbers[tuple([self.offset(form, r, c) for form in forms])]
             tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
             return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
         form = small_affine(node)

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute import math as cm
 
 from ..graph.expr import DType
 from . import quotients
 from .exponential import LN_2, LOG2_E, exp2
-from .values import Fixed, choose, plain
+from .values import choose, plain
 
 KIND = {DType.BOOL: Boolean, DType.INT32: Int32, DType.INT64: Int64, DType.FLOAT: Float32}
 
@@ -81,7 +80,7 @@ def _extreme(pick: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     return of_two
 
 
-_maximum, _minimum = _extreme(cm.max), _extreme(cm.min)
+maximum, minimum = _extreme(cm.max), _extreme(cm.min)
 
 
 def _floordiv(x: Any, y: Any) -> Any:
@@ -110,7 +109,7 @@ def _fmod(x: Any, y: Any) -> Any:
 def _abs(x: Any) -> Any:
     if isinstance(x, (int, float)):
         return abs(x)
-    return cm.abs(x) if isinstance(x, Float32) else _maximum(x, -x)
+    return cm.abs(x) if isinstance(x, Float32) else maximum(x, -x)
 
 
 def _sign(x: Any) -> Any:
@@ -174,10 +173,10 @@ CUTE: dict[str, Callable[..., Any]] = {
     "whole": lambda x: x,
     "abs": _abs,
     "sign": _sign,
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "clamp_min": _maximum,
-    "clamp_max": _minimum,
+    "maximum": maximum,
+    "minimum": minimum,
+    "clamp_min": maximum,
+    "clamp_max": minimum,
     "where": _where,
     "lt": lambda x, y: x < y,
     "le": lambda x, y: x <= y,
@@ -225,64 +224,3 @@ def convert(value: Any, wanted: DType) -> Any:
         return float(value) if wanted is DType.FLOAT else bool(value) if wanted is DType.BOOL else int(value)
     kind = KIND[wanted]
     return value if isinstance(value, kind) else value.to(kind)
-
-
-def read_element(tensor: cute.Tensor, indices: list[Any], dtype: DType) -> Any:
-    """One element of a captured tensor; negative positions count from the end, positions outside are clamped.
-
-    Clamped, not trusted: padding rows and columns of a tile read too, and must stay inside the allocation.
-    """
-    where = [_inside(i, tensor.shape[mode]) for mode, i in enumerate(indices)]
-    value = tensor[tuple(where)] if where else tensor[0]
-    if dtype is DType.BOOL:
-        return value != 0 if not isinstance(value, Boolean) else value
-    return value.to(KIND[dtype])
-
-
-def _inside(i: Any, size: Any) -> Any:
-    if isinstance(i, int):
-        return i if i >= 0 else size + i
-    last = (Int64(size) if isinstance(i, Int64) else Int32(size)) - 1
-    i = choose(i < 0, i + size, i)
-    return Int32(_minimum(_maximum(i, 0), last))
-
-
-class Neighbours(Fixed):
-    """Numbers of a captured tensor at `indices` moved along `mode` by each of `offsets`, as `read_element` gives them.
-
-    Where all of them exist and lie side by side in memory, which is asked at run time, one address serves all: a load
-    is one instruction with an immediate instead of fourteen.
-    """
-
-    def __init__(self, tensor: cute.Tensor, indices: list[Any], mode: int, offsets: set[int], dtype: DType) -> None:
-        self.tensor, self.indices, self.mode, self.dtype = tensor, indices, mode, dtype
-        self.offsets = sorted(offsets)
-        self.found = cute.make_rmem_tensor(len(offsets), KIND[dtype])
-        first, size = indices[mode], Int32(tensor.shape[mode])
-        exist = (first + self.offsets[0] >= 0) & (first + self.offsets[-1] < size)
-        _read_either(self, exist & (tensor.stride[mode] == 1))
-
-    def __getitem__(self, offset: int) -> Any:
-        return self.found[self.offsets.index(offset)]
-
-    def read_from_one_address(self) -> None:
-        where = [_inside(i, self.tensor.shape[mode]) for mode, i in enumerate(self.indices)]
-        where[self.mode] = self.indices[self.mode] + self.offsets[0]
-        start = cute.domain_offset(tuple(where), self.tensor).iterator
-        for n, offset in enumerate(self.offsets):
-            at = cute.make_tensor(start + (offset - self.offsets[0]), cute.make_layout(1))
-            self.found[n] = at[0].to(KIND[self.dtype])
-
-    def read_one_by_one(self) -> None:
-        for n, offset in enumerate(self.offsets):
-            where = list(self.indices)
-            where[self.mode] = where[self.mode] + offset
-            self.found[n] = read_element(self.tensor, where, self.dtype)
-
-
-@cute.jit
-def _read_either(numbers: Neighbours, side_by_side: Boolean):
-    if side_by_side:
-        numbers.read_from_one_address()
-    else:
-        numbers.read_one_by_one()
