@@ -13,7 +13,7 @@ import operator
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint8
 
 from ..graph.expr import DType
 from .emit_ops import KIND, maximum, minimum
@@ -120,8 +120,9 @@ class Pairs(TileReads):
         (self.first, self.rows), (_, self.columns) = offsets.items()
         by_twos = zip(self.columns[::2], self.columns[1::2], strict=False)
         self.together = 2 if len(self.columns) % 2 == 0 and all(b == a + 1 for a, b in by_twos) else 1
-        self.bytes_together = self.together * tensor.element_type.width // 8
-        self.found = cute.make_rmem_tensor((len(self.columns), len(self.rows)), tensor.element_type)
+        kind = Uint8 if tensor.element_type is Boolean else tensor.element_type
+        self.bytes_together = self.together * kind.width // 8
+        self.found = cute.make_rmem_tensor((len(self.columns), len(self.rows)), kind)
         if self.together > 1:
             whole = self._start(self.rows[0]).toint() % self.bytes_together == 0
             self.side_by_side = self.side_by_side & whole & (tensor.stride[self.first] % self.together == 0)
@@ -134,7 +135,8 @@ class Pairs(TileReads):
 
     def __getitem__(self, place: tuple[int, ...]) -> Any:
         row, column = place
-        return self.found[self.columns.index(column), self.rows.index(row)].to(KIND[self.dtype])
+        value = self.found[self.columns.index(column), self.rows.index(row)]
+        return value != 0 if self.dtype is DType.BOOL else value.to(KIND[self.dtype])
 
     def _start(self, row: int) -> cute.Pointer:
         """Where the first number of a position of the first mode lies, if it exists."""
@@ -149,12 +151,13 @@ class Pairs(TileReads):
             start, found = self._start(row), self.found[None, r].iterator
             for c in range(0, len(self.columns), self.together):
                 at = start + (self.columns[c] - self.columns[0])
-                known = cute.make_ptr(at.dtype, at.toint(), at.memspace, assumed_align=self.bytes_together)
+                kind = self.found.element_type
+                known = cute.make_ptr(kind, at.toint(), at.memspace, assumed_align=self.bytes_together)
                 move(cute.make_tensor(known, layout), cute.make_tensor(found + c, layout))
 
     def read_one_by_one(self) -> None:
         for (r, row), (c, column) in itertools.product(enumerate(self.rows), enumerate(self.columns)):
-            self.found[c, r] = _element(self.tensor, self._moved((row, column)))
+            self.found[c, r] = _element(self.tensor, self._moved((row, column))).to(self.found.element_type)
 
 
 @cute.jit

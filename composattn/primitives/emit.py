@@ -246,7 +246,7 @@ class Evaluator:
         """
         often = (Rate.ELEMENT, Rate.COLUMN) if self.tile.rows == 1 else (Rate.ELEMENT,)
         for node in walk(root) if root is not None else ():
-            if node.op == "read" and node.dtype is not DType.BOOL and self.rate(node) in often:
+            if node.op == "read" and self.rate(node) in often:
                 self._read_ahead(node)
 
     def _read_ahead(self, node: Expr) -> None:
@@ -260,6 +260,8 @@ class Evaluator:
         count = math.prod(map(len, offsets.values()))
         tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
         if len(modes) == 1:
+            if node.dtype is DType.BOOL:
+                return
             # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
             waits = shape.rows == 1 or 3 * count <= 2 * len(each)
         else:

@@ -300,6 +300,7 @@ class BoundBackwardMods(Fixed):
     def hide_by_mask(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
         """Element by element."""
         tile, mask = at.tile, self.backward.mask
+        at.read_ahead(mask)
         kv_limit = self.leaves.kv_len - tile.first_kv
         inside_kv = [tile.shape.column_offsets[c] < kv_limit for c in range(tile.columns)]
         # rows beyond the last query have P = 0 and dS = 0, but what a score mod may make of them

@@ -73,12 +73,14 @@ def _rows_words(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean, words):
     if limits_hold:
         words = tuple(word for r in range(tile.rows) for _, word in words_of_run(tile.columns, *mods.run(tile, r)))
     else:
-        words = _rows_words_by_mask(mods, tile)
+        words = rows_words_by_mask(mods, tile)
     return words
 
 
-def _rows_words_by_mask(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
+def rows_words_by_mask(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
+    """The same by the mask, whatever its limits are."""
     at = Evaluator(mods.mods, mods.leaves, tile, mods.work)
+    at.read_ahead(mods.mods.mask)
     end = tile.shape.columns_before(larger(mods.leaves.kv_len - tile.first_kv, 0))
     words: list[Any] = []
     assert mods.mods.mask is not None, "limits of rows are a mask's"

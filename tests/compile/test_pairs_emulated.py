@@ -1,4 +1,4 @@
-"""Biases at pairs, whose numbers are read two at a time ahead of the scores where they lie side by side."""
+"""Biases and masks that are tensors of pairs, read two numbers at a time where these lie side by side."""
 
 from __future__ import annotations
 
@@ -71,5 +71,22 @@ def test_two_biases_at_pairs_are_right(generator: torch.Generator) -> None:
     case = make_case(
         5, batch=1, q_len=LENGTH, score_mod=lambda s, b, h, q, kv: s * one[q, kv] + other[h, q, kv], heads=2, dim=128,
         dtype=torch.bfloat16,
+    )  # fmt: skip
+    check(partial(ca.attention, backend="hopper-emulated"), case)
+
+
+@pytest.mark.parametrize("dim", [64, 128, pytest.param(192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [LENGTH, pytest.param(171, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["one for all heads", "one for each head, causal", "columns side by side"])
+def test_masks_that_are_tables_are_right(name: str, length: int, dim: int, generator: torch.Generator) -> None:
+    one, each = (torch.rand(*shape, length, length, generator=generator) < 0.6 for shape in ((), (2,)))
+    turned = one.T
+    masks: dict[str, Any] = {
+        "one for all heads": lambda b, h, q, kv: one[q, kv],
+        "one for each head, causal": lambda b, h, q, kv: each[h, q, kv] & (q >= kv),
+        "columns side by side": lambda b, h, q, kv: turned[q, kv] | (q == kv),
+    }
+    case = make_case(
+        6, batch=1, q_len=length, mask_mod=masks[name], heads=2, kv_heads=1, dim=dim, dtype=torch.bfloat16
     )  # fmt: skip
     check(partial(ca.attention, backend="hopper-emulated"), case)

@@ -6,6 +6,7 @@ from typing import Any, Generic
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ....analysis.captured_gradient import Pattern
 from ....primitives.emit import BoundMods, Leaves, Mods
 from ....primitives.emit_strips import StripWords
 from ....primitives.gqa_packing import HeadRows
@@ -13,8 +14,9 @@ from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
-from ....primitives.visible_words import hide, hide_of_rows, rows_words, visible_words
+from ....primitives.visible_words import hide, hide_of_rows, rows_words, rows_words_by_mask, visible_words
 from ..plan import AnyForwardTiling
+from ..traits import reads_by
 from .forward_call import Call, Work
 
 
@@ -71,6 +73,9 @@ class QueryRows(Places[AnyForwardTiling]):
         if self.strip_words is not None:
             return self.strip_words.of(self.tile(None, n))
         is_known = isinstance(self.mods.limits_hold, bool)
+        # a table of pairs: its words are 1.3 to 1.7 times as fast as reading it beside the scores
+        if is_known and not self.mods.limits_hold and reads_by(self.mods.mods.mask, Pattern.PAIR):
+            return rows_words_by_mask(self.mods, self.tile(None, n))
         return None if is_known else rows_words(self.mods, self.tile(None, n))
 
     def hide(self, tile: ScoreTile, seen: Any) -> None:
