@@ -25,6 +25,14 @@ def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
     return graph is not None and any(n.op == "read" and pattern_of(n) is pattern for n in walk(graph))
 
 
+def bytes_at_pairs(graph: Expr) -> int | None:
+    """Of the numbers that are read for each (q, kv) as they lie; None where some are elsewhere, as at distances."""
+    reads = [n for n in walk(graph) if n.op == "read" and n.rate is Rate.ELEMENT]
+    if any(pattern_of(n) is not Pattern.PAIR for n in reads):
+        return None
+    return sum(n.attr.tensor.element_size() for n in reads)
+
+
 def reads_any(graph: Expr | None) -> bool:
     """Whether a tensor is read at all."""
     return graph is not None and any(n.op == "read" for n in walk(graph))
