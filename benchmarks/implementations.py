@@ -187,6 +187,9 @@ class FlexAttention:
             # A timed backward runs many times over one forward.
             functorch_config.donated_buffer = False
             torch._dynamo.reset()
+            # Beyond this many cases a process it computes unfused, 50 times as slow, and says so in a log alone.
+            torch._dynamo.config.recompile_limit = 256
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
             call = torch.compile(flex_attention, dynamic=False)
         elif case.direction == "backward":
             raise NotServed("no backward on a CPU")
