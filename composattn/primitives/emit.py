@@ -32,9 +32,9 @@ from ..graph.multiples import steepest_tanh
 from ..graph.ops import MIRRORED
 from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
-from .captured_reads import Neighbours, Pairs, TileReads, read_element
 from .emit_dropout import copied, drop
 from .emit_ops import CUTE, convert
+from .emit_reads import Neighbours, Pairs, TileReads, read_element
 from .emit_row import NEAR, TOGETHER, RowValues
 from .exponential import LOG2_E
 from .quotients import quotient
