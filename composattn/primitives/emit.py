@@ -260,10 +260,8 @@ class Evaluator:
         count = math.prod(map(len, offsets.values()))
         tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
         if len(modes) == 1:
-            if node.dtype is DType.BOOL:
-                return
             # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
-            waits = shape.rows == 1 or 3 * count <= 2 * len(each)
+            waits = node.dtype is not DType.BOOL and (shape.rows == 1 or 3 * count <= 2 * len(each))
         else:
             registers = self.ahead_in_registers + Pairs.registers(tensor, count)
             waits = len(modes) == 2 and shape.rows > 1 and count == len(each) and registers <= MOST_AHEAD

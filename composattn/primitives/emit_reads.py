@@ -82,6 +82,13 @@ class TileReads(Fixed, abc.ABC):
             where[mode] = where[mode] + offset
         return where
 
+    def _pointer(self, place: tuple[int, ...]) -> cute.Pointer:
+        """To one of them, if it exists."""
+        where, moved = _inside(self.tensor, self.indices), self._moved(place)
+        for mode in self.offsets:
+            where[mode] = moved[mode]
+        return cute.domain_offset(tuple(where), self.tensor).iterator
+
 
 class Neighbours(TileReads):
     """Those along one mode, as `read_element` gives them."""
@@ -95,10 +102,8 @@ class Neighbours(TileReads):
         return self.found[self.places[place]]
 
     def read_from_one_address(self) -> None:
-        ((mode, offsets),) = self.offsets.items()
-        where = _inside(self.tensor, self.indices)
-        where[mode] = self.indices[mode] + offsets[0]
-        start = cute.domain_offset(tuple(where), self.tensor).iterator
+        (offsets,) = self.offsets.values()
+        start = self._pointer((offsets[0],))
         for n, offset in enumerate(offsets):
             at = cute.make_tensor(start + (offset - offsets[0]), cute.make_layout(1))
             self.found[n] = at[0].to(KIND[self.dtype])
@@ -124,7 +129,7 @@ class Pairs(TileReads):
         self.bytes_together = self.together * kind.width // 8
         self.found = cute.make_rmem_tensor((len(self.columns), len(self.rows)), kind)
         if self.together > 1:
-            whole = self._start(self.rows[0]).toint() % self.bytes_together == 0
+            whole = self._pointer((self.rows[0], self.columns[0])).toint() % self.bytes_together == 0
             self.side_by_side = self.side_by_side & whole & (tensor.stride[self.first] % self.together == 0)
         _read_either(self, self.side_by_side)
 
@@ -138,17 +143,10 @@ class Pairs(TileReads):
         value = self.found[self.columns.index(column), self.rows.index(row)]
         return value != 0 if self.dtype is DType.BOOL else value.to(KIND[self.dtype])
 
-    def _start(self, row: int) -> cute.Pointer:
-        """Where the first number of a position of the first mode lies, if it exists."""
-        where, moved = _inside(self.tensor, self.indices), self._moved((row, self.columns[0]))
-        for mode in self.offsets:
-            where[mode] = moved[mode]
-        return cute.domain_offset(tuple(where), self.tensor).iterator
-
     def read_from_one_address(self) -> None:
         layout = cute.make_layout((self.together, 1))
         for r, row in enumerate(self.rows):
-            start, found = self._start(row), self.found[None, r].iterator
+            start, found = self._pointer((row, self.columns[0])), self.found[None, r].iterator
             for c in range(0, len(self.columns), self.together):
                 at = start + (self.columns[c] - self.columns[0])
                 kind = self.found.element_type
