@@ -208,6 +208,26 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         OVERLAPPING,
         (6, 4, 2),
     ),
+    "short-causal": (
+        ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False),
+        BULK | STAY | CLEARING | {"short_rows": 64},
+        None,
+    ),
+    "short-cut": (
+        ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
+        BULK | STAY | {"short_rows": 16},
+        (6, 4, 2),
+    ),
+    "short-alone": (
+        ("plain", torch.float16, 2, 2, 30, 270, 96, 80, False, False),
+        OVERLAPPING | {"short_rows": 48},
+        None,
+    ),
+    "short-overlapping-gqa2": (
+        ("causal", torch.bfloat16, 4, 2, 220, 400, 96, 96, True, False),
+        OVERLAPPING | {"short_rows": 32},
+        None,
+    ),
     "rounding-d128": (("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False), STAY | ROUNDING, None),
     "rounding-d64": (
         ("causal", torch.float16, 4, 4, 300, 300, 64, 64, True, False),

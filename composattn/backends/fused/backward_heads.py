@@ -19,7 +19,7 @@ from .traits import padded
 L2 = 50 << 20  # bytes
 TOGETHER = 16 << 20  # bytes of the heads that run together, if their tiles of keys meet the same queries
 # Of documents only some are at work at a time. Eight causal ones (2 sequences of 8k, 17 MB a head) gain 2 % by three
-# heads, twelve 0 to 0.6; by five 0.5 and -3, by six -3 and -8, by all 16 -28
+# heads, twelve 0 to 0.6; by five 0.5 and -3, by six -3 and -8, by all 16 -28. D 96 gains 1 % by four
 TOGETHER_OF_DOCUMENTS = 56 << 20
 SHORT = 2304  # queries that see a tile of keys, on average: of causal masks 4k tokens; half of it 2k
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
@@ -49,7 +49,7 @@ def heads_of(problem: Problem, program: Program, seen: float, target: Target, de
 
 def bytes_together(problem: Problem, program: Program, seen: float) -> int:
     """Bytes of the heads that run together, of 64 queries a tile in any order."""
-    of_documents = _widest(problem) > 96 and _has_documents(problem, program, seen)
+    of_documents = _widest(problem) > 64 and _has_documents(problem, program, seen)
     return TOGETHER_OF_DOCUMENTS if of_documents and program.mask is not None else TOGETHER
 
 

@@ -157,6 +157,7 @@ class BackwardTiling(Tiling):
     `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
     that those which run together are at the same queries, and these in L2. `heads_a_piece`: every tile of keys is cut
     in pieces of so many query heads of its group, so that those which run together are at few heads; 0: it is not.
+    `short_rows`: of a sequence's last query tile, where it has no more, only these are computed; 0: all are.
     """
 
     kernel: str = "backward"
@@ -171,6 +172,7 @@ class BackwardTiling(Tiling):
     rounds: bool = False
     last_queries_first: bool = False
     heads_a_piece: int = 0
+    short_rows: int = 0
 
     @property
     def cuts_heads(self) -> bool:

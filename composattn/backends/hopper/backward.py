@@ -1,5 +1,6 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -44,6 +45,8 @@ class HopperBackward(Backward[HopperBackwardTiling]):
     `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
     the loop, and drift apart until one has its exponentials under the other's products. One that is `passing` does only
     that of a query tile that sees none of its keys, and writes a dS of zeros.
+
+    Products of a sequence's last query tile have `short_rows`, so it takes less time; its dQ is not a tile later.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -112,26 +115,54 @@ class Consumer(KeyWarpgroup):
         dtype = block.dtype
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
-        # descriptors are the same for all threads of a warpgroup: thread 0's view serves
-        s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
-        mine = (self.number, 0)
-        sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
-        self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
-        self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(block.sQ)), s.make_fragment_B(s.partition_B(block.sdO))
-        self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(block.sdO, 1, 0, 2)))
-        self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(block.sQ, 1, 0, 2)))
-        self.tVrdV = cute.make_rmem_tensor(dv.partition_shape_C((ROWS, tiling.dv)), Float32)
-        self.tKrdK = cute.make_rmem_tensor(dk.partition_shape_C((ROWS, tiling.d)), Float32)
-        self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
+        self.tVrdV = cute.make_rmem_tensor(self.mma_dv.get_slice(0).partition_shape_C((ROWS, tiling.dv)), Float32)
+        self.tKrdK = cute.make_rmem_tensor(self.mma_dk.get_slice(0).partition_shape_C((ROWS, tiling.d)), Float32)
+        self.of_rows(tiling.tile_m)
         self.dq = DqPart(tiling, block, self.number)
-        self.store_ds = store_matrix(self.mma_s, dtype, self.thread, transposed=True)
-        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
-        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.number, 0, None)))
         self.diagonals = None
         if tiling.distances:
             warps = 4 * tiling.warpgroups
             self.diagonals = Diagonals(self.shape, block.sLines, tiling.distances, thread // 32, warps)
         self.row = self.shape.lane_row(self.lane)
+
+    def of_rows(self, rows: int) -> None:
+        """Operands of the products of a query tile's first `rows`."""
+        tiling, block = self.tiling, self.block
+        sQ = cute.local_tile(block.sQ, (rows, tiling.d), (0, 0, None))
+        sdO = cute.local_tile(block.sdO, (rows, tiling.dv), (0, 0, None))
+        # descriptors are the same for all threads of a warpgroup: thread 0's view serves
+        s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
+        mine = (self.number, 0)
+        sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
+        self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
+        self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(sQ)), s.make_fragment_B(s.partition_B(sdO))
+        self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(sdO, 1, 0, 2)))
+        self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(sQ, 1, 0, 2)))
+        self.left_shape = dv.partition_shape_A((ROWS, rows))
+        self.store_ds = store_matrix(self.mma_s, block.dtype, self.thread, transposed=True)
+        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
+        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, rows), (self.number, 0, None)))
+
+    def short_step(self, call, m, tested, slots):
+        short = copy.copy(self)
+        short.lay_scores(self.tiling.short_rows)
+        short.of_rows(self.tiling.short_rows)
+        short.step(call, m, tested, *slots)
+        dq_slot, _, _, ds_slot, _ = slots
+        *following, own = self.following(call, m, slots)
+        self.leave_short_dq(own, dq_slot, ds_slot)
+        return *following, LastDq.none()
+
+    def leave_short_dq(self, own, dq_slot, ds_slot):
+        """At once: the step behind would have to know that it is one of few rows. What it lacks is 0."""
+        self.block.ds_edge.wait(ds_slot)
+        tQrdQ = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows).issue(ds_slot.index)
+        warpgroup.wait_group(0)
+        whole = self.dq.registers()
+        whole.fill(0.0)
+        for i in range(cute.size(tQrdQ)):
+            whole[i] = tQrdQ[i]
+        self.leave_dq(own, whole, dq_slot, ds_slot)
 
     def begin(self, work: KeyTile) -> None:
         super().begin(work)
@@ -164,8 +195,8 @@ class Consumer(KeyWarpgroup):
         block.ds_edge.wait_empty(ds_slot)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS.fill(0.0)
-        copy = self.store_ds
-        cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
+        put_ds = self.store_ds
+        cute.copy(put_ds, put_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         block.ds_edge.fill(ds_slot, self.lane)
@@ -220,10 +251,10 @@ class Consumer(KeyWarpgroup):
         add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
-        stage, copy = ds_slot.index, self.store_ds
+        stage, put_ds = ds_slot.index, self.store_ds
         if const_expr(self.tiling.dq_later):
             block.ds_edge.wait_empty(ds_slot)
-        cute.copy(copy, copy.retile(tKrdS), self.tSsdS[None, None, None, stage])
+        cute.copy(put_ds, put_ds.retile(tKrdS), self.tSsdS[None, None, None, stage])
         if const_expr(p_early):
             issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()

@@ -29,6 +29,8 @@ from .backward_tiling import OVERLAPPING, ROWS, HopperBackwardTiling
 
 COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
 SLOW_MEMORY = 4000  # GB/s
+FEW = 1600  # queries that see a tile of keys, on average: of causal masks 3k tokens
+HALF = 48  # rows, of tiles of 80 and 96
 
 
 class Way(NamedTuple):
@@ -117,6 +119,7 @@ class KeysApart:
             heads_a_piece=a_piece,
             distances=2 * 4096 if sums_by(self.program, Pattern.DISTANCE) else 0,
             passing=self.halves and self.later,
+            short_rows=self.short_rows,
             # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and
             # biases
             written="whole" if narrow or is_line(self.program.score) else "by steps",
@@ -227,6 +230,7 @@ class KeysApart:
     def wide(self) -> bool:
         """80, at D 128.
 
+        Causal calls of 4k gain 3 %, and 2 more by `short_rows`.
         Full documents by ids gain 7 %; causal ones, more of whose tiles have a test, lose 1 to 4. In a fixed order
         causal calls of 1k to 4k gain 2 to 4 %, windows lose 2, short packed sequences 2 to 5.
         """
@@ -234,14 +238,35 @@ class KeysApart:
             return self.d == 128 and self.whole
         if self.many or self.way:
             return True
+        if self.seen >= FEW and end_together(self.problem, self.program):
+            return True
         return self.deterministic and not ((self.short and self.program.mask is not None) or self.slides)
 
     @functools.cached_property
     def overlapping(self) -> bool:
-        """96, at D 96. In a fixed order full documents gain 9 %."""
+        """96, at D 96. Full documents gain 2 %, in a fixed order 9."""
         plain_full = self.plain and self.short and self.program.mask is None
-        gains = self.whole or plain_full if self.deterministic else self.plain and self.many
+        gains = plain_full if self.deterministic else self.plain and self.many
+        gains = gains or self.whole
         return self.d == OVERLAPPING and self.dv <= self.d and gains
+
+    @functools.cached_property
+    def short_rows(self) -> int:
+        """Rows of a sequence's last query tile, where it is computed as one of fewer.
+
+        Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128
+        full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; D 96 causal 8k 2; documents 1 to 2.
+        """
+        if not (self.wide or self.overlapping) or "last_queries_first" in self.way:
+            return 0
+        if self.deterministic and differ(self.problem, self.program):
+            return 0  # which end backwards
+        rows = 80 if self.wide else 96
+        if self.documents or self.short:
+            return HALF
+        short = -(-(self.problem.q_len % rows) // 16) * 16
+        saves = self.problem.layout.is_dense and short and rows - short >= self.seen / 100
+        return short if saves else 0
 
     # --- how dQ leaves ---------------------------------------------------------------------------------------------
 
@@ -277,10 +302,11 @@ class KeysApart:
         """Whether many query tiles see one half of 128 keys alone: documents, windows, short causal calls.
 
         Of causal calls 1k gains 0.6 %, 4k loses 2 %: the branch costs what is passed by. D 96 gains 3 % of causal
-        documents by ids, of full ones nothing.
+        documents, by ids or packed, of full ones nothing.
         """
         mask = self.program.mask
-        if self.wide or not (self.d == 128 or (self.d == 96 and self.documents and not self.whole)):
+        at_96 = self.d == 96 and ((self.documents and not self.whole) or (self.short and not self.deterministic))
+        if self.wide or not (self.d == 128 or at_96):
             return False
         if mask is None or self.program.score is not None or not bounds_queries(mask):
             return False

@@ -80,6 +80,10 @@ class HopperBackwardTiling(BackwardTiling):
             # a part that the second block has claimed, whose first warpgroup waits for the part of the first
             assert self.dq_pieces == 1, "a part of dQ that is claimed leaves in one piece"
             assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
+        if self.short_rows:
+            assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
+            assert self.dq_split in ("transposed", "overlapping"), "products with 64 queries as rows have no fewer"
+            assert not (self.ends_backwards or self.last_queries_first), "a tile of fewer queries comes last"
         if self.rounds:
             assert self.persistent and not self.shared_keys, "warps that idle round dQ, in blocks that stay"
 

@@ -24,10 +24,10 @@ def dq_columns(tiling: HopperBackwardTiling) -> int:
     return tiling.d // tiling.dq_parts if tiling.dq_split == "columns" else tiling.d
 
 
-def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
-    """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
+def dq_product(tiling: HopperBackwardTiling, dtype, rows: int | None = None) -> tuple[cute.TiledMma, tuple[int, int]]:
+    """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed, of `rows` queries)."""
     if tiling.dq_split in ("transposed", "overlapping"):
-        part = (max(ROWS, tiling.d // tiling.warpgroups), tiling.tile_m)
+        part = (max(ROWS, tiling.d // tiling.warpgroups), rows or tiling.tile_m)
         return product(dtype, part[1], left=MN, right=K, written=tiling.written), part
     rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
@@ -96,17 +96,18 @@ class DqColumns(Fixed):
 
 
 class DqPart(Fixed):
-    """A warpgroup's part of the product, its operands in the shared memory of `block`."""
+    """A warpgroup's part of the product, its operands in the shared memory of `block`; transposed, it has `rows`."""
 
-    def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index):
-        self.mma, part = dq_product(tiling, block.dtype)
+    def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index, rows: int | None = None):
+        self.mma, part = dq_product(tiling, block.dtype, rows)
         dq = self.mma.get_slice(0)
         sKt = permuted(block.sK, 1, 0)  # (d, keys)
         if tiling.dq_split == "transposed":
             a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
-            b = block.sdS
+            b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
         elif tiling.dq_split == "overlapping":
-            a, b = overlapping_columns(block.sK, tiling.tile_n, warpgroup_index), block.sdS
+            a = overlapping_columns(block.sK, tiling.tile_n, warpgroup_index)
+            b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
         elif tiling.dq_split == "columns":
             a = block.sdS
             b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))

@@ -174,8 +174,11 @@ class KeyWarpgroup(Group, KeyGroup):
     def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread, columns: int | None = None):
         super().__init__(block, number, thread)
         self.tiling = tiling
-        width = columns or tiling.tile_m
-        self.mma_s = product(block.dtype, width, written=tiling.written)
+        self.lay_scores(columns or tiling.tile_m, columns)
+
+    def lay_scores(self, width: int, columns: int | None = None) -> None:
+        """As a product of `width` columns leaves them: keys where `columns` is given, else queries."""
+        self.mma_s = product(self.block.dtype, width, written=self.tiling.written)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
         self.shape = fragment_shape(width) if columns else fragment_shape(width).transposed
 

@@ -78,6 +78,10 @@ class KeyGroup(Fixed, abc.ABC):
         """What the step after the one of query tile `m` takes, which took `slots`."""
         return tuple(slot.next() for slot in slots)
 
+    def short_step(self, call, m, tested, slots: tuple) -> tuple:
+        """A step of a query tile with few rows, and `following` it."""
+        raise NotImplementedError(f"{type(self).__name__} computes query tiles whole")
+
     def end(self, slots: tuple) -> tuple:
         """After the last query tile of a tile of keys; `slots` of the step that would follow."""
         return slots
