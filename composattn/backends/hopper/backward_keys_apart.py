@@ -257,13 +257,14 @@ class KeysApart:
         Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128
         full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; D 96 causal 8k 2; documents 1 to 2.
         """
-        if not (self.wide or self.overlapping) or "last_queries_first" in self.way:
+        backwards = "last_queries_first" in self.way or (self.deterministic and differ(self.problem, self.program))
+        if backwards or not (self.wide or self.overlapping):
             return 0
-        if self.deterministic and differ(self.problem, self.program):
-            return 0  # which end backwards
         rows = 80 if self.wide else 96
         if self.documents or self.short:
             return HALF
+        if self.program.mask is not None and not end_together(self.problem, self.program):
+            return 0  # few tiles of keys see the last queries
         short = -(-(self.problem.q_len % rows) // 16) * 16
         saves = self.problem.layout.is_dense and short and rows - short >= self.seen / 100
         return short if saves else 0
