@@ -343,6 +343,7 @@ def test_the_first_lses_are_read_while_their_scores_are_computed(mods: str, d: i
     if made.instructions:
         loops = [loop for loop in inner_loops(made.instructions) if loop.multiplies]
         loop = max(loops, key=lambda found: found.counts["MUFU"])
+        assert len(loops) <= copies_of_loop(plan.tiling)
         before_scores = events(loop.body)[: events(loop.body).index("one")]
         assert plan.tiling.lse_ahead == 4 and before_scores.count("LDS") == 2  # of 2 rows each
 

@@ -147,16 +147,15 @@ class Consumer(KeyWarpgroup):
         short = copy.copy(self)
         short.lay_scores(self.tiling.short_rows)
         short.of_rows(self.tiling.short_rows)
-        short.step(call, m, tested, *slots)
+        short.step(call, m, tested, *slots)  # with dQ of the tile before, which has all rows
+        short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
         dq_slot, _, _, ds_slot, _ = slots
         *following, own = self.following(call, m, slots)
-        self.leave_short_dq(own, dq_slot, ds_slot)
+        self.leave_short_dq(short.start_dq(ds_slot), own, dq_slot, ds_slot)
         return *following, LastDq.none()
 
-    def leave_short_dq(self, own, dq_slot, ds_slot):
+    def leave_short_dq(self, tQrdQ, own, dq_slot, ds_slot):
         """At once: the step behind would have to know that it is one of few rows. What it lacks is 0."""
-        self.block.ds_edge.wait(ds_slot)
-        tQrdQ = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows).issue(ds_slot.index)
         warpgroup.wait_group(0)
         whole = self.dq.registers()
         whole.fill(0.0)

@@ -95,7 +95,7 @@ class KeysApart:
         tall, wide, narrow = self.tall, self.wide, self.widest < 128
         any_order = not self.deterministic
         return HopperBackwardTiling(
-            tile_m=128 if tall else 80 if wide else 96 if self.overlapping else 64,
+            tile_m=self.tile_m,
             tile_n=128,
             d=self.d,
             dv=self.dv,
@@ -221,6 +221,10 @@ class KeysApart:
 
     # --- how many queries a tile has -------------------------------------------------------------------------------
 
+    @property
+    def tile_m(self) -> int:
+        return 128 if self.tall else 80 if self.wide else 96 if self.overlapping else 64
+
     @functools.cached_property
     def tall(self) -> bool:
         """128, up to D 64."""
@@ -236,9 +240,7 @@ class KeysApart:
         """
         if self.d < 128 or not self.plain:
             return self.d == 128 and self.whole
-        if self.many or self.way:
-            return True
-        if self.seen >= FEW and end_together(self.problem, self.program):
+        if self.many or self.way or (self.seen >= FEW and end_together(self.problem, self.program)):
             return True
         return self.deterministic and not ((self.short and self.program.mask is not None) or self.slides)
 
@@ -260,13 +262,12 @@ class KeysApart:
         backwards = "last_queries_first" in self.way or (self.deterministic and differ(self.problem, self.program))
         if backwards or not (self.wide or self.overlapping):
             return 0
-        rows = 80 if self.wide else 96
         if self.documents or self.short:
             return HALF
         if self.program.mask is not None and not end_together(self.problem, self.program):
             return 0  # few tiles of keys see the last queries
-        short = -(-(self.problem.q_len % rows) // 16) * 16
-        saves = self.problem.layout.is_dense and short and rows - short >= self.seen / 100
+        short = -(-(self.problem.q_len % self.tile_m) // 16) * 16
+        saves = self.problem.layout.is_dense and short and self.tile_m - short >= self.seen / 100
         return short if saves else 0
 
     # --- how dQ leaves ---------------------------------------------------------------------------------------------
