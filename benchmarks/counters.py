@@ -33,6 +33,7 @@ from benchmarks.cases import Case, select
 from benchmarks.implementations import DETERMINISTIC, OURS, PACKED, Implementation, available
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.run import Row, draw, error_row, save
+from benchmarks.tilings import Variant
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 
 OUT = ROOT / "benchmarks" / "results" / "counters"
@@ -91,13 +92,16 @@ def call_of(case: Case, implementation: Implementation, device: torch.device) ->
 
 
 def calls_of(case: Case, names: Iterable[str], device: torch.device) -> tuple[dict[str, Call], list[Row]]:
-    """What is measured of a row, by implementation, and a row of each that has no call for it."""
+    """What is measured of a row, by implementation, and a row of each that has no call for it.
+
+    Names that are fields with values are variants of the tiling.
+    """
     found: dict[str, Call] = {}
     failed: list[Row] = []
-    by_name = {i.name: i for i in available(device)}
+    by_name: dict[str, Implementation] = {i.name: i for i in available(device)}
     for name in names:
         try:
-            found[name] = call_of(case, by_name[name], device)
+            found[name] = call_of(case, Variant(name) if "=" in name else by_name[name], device)
         except Exception as error:  # peers raise what they like
             failed.append(error_row(case, name, error))
     return found, failed
@@ -263,16 +267,18 @@ def _numbers(kernel: dict[str, str]) -> Iterator[tuple[str, float]]:
 
 
 def worth_counting(rows: Iterable[Row]) -> list[str]:
-    """Ours, flash-attn-4 and the fastest peer of a row's timed implementations."""
+    """Ours with its variants, flash-attn-4 and the fastest peer of a row's timed implementations."""
     known = {row["impl"]: row["ms"] for row in rows if "ms" in row}
-    peers = sorted((name for name in known if not name.startswith(OURS)), key=lambda name: known[name])
-    return [name for name in known if name.startswith(OURS) or name in (*peers[:1], FLASH)]
+    ours = [name for name in known if name.startswith(OURS) or "=" in name]
+    peers = sorted(known.keys() - ours, key=lambda name: known[name])
+    return [name for name in known if name in (*ours, *peers[:1], FLASH)]
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=__doc__)
     made.add_argument("--only", nargs="+", default=["."], help="regular expressions on the case's name, in this order")
     made.add_argument("--impl", nargs="+", default=MEASURED, help="only these implementations, by name")
+    made.add_argument("--variant", action="append", default=[], help="fields of a tiling, as tilings.py has them")
     made.add_argument("--rounds", type=int, default=6, help="interleaved rounds a case (at least 4)")
     made.add_argument("--repeat", type=float, default=2.0, help="seconds for which each call repeats; 0: it does not")
     made.add_argument("--seconds", type=float, default=120.0, help="no row is begun after so long in a pass")
@@ -297,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - start > options.seconds:
             break
         try:
-            rows = timed(case, options.impl, device, options, meter)
+            rows = timed(case, [*options.impl, *options.variant], device, options, meter)
         except Exception as error:  # out of memory, say: the other rows still run
             rows = [error_row(case, "harness", error)]
         result["rows"] += rows
