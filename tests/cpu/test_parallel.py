@@ -206,7 +206,8 @@ def in_ascending_order(tilings: Any) -> list[Any]:
     forward, backward = tilings
     if backward.last_queries_first:
         backward = dataclasses.replace(backward, last_queries_first=False, written="whole")
-    return [forward, backward]
+    # blocks that stay, or end with their tile, compute the same tiles
+    return [forward, dataclasses.replace(backward, persistent=False, rounds=False)]
 
 
 @pytest.mark.parametrize("window", [1024, 4096, None])
