@@ -104,13 +104,14 @@ SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
     "transposed-all-cut", "transposed-last-cut", "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
-    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "overlapping-clearing-cut",
-    "last-first-cut", "clearing-blocks-that-leave", "overlapping-gqa2-dv64",
+    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "thirds-clearing-cut",
+    "last-first-cut", "clearing-blocks-that-leave", "thirds-gqa2-dv64",
     # of tilings that no plan chooses
     "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",
+    "thirds-leaving", "thirds-passing-gqa2",
     # these run where they are rounded when complete
     "rounding-d128", "rounding-d64", "rounding-one-head", "rounding-d96-cut", "rounding-bulk", "rounding-bulk-cut",
-    "rounding-overlapping",
+    "rounding-thirds",
     # in a fixed order, and in the order backwards, these have the rest
     "causal-gqa2-d192", "window-d192-in-order",
 }  # fmt: skip
@@ -148,9 +149,11 @@ FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
 ROUNDING = {"rounds": True}
 CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
-OVERLAPPING: dict[str, Any] = {
-    "tile_m": 96, "dq_split": "overlapping", "dq_later": True, "persistent": True, "dq_in_bulk": True, "clears": True,
+THIRDS: dict[str, Any] = {
+    "kernel": "backward_thirds", "tile_m": 96, "dq_split": "rows", "dq_later": True, "persistent": True,
+    "dq_in_bulk": True, "clears": True,
 }  # fmt: skip
+THIRDS_IN_ORDER: dict[str, Any] = THIRDS | {"clears": False, "producer_registers": 40, "consumer_registers": 232}
 BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -201,12 +204,31 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         LEAVE | CLEARING,
         None,
     ),
-    "overlapping-clearing": (("causal", torch.bfloat16, 3, 3, 300, 300, 96, 96, True, False), OVERLAPPING, None),
-    "overlapping-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 80, 64, True, False), OVERLAPPING, None),
-    "overlapping-clearing-cut": (
+    "thirds-clearing": (("causal", torch.bfloat16, 3, 3, 300, 300, 96, 96, True, False), THIRDS, None),
+    "thirds-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 80, 64, True, False), THIRDS, None),
+    "thirds-clearing-cut": (
         ("plain", torch.bfloat16, 4, 2, 250, 270, 96, 80, False, False),
-        OVERLAPPING,
+        THIRDS,
         (6, 4, 2),
+    ),
+    "thirds-leaving": (("causal", torch.bfloat16, 2, 2, 300, 300, 96, 96, False, False), THIRDS | LEAVE, None),
+    "thirds-passing-gqa2": (
+        ("window", torch.bfloat16, 4, 2, 300, 400, 96, 96, True, False),
+        THIRDS | PASSING,
+        None,
+    ),
+    "thirds-alibi": (("alibi", torch.bfloat16, 2, 2, 300, 300, 96, 96, True, False), THIRDS, None),
+    "thirds-in-order-gqa2": (("causal", torch.bfloat16, 4, 2, 300, 300, 96, 96, True, True), THIRDS_IN_ORDER, None),
+    "thirds-in-order-full": (("plain", torch.float16, 2, 2, 250, 270, 96, 80, False, True), THIRDS_IN_ORDER, None),
+    "thirds-in-order-short": (
+        ("plain", torch.bfloat16, 2, 1, 220, 270, 96, 96, True, True),
+        THIRDS_IN_ORDER | {"short_rows": 32},
+        None,
+    ),
+    "thirds-in-order-cut": (
+        ("causal", torch.bfloat16, 4, 2, 300, 270, 96, 96, False, True),
+        THIRDS_IN_ORDER,
+        (6, 0, 2),
     ),
     "short-causal": (
         ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False),
@@ -220,12 +242,12 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     ),
     "short-alone": (
         ("plain", torch.float16, 2, 2, 30, 270, 96, 80, False, False),
-        OVERLAPPING | {"short_rows": 48},
+        THIRDS | {"short_rows": 48},
         None,
     ),
-    "short-overlapping-gqa2": (
+    "short-thirds-gqa2": (
         ("causal", torch.bfloat16, 4, 2, 220, 400, 96, 96, True, False),
-        OVERLAPPING | {"short_rows": 32},
+        THIRDS | {"short_rows": 32},
         None,
     ),
     "rounding-d128": (("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False), STAY | ROUNDING, None),
@@ -251,9 +273,9 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         BULK | STAY | CLEARING | ROUNDING,
         (6, 4, 2),
     ),
-    "rounding-overlapping": (
+    "rounding-thirds": (
         ("causal", torch.float16, 3, 3, 300, 300, 96, 96, True, False),
-        OVERLAPPING | ROUNDING,
+        THIRDS | ROUNDING,
         None,
     ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
@@ -280,7 +302,7 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "case",
-    ["rounding-one-head", "rounding-bulk-cut", "rounding-overlapping"]
+    ["rounding-one-head", "rounding-bulk-cut", "rounding-thirds"]
     + [
         pytest.param(name, marks=pytest.mark.slow)
         for name in ("rounding-d64", "rounding-d96-cut", "rounding-d128", "rounding-bulk")

@@ -18,6 +18,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
+    from .backward_thirds import HopperBackwardThirds
     from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
     from .forward import (
@@ -41,6 +42,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,
+        "backward_thirds": HopperBackwardThirds,
         "backward_wide": HopperBackwardWide,
         "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,

@@ -22,7 +22,7 @@ from ..fused.kernels.dq_sender import DqSender
 from ..fused.kernels.key_tile import KeyTile
 from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
-from .dq import DqChunks, DqPart, WarpColumns
+from .dq import DqChunks, DqPart
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
@@ -89,14 +89,20 @@ class HopperBackward(Backward[HopperBackwardTiling]):
                     DqSemaphore(self, speakers).take(call, block)
             if const_expr(tiling.dq_in_bulk):  # noqa: SIM102  known when compiling
                 if (warp > 0) & (warp <= tiling.warpgroups):
-                    DqSender(self, block, warp - 1).run(call)
+                    self.sender(block, warp - 1).run(call)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
 
+    def sender(self, block, number) -> DqSender:
+        return DqSender(self, block, number)
+
+    def consumer(self, block, thread) -> "Consumer":
+        return Consumer(self.tiling, block, thread)
+
     @cute.jit
     def consume(self, call, block):
-        self.consume_as(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
+        self.consume_as(call, block, self.consumer(block, cute.arch.thread_idx()[0] - WARPGROUP))
 
     @cute.jit
     def consume_as(self, call, block, me):
@@ -139,9 +145,17 @@ class Consumer(KeyWarpgroup):
         self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(sdO, 1, 0, 2)))
         self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(sQ, 1, 0, 2)))
         self.left_shape = dv.partition_shape_A((ROWS, rows))
-        self.store_ds = store_matrix(self.mma_s, block.dtype, self.thread, transposed=True)
-        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
+        self.lay_ds(rows)
+
+    def lay_ds(self, rows: int) -> None:
+        """Where dS of a query tile's first `rows` goes."""
+        self.store_ds = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
+        sdSt = permuted(self.block.sdS, 1, 0, 2)  # (keys, queries, stage)
         self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, rows), (self.number, 0, None)))
+
+    def put_ds(self, tKrdS, ds_slot) -> None:
+        """To shared memory."""
+        cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
 
     def short_step(self, call, m, tested, slots):
         short = copy.copy(self)
@@ -194,8 +208,7 @@ class Consumer(KeyWarpgroup):
         block.ds_edge.wait_empty(ds_slot)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS.fill(0.0)
-        put_ds = self.store_ds
-        cute.copy(put_ds, put_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
+        self.put_ds(tKrdS, ds_slot)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         block.ds_edge.fill(ds_slot, self.lane)
@@ -250,10 +263,9 @@ class Consumer(KeyWarpgroup):
         add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
-        stage, put_ds = ds_slot.index, self.store_ds
         if const_expr(self.tiling.dq_later):
             block.ds_edge.wait_empty(ds_slot)
-        cute.copy(put_ds, put_ds.retile(tKrdS), self.tSsdS[None, None, None, stage])
+        self.put_ds(tKrdS, ds_slot)
         if const_expr(p_early):
             issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()
@@ -269,7 +281,7 @@ class Consumer(KeyWarpgroup):
         else:
             # with two buffers, whoever passes here has read the buffer that will be written next
             self.sync_consumers()
-            tQrdQ = self.dq.issue(stage)
+            tQrdQ = self.dq.issue(ds_slot.index)
             self.run_dk(start_dk, q_slot, do_slot, lambda: self.add_dq(call, m, tQrdQ, dq_slot))
 
     def run_dk(self, start_dk, q_slot, do_slot, meanwhile=lambda: None):
@@ -303,10 +315,14 @@ class Consumer(KeyWarpgroup):
 
     def put_dq(self, tQrdQ) -> None:
         """To the place that it leaves from."""
-        if self.tiling.dq_split == "overlapping":
-            WarpColumns(self.number, self.thread).store(self.block.sdQ, tQrdQ)
-        else:
-            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
+        store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
+
+    def has_dq(self, last: "LastDq") -> Boolean:
+        """Whether there is a product for dQ of the query tile before."""
+        return last.exists != 0
+
+    def pass_dq(self, last: "LastDq", ds_slot) -> None:
+        """Where there is none."""
 
     def starts(self, slots):
         return (*slots, LastDq.none()) if self.tiling.dq_later else slots
@@ -444,16 +460,19 @@ def _dk_and_last_dq(
     ds_slot: Slot,
 ):
     """dK of a query tile, and dQ of the `last` one, if there is one. No product may run on where branches meet."""
-    if last.exists != 0:
+    if me.has_dq(last):
         tQrdQ = me.start_dq(ds_slot)
         me.run_dk(start_dk, q_slot, do_slot, lambda: me.leave_dq(last, tQrdQ, dq_slot, ds_slot))
     else:
         me.run_dk(start_dk, q_slot, do_slot)
+        me.pass_dq(last, ds_slot)
 
 
 @cute.jit
 def _only_last_dq(me: cutlass.Constexpr, last: LastDq, dq_slot: Slot, ds_slot: Slot):
-    if last.exists != 0:
+    if me.has_dq(last):
         tQrdQ = me.start_dq(ds_slot)
         warpgroup.wait_group(0)
         me.leave_dq(last, tQrdQ, dq_slot, ds_slot)
+    else:
+        me.pass_dq(last, ds_slot)

@@ -25,11 +25,12 @@ from ..fused.traits import (
     reads_pairs,
     sums_by,
 )
-from .backward_tiling import OVERLAPPING, ROWS, HopperBackwardTiling
+from .backward_tiling import ROWS, HopperBackwardTiling
 
 COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
 SLOW_MEMORY = 4000  # GB/s
 FEW = 1600  # queries that see a tile of keys, on average: of causal masks 3k tokens
+FEWER = 1000  # 2k tokens
 HALF = 48  # rows, of tiles of 80 and 96
 
 
@@ -105,7 +106,8 @@ class KeysApart:
             do_stages=2,
             ds_stages=2,
             warpgroups=2,
-            dq_split="rows" if tall else "transposed" if wide else "overlapping" if self.overlapping else "columns",
+            kernel="backward_thirds" if self.thirds else "backward",
+            dq_split="rows" if tall or self.thirds else "transposed" if wide else "columns",
             consumer_registers=240,
             producer_registers=24,
             p_early=True,
@@ -201,8 +203,14 @@ class KeysApart:
 
         Documents, a dilated window: one product after the other; tiles of 64 queries are 1.27 times as fast.
         """
+        return self.light and self.program.score is None
+
+    @functools.cached_property
+    def light(self) -> bool:
+        """The same, or scores are lines (`is_line`) without a gradient of what they are made of."""
         program = self.program
-        return not (self.reads or self.asks) and program.score is None and not has_costly_test(program.mask)
+        lines = is_line(program.score) and not any(sums_by(program, pattern) for pattern in Pattern)
+        return lines and not (self.reads or self.asks) and not has_costly_test(program.mask)
 
     @functools.cached_property
     def listed(self) -> bool:
@@ -225,7 +233,7 @@ class KeysApart:
 
     @property
     def tile_m(self) -> int:
-        return 128 if self.tall else 80 if self.wide else 96 if self.overlapping else 64
+        return 128 if self.tall else 80 if self.wide else 96 if self.thirds else 64
 
     @functools.cached_property
     def tall(self) -> bool:
@@ -247,12 +255,20 @@ class KeysApart:
         return self.deterministic and not ((self.short and self.program.mask is not None) or self.slides)
 
     @functools.cached_property
-    def overlapping(self) -> bool:
-        """96, at D 96. Full documents gain 2 %, in a fixed order 9."""
-        plain_full = self.plain and self.short and self.program.mask is None
-        gains = plain_full if self.deterministic else self.plain and self.many
-        gains = gains or self.whole
-        return self.d == OVERLAPPING and self.dv <= self.d and gains
+    def thirds(self) -> bool:
+        """96, at D 96, where `dq_thirds` has no product in vain.
+
+        Full calls gain 7 %, causal ones of 4k and 8k 6, of 2k 2, ALiBi 9; 1k loses 9 %, windows 1, causal documents 2,
+        soft caps spill. In a fixed order full calls gain 3 to 15 %, causal ones of 4k and 8k 3 and 7; 2k loses 3.
+        """
+        if self.d != 96 or self.dv > self.d:
+            return False
+        if self.whole or not self.light:
+            return self.whole
+        if self.program.mask is None or (self.many and not self.deterministic):
+            return True
+        few = FEW if self.deterministic or not self.problem.layout.is_dense else FEWER
+        return self.seen >= few and end_together(self.problem, self.program)
 
     @functools.cached_property
     def short_rows(self) -> int:
@@ -262,7 +278,7 @@ class KeysApart:
         full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; D 96 causal 8k 2; documents 1 to 2.
         """
         backwards = "last_queries_first" in self.way or (self.deterministic and differ(self.problem, self.program))
-        if backwards or not (self.wide or self.overlapping):
+        if backwards or not (self.wide or self.thirds):
             return 0
         if self.documents or self.short:
             return HALF
@@ -291,7 +307,7 @@ class KeysApart:
         In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %,
         with score mods up to 18, D 128 8 to 25, documents 19 to 31.
         """
-        return self.wide or self.overlapping or self.deterministic or self.reads_at_pairs
+        return self.wide or self.thirds or self.deterministic or self.reads_at_pairs
 
     @functools.cached_property
     def later(self) -> bool:
@@ -368,16 +384,18 @@ class KeysApart:
     def stays_in_order(self) -> bool:
         """Whether blocks stay in a fixed order; dK and dV must fit where dQ leaves, and 80 queries spill 278.
 
-        D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at 8k it loses 3, with score mods 6. At D 128 causal and full
-        calls lose 2 to 4, ALiBi 2, relative biases 1, biases at pairs 16. Causal soft caps gain 3 to 4, documents by
-        ids 4 to 5, full ones of D 64 1, windows 3 (32 on 8 heads lose 2), neighbourhoods 7, short packed causal
-        sequences 2 to 5.
+        Who sends dQ by thirds has too few registers else (52 spills). D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at
+        8k it loses 3, with score mods 6. At D 128 causal and full calls lose 2 to 4, ALiBi 2, relative biases 1, biases
+        at pairs 16. Causal soft caps gain 3 to 4, documents by ids 4 to 5, full ones of D 64 1, windows 3 (32 on 8
+        heads lose 2), neighbourhoods 7, short packed causal sequences 2 to 5.
         """
+        if self.thirds:
+            return True
         tiling, program = self._each_block, self.program
         if tiling.tile_m * tiling.d < ROWS * self.widest or self.wide:
             return False
         if self.documents or (self.short and self.plain):
-            return not self.overlapping
+            return True
         if self.widest < 128:
             return self.plain and (self.widest == 96 or self.seen <= SHORT)
         if program.keep is not None or program.mask is None:

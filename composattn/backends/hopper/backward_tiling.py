@@ -10,7 +10,7 @@ from ..fused.tiling import BackwardTiling
 from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
-OVERLAPPING = 96  # columns of dQ of which two warpgroups compute 64 each
+HALF_ROWS = ROWS // 2
 DK, DV = 0, 1  # the results that stay in registers
 
 
@@ -32,7 +32,7 @@ class HopperBackwardTiling(BackwardTiling):
     or (`transposed`) each has rows of dVᵀ and dKᵀ of all keys, see `shares`.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
-    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ; of 96 `overlapping`, 64 each).
+    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). By `thirds` they share that of two.
     `p_early`: P is computed while dPᵀ runs, and dS written before the product for dV starts; else P and dS are computed
     together. `bends_early`: so is P, with what dP - D is multiplied by, where the derivative of a score looks at the
     score, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
@@ -52,7 +52,7 @@ class HopperBackwardTiling(BackwardTiling):
     do_stages: int
     ds_stages: int
     warpgroups: int
-    dq_split: Literal["columns", "rows", "transposed", "overlapping"]
+    dq_split: Literal["columns", "rows", "transposed"]
     consumer_registers: int
     producer_registers: int
     p_early: bool
@@ -82,14 +82,19 @@ class HopperBackwardTiling(BackwardTiling):
             assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
         if self.short_rows:
             assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
-            assert self.dq_split in ("transposed", "overlapping"), "products with 64 queries as rows have no fewer"
+            fewer = self.dq_split == "transposed" or self.thirds
+            assert fewer, "products with 64 queries as rows have no fewer"
             assert not (self.ends_backwards or self.last_queries_first), "a tile of fewer queries comes last"
+        if self.thirds:
+            assert self.tile_m * 2 == ROWS * 3 and self.dq_split == "rows", "two tiles of queries are three products"
+            assert self.dq_later and self.dq_in_bulk and self.dq_pieces == 1, "dQ leaves when its second tile is there"
+            assert not self.claimed_parts, "a warpgroup's part of dQ has other rows in turn"
         if self.rounds:
             assert self.persistent and not self.shared_keys, "warps that idle round dQ, in blocks that stay"
 
     @property
     def in_stretches(self) -> bool:
-        fits = self.kernel == "backward" and self.d == self.dv
+        fits = (self.kernel == "backward" or self.thirds) and self.d == self.dv
         return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
 
     @property
@@ -103,6 +108,11 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def transposed(self) -> bool:
         return self.kernel == "backward_transposed"
+
+    @property
+    def thirds(self) -> bool:
+        """Whether dQ of two query tiles is computed at once, as three products: see `dq_thirds`."""
+        return self.kernel == "backward_thirds"
 
     @property
     def has_one_ds(self) -> bool:
@@ -136,9 +146,13 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def dq_numbers(self) -> int:
-        """Of shared memory through which dQ leaves in bulk; `overlapping`, what nobody sends is behind it."""
-        unsent = 2 * ROWS - OVERLAPPING if self.dq_split == "overlapping" else 0
-        return self.tile_m * (self.d + unsent) // self.dq_pieces
+        """Of shared memory through which dQ leaves in bulk: a room for each warpgroup."""
+        return (self.warpgroups * ROWS if self.thirds else self.tile_m) * self.d // self.dq_pieces
+
+    @property
+    def ds_rows(self) -> int:
+        """Of all buffers of dS; by `thirds`, that of the last queries of a tile stays for longer (`dq_thirds`)."""
+        return self.ds_stages * self.tile_m + (HALF_ROWS if self.thirds else 0)
 
     @property
     def dk_parts(self) -> int:
@@ -167,7 +181,7 @@ class HopperBackwardTiling(BackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_stages * self.tile_m * self.tile_n * (2 if self.transposed else 1)
+        scores = self.ds_rows * self.tile_n * (2 if self.transposed else 1)
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024

@@ -5,10 +5,9 @@ import math
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ...primitives.register_chunks import load_part, store_part
-from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.values import Fixed, choose, permuted
-from .backward_tiling import OVERLAPPING, HopperBackwardTiling, Share
+from ...primitives.values import Fixed, permuted
+from .backward_tiling import HopperBackwardTiling, Share
+from .dq_thirds import from_halves
 from .wgmma import MN, ROWS, K, issue, product
 
 
@@ -26,9 +25,11 @@ def dq_columns(tiling: HopperBackwardTiling) -> int:
 
 def dq_product(tiling: HopperBackwardTiling, dtype, rows: int | None = None) -> tuple[cute.TiledMma, tuple[int, int]]:
     """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed, of `rows` queries)."""
-    if tiling.dq_split in ("transposed", "overlapping"):
-        part = (max(ROWS, tiling.d // tiling.warpgroups), rows or tiling.tile_m)
+    if tiling.dq_split == "transposed":
+        part = (tiling.d // tiling.warpgroups, rows or tiling.tile_m)
         return product(dtype, part[1], left=MN, right=K, written=tiling.written), part
+    if tiling.thirds:
+        return product(dtype, tiling.d, left=K, right=MN, written=tiling.written), (ROWS, tiling.d)
     rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
     return product(dtype, part[1], left=K, right=MN, written=tiling.written), part
@@ -36,43 +37,10 @@ def dq_product(tiling: HopperBackwardTiling, dtype, rows: int | None = None) -> 
 
 def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, part: tuple[int, int]) -> cute.Tensor:
     """A warpgroup's part of a (tile_m, d) tensor, transposed like its product."""
-    if tiling.dq_split == "overlapping":
-        return overlapping_columns(whole, tiling.tile_m, warpgroup_index)
     if tiling.dq_split == "transposed":
         return cute.local_tile(permuted(whole, 1, 0), part, (warpgroup_index, 0))
     place = (0, warpgroup_index) if tiling.dq_split == "columns" else (warpgroup_index, 0)
     return cute.local_tile(whole, part, place)
-
-
-def overlapping_columns(whole: cute.Tensor, rows: int, warpgroup_index) -> cute.Tensor:
-    """The first or the last 64 of 96 columns, as rows: no product has 48, so both warpgroups compute 32 of them."""
-    apart = OVERLAPPING - ROWS  # whole swizzles, one after the other
-    start = whole.iterator.toint() + warpgroup_index * (rows * apart * whole.element_type.width // 8)
-    layout = tile_layout(rows, ROWS, together=apart)
-    place = cute.make_ptr(whole.element_type, start, cute.AddressSpace.smem, assumed_align=1024)
-    return permuted(cute.make_tensor(cute.recast_ptr(place, swizzle_=layout.inner), layout.outer), 1, 0)
-
-
-class WarpColumns:
-    """Where a warp's 16 of 96 `overlapping_columns` lie in fp32 memory: the warps' columns side by side.
-
-    The first three warps of the first warpgroup leave the first 48 columns, the last three of the second one the last.
-    """
-
-    def __init__(self, warpgroup_index, thread):
-        self.warpgroup_index = warpgroup_index
-        warp, self.lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        self.number = 2 * warpgroup_index + warp
-        self.is_own = self.number // 3 == warpgroup_index
-
-    def store(self, target: cute.Tensor, registers: cute.Tensor) -> None:
-        """What the other warpgroup leaves goes behind all: beside running products there may be no branch."""
-        number = choose(self.is_own, self.number, OVERLAPPING // 16 + self.warpgroup_index)
-        store_part(target, registers, number, self.lane, 32)
-
-    def load(self, source: cute.Tensor, registers: cute.Tensor) -> None:
-        """What either has left."""
-        load_part(source, registers, self.number, self.lane, 32)
 
 
 class DqColumns(Fixed):
@@ -105,9 +73,8 @@ class DqPart(Fixed):
         if tiling.dq_split == "transposed":
             a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
             b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
-        elif tiling.dq_split == "overlapping":
-            a = overlapping_columns(block.sK, tiling.tile_n, warpgroup_index)
-            b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
+        elif tiling.thirds:  # from any half product on
+            a, b = from_halves(block.sdS, tiling.ds_rows, tiling.tile_n, ROWS), sKt
         elif tiling.dq_split == "columns":
             a = block.sdS
             b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))
@@ -116,7 +83,7 @@ class DqPart(Fixed):
             b = sKt
         self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
         self.shape = dq.partition_shape_C(part)
-        self.transposed = tiling.dq_split in ("transposed", "overlapping")
+        self.transposed = tiling.dq_split == "transposed"
         self.count = cute.size(self.shape)  # of a thread's numbers
 
     def registers(self) -> cute.Tensor:
@@ -141,7 +108,7 @@ class DqChunks(Fixed):
 
     def __init__(self, tiling: HopperBackwardTiling):
         self.tiling = tiling
-        self.transposed = tiling.dq_split in ("transposed", "overlapping")
+        self.transposed = tiling.dq_split == "transposed"
         self.steps = tiling.tile_m * tiling.d // (16 * 8) // 4
         self.apart = 16 if self.transposed else 4
         self.columns = 4 if self.transposed else 8
@@ -169,7 +136,7 @@ class DqChunks(Fixed):
     def _place(self, block):
         """Which strip of 16 rows of the products, and which 8 of their columns: a warp has a strip."""
         columns = self._columns
-        if self.tiling.dq_split == "overlapping":  # see `WarpColumns`
+        if self.tiling.thirds:
             return block // columns, block % columns
         return block // (4 * columns) * 4 + block % 4, block // 4 % columns
 

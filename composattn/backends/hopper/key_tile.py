@@ -27,7 +27,7 @@ class Layouts(NamedTuple):
     dout: Any
     k: Any
     v: Any
-    ds: Any  # (queries, keys, stage), keys contiguous
+    ds: Any  # (queries, keys, stage), keys contiguous; by thirds all buffers have their rows side by side
     dk: Any  # on its way out, apart from K where a block stays for many tiles
     dv: Any
 
@@ -41,12 +41,15 @@ class Layouts(NamedTuple):
         if tiling.persistent:
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
+        ds: Any = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores)
+        if tiling.thirds:
+            ds = tile_layout(tiling.ds_rows, tiling.tile_n)
         return Layouts(
             tile_layout(tiling.tile_m, tiling.d, tiling.q_stages),
             tile_layout(tiling.tile_m, tiling.dv, tiling.do_stages),
             k,
             v,
-            tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores),
+            ds,
             *leaving,
         )
 
@@ -124,7 +127,7 @@ class Block(Fixed):
         if tiling.dq_in_bulk:
             room = smem.allocate_array(Float32, tiling.dq_numbers, byte_alignment=1024)
             self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.dq_numbers))
-            self.part = tiling.tile_m * tiling.d // tiling.dq_pieces // self.parts
+            self.part = tiling.dq_numbers // self.parts
             self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
         self.sLines = None
         if tiling.distances:

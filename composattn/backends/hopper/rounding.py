@@ -1,8 +1,6 @@
 """Sums that a Hopper backward kernel has left in fp32 memory, rounded into dQ, dK and dV."""
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
 
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import permuted
@@ -10,12 +8,13 @@ from ..fused.kernels.backward_gather import BackwardGather
 from ..fused.kernels.postprocess import Postprocess
 from ..fused.plan_backward import GatherPlan, PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
-from .dq import WarpColumns, dq_columns, dq_part, dq_product
-from .wgmma import MN, ROWS, WARPGROUP, WarpgroupSums, product
+from .dq import dq_columns, dq_part, dq_product
+from .dq_thirds import HALF, STRIPS, WarpStrips, from_halves
+from .wgmma import MN, ROWS, WARP, WarpgroupSums, product
 
 
 class HopperPostprocess(Postprocess[HopperBackwardTiling]):
-    """dQ: each warpgroup has the part that the one of its number had in the main kernel."""
+    """dQ: each warpgroup has the part that the one of its number had in the main kernel, or a warp has a strip."""
 
     def __init__(self, plan: PostprocessPlan[HopperBackwardTiling]):
         super().__init__(plan)
@@ -25,34 +24,25 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
         tiling = self.tiling
         return tile_layout(tiling.tile_m, tiling.d, together=dq_columns(tiling))
 
+    @property
+    def threads(self):
+        return STRIPS * WARP if self.tiling.thirds else super().threads
+
     def sums(self) -> WarpgroupSums:
         mma, part = dq_product(self.tiling, self.dtype)
-        if self.tiling.dq_split == "overlapping":
-            return OverlappingSums(mma, part, transposed=True)
         return WarpgroupSums(mma, part, transposed=self.tiling.dq_split == "transposed")
 
     def load(self, source, registers, group, thread):
-        if self.tiling.dq_split == "overlapping":
-            WarpColumns(group, thread).load(source, registers)
+        if self.tiling.thirds:
+            WarpStrips(group, thread).load(source, registers)
         else:
             super().load(source, registers, group, thread)
 
     def part(self, shared: cute.Tensor, group) -> cute.Tensor:
-        return dq_part(self.tiling, shared, group, dq_product(self.tiling, self.dtype)[1])
-
-
-class OverlappingSums(WarpgroupSums):
-    """Of `overlapping_columns`, of which a warp puts what it has left."""
-
-    def put(self, rounded, shared, thread):
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP)
-        _put_if(WarpColumns(group, thread).is_own, super().put, rounded, shared, thread)
-
-
-@cute.jit
-def _put_if(condition: Boolean, do: cutlass.Constexpr, rounded: cute.Tensor, shared: cute.Tensor, thread: Int32):
-    if condition:
-        do(rounded, shared, thread)
+        tiling = self.tiling
+        if tiling.thirds:
+            return from_halves(shared, tiling.tile_m, tiling.d, ROWS)[None, None, HALF * group]
+        return dq_part(tiling, shared, group, dq_product(tiling, self.dtype)[1])
 
 
 class HopperGather(BackwardGather[HopperBackwardTiling]):

@@ -33,8 +33,11 @@ class DqSender(Fixed):
     def run(self, call):
         if const_expr(call.claims is not None or call.rounding is not None):
             cute.arch.griddepcontrol_wait()  # for empty claims, and flags of what is rounded
-        slots = Slot.first(1), Slot.first(AHEAD)
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, self.starts())
+
+    def starts(self) -> tuple:
+        """Slots of the first tile."""
+        return Slot.first(1), Slot.first(AHEAD)
 
     @cute.jit
     def visit(self, call, work, slots):
@@ -76,6 +79,12 @@ class DqSender(Fixed):
                         if const_expr(call.claims is not None and piece == self.pieces - 1):
                             say_written(claim, writes, lane)
                         slot = slot.next()
+        self.end_tile(call, work, slot)
+        return slot, turn_slot
+
+    @cute.jit
+    def end_tile(self, call, work, slot):
+        """Behind dQ of a tile of keys."""
         if const_expr(self.kernel.tiling.persistent):
             if const_expr(work.piece is None):
                 self.send_keys(call, work, slot)
@@ -85,8 +94,7 @@ class DqSender(Fixed):
         if const_expr(call.rounding is not None):
             wait_sums(Boolean(True), read=False)
             cute.arch.sync_warp()
-            call.rounding.say_done(call, work, lane)
-        return slot, turn_slot
+            call.rounding.say_done(call, work, cute.arch.lane_idx())
 
     def send_keys(self, call, work, slot) -> None:
         """dV and dK: two more laps of a ring of one stage, so `slot` is the next one again."""

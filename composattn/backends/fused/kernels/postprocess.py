@@ -40,6 +40,10 @@ class Postprocess(Kernel, Generic[AnyTiling]):
     def rows(self) -> int:
         return self.tiling.tile_m // self.parts
 
+    @property
+    def threads(self) -> int:
+        return self.groups * THREADS
+
     @abc.abstractmethod
     def sums(self) -> Sums:
         """Of dQ, as a group of the main kernel has left them."""
@@ -63,7 +67,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             _, rounded = rounded_of(*flags, tiling.flags_before)
         self.kernel(tma, tensor, layout, given.dq_accum, rounded, given.scale, queries, given.work, sinks).launch(
             grid=query_grid(given.dq_accum, given.work, self.parts),
-            block=(self.groups * THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
         )
