@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
-from composattn.backends.hopper.dq_thirds import (
+from composattn.backends.fused.kernels.dq_thirds import (
     HALF,
     STRIPS,
     WARPS,

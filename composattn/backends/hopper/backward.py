@@ -24,7 +24,7 @@ from ..fused.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqChunks, DqPart
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
-from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
+from .wgmma import MN, ROWS, WARPGROUP, get, issue, issue_in_parts, product, put, store_matrix
 
 
 class HopperBackward(Backward[HopperBackwardTiling]):
@@ -123,6 +123,11 @@ class Consumer(KeyWarpgroup):
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
         self.tVrdV = cute.make_rmem_tensor(self.mma_dv.get_slice(0).partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(self.mma_dk.get_slice(0).partition_shape_C((ROWS, tiling.d)), Float32)
+        held = product(dtype, tiling.tile_m, left_in_registers=True).get_slice(0)
+        self.held_k, self.held_v = [
+            held.make_fragment_A(held.partition_shape_A((ROWS, columns))) if columns else None
+            for columns in (tiling.held_k, tiling.held_v)
+        ]
         self.of_rows(tiling.tile_m)
         self.dq = DqPart(tiling, block, self.number)
         self.diagonals = None
@@ -140,6 +145,8 @@ class Consumer(KeyWarpgroup):
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.number, 0)
         sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
+        self.mma_held = product(block.dtype, rows, left_in_registers=True, written=tiling.written)
+        self.sK, self.sV = sK, sV
         self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
         self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(sQ)), s.make_fragment_B(s.partition_B(sdO))
         self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(sdO, 1, 0, 2)))
@@ -176,6 +183,18 @@ class Consumer(KeyWarpgroup):
         for i in range(cute.size(tQrdQ)):
             whole[i] = tQrdQ[i]
         self.leave_dq(own, whole, dq_slot, ds_slot)
+
+    def wait_for_keys(self, kv_slot) -> None:
+        super().wait_for_keys(kv_slot)
+        for held, shared in ((self.held_k, self.sK), (self.held_v, self.sV)):
+            if held is not None:
+                get(self.mma_held, held, shared, self.thread)
+
+    def issue_scores(self, accumulator, held, a, b) -> None:
+        """The product of keys, some columns of which are `held` in registers, and of queries."""
+        steps, every = 0 if held is None else cute.size(held, mode=[2]), cute.size(a, mode=[2])
+        parts = (self.mma_held, held, range(steps)), (self.mma_s, a, range(steps, every))
+        issue_in_parts(accumulator, [part for part in parts if part[2]], b)
 
     def begin(self, work: KeyTile) -> None:
         super().begin(work)
@@ -226,10 +245,10 @@ class Consumer(KeyWarpgroup):
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        issue(self.mma_s, tSrS, self.tSrK, self.tSrQ[None, None, None, q_slot.index], False)
+        self.issue_scores(tSrS, self.held_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index])
         lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.tiling.lse_ahead)
         block.do_edge.wait(do_slot)
-        issue(self.mma_s, tSrdP, self.tSrV, self.tSrdO[None, None, None, do_slot.index], False)
+        self.issue_scores(tSrdP, self.held_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index])
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)

@@ -32,6 +32,7 @@ SLOW_MEMORY = 4000  # GB/s
 FEW = 1600  # queries that see a tile of keys, on average: of causal masks 3k tokens
 FEWER = 1000  # 2k tokens
 HALF = 48  # rows, of tiles of 80 and 96
+HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 
 class Way(NamedTuple):
@@ -79,6 +80,16 @@ class KeysApart:
     @functools.cached_property
     def tiling(self) -> HopperBackwardTiling:
         """What the kernel is cut into."""
+        tiling = self._without_held
+        # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
+        most = tiling.dv + tiling.d * self.is_low
+        columns = min(max(0, self.spare(tiling)) * HELD_A_REGISTER // 16 * 16, most)
+        held_v = min(columns, tiling.dv)
+        return dataclasses.replace(tiling, held_v=held_v, held_k=columns - held_v)
+
+    @functools.cached_property
+    def _without_held(self) -> HopperBackwardTiling:
+        """With K and V in shared memory alone."""
         if self.deterministic:
             stays: dict[str, Any] = STAYING_IN_ORDER if self.stays_in_order else {}
             return dataclasses.replace(self._each_block, **stays)
@@ -114,8 +125,8 @@ class KeysApart:
             bends_early=self.bends_early,
             dq_later=self.later,
             dq_in_bulk=self.sends,
-            # 1 to 3 % at D 128, 2 % at D 64; D 96, which has registers for all of it, loses 1 to 3
-            lse_ahead=4 if any_order and ((tall and self.plain) or (wide and (self.plain or self.whole))) else 0,
+            # 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3
+            lse_ahead=4 if any_order and ((self.plain and not self.is_low) or (wide and self.whole)) else 0,
             tries_first=self.program.is_plain and (self.deterministic or self.widest == 96),
             l2=bytes_together(self.problem, self.program, self.seen) if any_order and not wide else TOGETHER,
             section_tiles=section_tiles(self.target),
@@ -229,7 +240,28 @@ class KeysApart:
         at_pairs = has_opaque_test(program) or reads_by(program.score, Pattern.PAIR)
         return self.d >= max(96, self.dv) and at_pairs and not sums
 
+    def spare(self, tiling: HopperBackwardTiling) -> int:
+        """Registers of a thread that are left for K and V: found by compiling, so that no more spill.
+
+        With too few ptxas has one product wait for the other, which takes 1.3 times as long.
+        K and V that wait there are read once a tile of keys, not once a query tile, of which they are 1 to 22 % of what
+        passes shared memory's port: D 64 gains 0 to 4 %, D 96 2 to 4, D 128 0 to 2, 32k 3 to 4.
+        """
+        score, mask = self.program.score, self.program.mask
+        # addresses, indices, what a step begins with
+        others = 32 if self.tall else 28 if tiling.dq_in_bulk else 36 if self.is_low else 32
+        others += 16 * has_costly_test(mask) + 4 * tiling.rounds
+        others += 12 * (self.deterministic and (tiling.passing or not self.problem.layout.is_dense))
+        if score is not None or self.reads or self.asks:
+            others += 12 if is_line(score) and not self.reads else 28
+        return tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - others
+
     # --- how many queries a tile has -------------------------------------------------------------------------------
+
+    @property
+    def is_low(self) -> bool:
+        """64, where nothing else is served."""
+        return self.tile_m == ROWS
 
     @property
     def tile_m(self) -> int:

@@ -4,27 +4,14 @@ import copy
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...primitives.bulk_sums import add_if, wait_sums, write_or_add
 from ...primitives.pipelines import Slot
-from ...primitives.values import Bundle, choose, permuted
-from ..fused.kernels.dq_semaphore import say
-from ..fused.kernels.dq_sender import DqSender
+from ...primitives.values import choose, permuted
+from ..fused.kernels.dq_strip_sender import DqStripSender
+from ..fused.kernels.dq_thirds import HALF_ROWS, WarpStrips, ds_places, from_halves, is_outer, product_place
 from .backward import Consumer, HopperBackward, LastDq
-from .backward_tiling import HALF_ROWS
-from .dq_thirds import (
-    HALF,
-    WARPS,
-    WarpStrips,
-    ds_places,
-    from_halves,
-    is_outer,
-    middle_half,
-    outer_strip,
-    product_place,
-)
 from .wgmma import ROWS, WARPGROUP, product, store_matrix
 
 MATRIX = 16  # queries, of which dS goes to memory at a time
@@ -35,7 +22,7 @@ class HopperBackwardThirds(HopperBackward):
     """Roles as of `HopperBackward`. In two of three steps a warpgroup has a product for dQ."""
 
     def sender(self, block, number):
-        return ThirdsSender(self, block, number)
+        return DqStripSender(self, block, number)
 
     def consumer(self, block, thread):
         return ThirdsConsumer(self.tiling, block, thread)
@@ -129,117 +116,3 @@ def _last_of_all(me: cutlass.Constexpr, last: LastDq, dq_slot: Slot, ds_slot: Sl
         tQrdQ = me.dq.issue(product_place(second, ds_slot.phase, me.number))
         warpgroup.wait_group(0)
         me.leave_dq(last, tQrdQ, dq_slot, ds_slot)
-
-
-class DqTile(Bundle):
-    """A tile of dQ: where it is summed, whether this block is the first there, and where turns are counted.
-
-    One that `exists` not is 0.
-    """
-
-    parts = ("exists", "tile", "writes", "turn")
-
-    def __init__(self, exists: Int32, tile: Int64, writes: Int32, turn: Int64):
-        self.exists, self.tile, self.writes, self.turn = exists, tile, writes, turn
-
-    @staticmethod
-    def none() -> "DqTile":
-        return DqTile(Int32(0), Int64(0), Int32(0), Int64(0))
-
-
-class ThirdsSender(DqSender):
-    """Sends the strips of each product to the tiles that they are of."""
-
-    def starts(self):
-        return *super().starts(), Slot.first(2)
-
-    @cute.jit
-    def visit(self, call, work, slots):
-        slot, turn_slot, ds_slot = slots
-        rest = DqTile.none()
-        begin, stop = self.kernel.members(call, work)
-        for member in cutlass.range(begin, stop, unroll=1):
-            head = work.kv_head * call.group + member
-            for run in self.kernel.query_tiles(call, work, head):
-                for i in cutlass.range(run.count, unroll=1):
-                    m = run.tile(i)
-                    padded = work.padded
-                    tile = call.dq_accum[padded.b, head, padded.first + m, None].iterator.toint()
-                    turn = Int64(0)
-                    if const_expr(self.block.turn_edge is not None):
-                        turn = self.kernel.turn(call, work, head, m).toint()
-                    mine = DqTile(Int32(1), tile, Int32(0), turn)
-                    slot, turn_slot, rest = self.send(mine, rest, slot, turn_slot, ds_slot)
-                    ds_slot = ds_slot.next()
-        slot = self.send_rest(rest, slot, ds_slot.before())
-        self.end_tile(call, work, slot)
-        return slot, turn_slot, ds_slot
-
-    @cute.jit
-    def send(self, tile, rest, slot, turn_slot, ds_slot):
-        """What follows a query tile: an outer product, the middle one, or nothing yet."""
-        block, lane = self.block, cute.arch.lane_idx()
-        second, phase = ds_slot.index, ds_slot.phase
-        outer = is_outer(phase, self.number)
-        is_there = outer | (second != 0)
-        if is_there:
-            block.dq_edge.wait(self.room(slot))
-        if const_expr(block.turn_edge is not None):
-            block.turn_edge.wait(turn_slot)
-            if const_expr(block.firsts is not None):
-                tile.writes = block.is_first(turn_slot)
-            block.turn_edge.release(turn_slot, lane)
-            turn_slot = turn_slot.next()
-        if is_there:
-            if outer:
-                self.start(tile, 0, outer_strip(second, phase), WARPS)
-            else:
-                self.start_half(tile, second, phase)
-                if rest.exists != 0:
-                    self.start_half(rest, 0, phase)
-            wait_sums(Boolean(True), read=True)
-            block.dq_edge.release(self.room(slot), lane)
-            if const_expr(block.turn_edge is not None):
-                wait_sums(Boolean(True), read=False)
-                self.say(tile)
-                if (rest.exists != 0) & ~outer:
-                    self.say(rest)
-            slot = slot.next()
-            rest = DqTile.none()
-        else:
-            rest = tile
-        return slot, turn_slot, rest
-
-    @cute.jit
-    def send_rest(self, rest, slot, ds_slot):
-        """The last tile's, which has no second one behind it."""
-        if rest.exists != 0:
-            self.block.dq_edge.wait(self.room(slot))
-            self.start_half(rest, 0, ds_slot.phase)
-            wait_sums(Boolean(True), read=True)
-            self.block.dq_edge.release(self.room(slot), cute.arch.lane_idx())
-            if const_expr(self.block.turn_edge is not None):
-                wait_sums(Boolean(True), read=False)
-                self.say(rest)
-            slot = slot.next()
-        return slot
-
-    def room(self, slot) -> Slot:
-        return Slot(1, self.number, slot.phase)
-
-    def say(self, tile) -> None:
-        say(cute.make_ptr(Int32, tile.turn, cute.AddressSpace.gmem), cute.arch.lane_idx() == 0)
-
-    def start_half(self, tile, second, phase) -> None:
-        half, strip = middle_half(second, phase)
-        self.start(tile, HALF * half, strip, HALF)
-
-    def start(self, tile, source, strip, count: int) -> None:
-        """The copy of `count` strips of this warpgroup, from `source` on, to those of the tile from `strip` on."""
-        size = 16 * self.kernel.tiling.d  # numbers
-        shared = (self.block.sdQ.iterator + (WARPS * self.number + source) * size).toint()
-        whole = cute.make_ptr(Float32, tile.tile, cute.AddressSpace.gmem, assumed_align=16)
-        if const_expr(self.kernel.tiling.first_writes):
-            write_or_add(tile.writes, shared, whole + strip * size, 4 * size * count)
-        else:
-            add_if(Boolean(True), shared, whole + strip * size, 4 * size * count)

@@ -10,7 +10,6 @@ from ..fused.tiling import BackwardTiling
 from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
-HALF_ROWS = ROWS // 2
 DK, DV = 0, 1  # the results that stay in registers
 
 
@@ -43,6 +42,8 @@ class HopperBackwardTiling(BackwardTiling):
     dS: the product for dV of a query tile starts behind that for the next one's scores.
     `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
     `Edge`.
+    `held_k`, `held_v`: so many columns of a warpgroup's K and V wait in registers for all query tiles, so that the
+    matrix unit reads only the others from shared memory.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
     `written`: how products are, see `fused/written.py`.
@@ -64,6 +65,8 @@ class HopperBackwardTiling(BackwardTiling):
     lse_ahead: int = 0
     dv_later: bool = False
     bends_early: bool = True
+    held_k: int = 0
+    held_v: int = 0
     part_columns: int = 0
     distances: int = 0
     written: Written = (
@@ -152,7 +155,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def ds_rows(self) -> int:
         """Of all buffers of dS; by `thirds`, that of the last queries of a tile stays for longer (`dq_thirds`)."""
-        return self.ds_stages * self.tile_m + (HALF_ROWS if self.thirds else 0)
+        return self.ds_stages * self.tile_m + (ROWS // 2 if self.thirds else 0)
 
     @property
     def dk_parts(self) -> int:

@@ -6,8 +6,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ...primitives.values import Fixed, permuted
+from ..fused.kernels.dq_thirds import from_halves
 from .backward_tiling import HopperBackwardTiling, Share
-from .dq_thirds import from_halves
 from .wgmma import MN, ROWS, K, issue, product
 
 

@@ -2,15 +2,16 @@
 
 import cutlass.cute as cute
 
+from ...primitives.lanes import LANES
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import permuted
 from ..fused.kernels.backward_gather import BackwardGather
+from ..fused.kernels.dq_thirds import HALF, STRIPS, WarpStrips, from_halves
 from ..fused.kernels.postprocess import Postprocess
 from ..fused.plan_backward import GatherPlan, PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
-from .dq_thirds import HALF, STRIPS, WarpStrips, from_halves
-from .wgmma import MN, ROWS, WARP, WarpgroupSums, product
+from .wgmma import MN, ROWS, WarpgroupSums, product
 
 
 class HopperPostprocess(Postprocess[HopperBackwardTiling]):
@@ -26,7 +27,7 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
 
     @property
     def threads(self):
-        return STRIPS * WARP if self.tiling.thirds else super().threads
+        return STRIPS * LANES if self.tiling.thirds else super().threads
 
     def sums(self) -> WarpgroupSums:
         mma, part = dq_product(self.tiling, self.dtype)

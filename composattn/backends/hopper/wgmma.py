@@ -17,7 +17,7 @@ from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
 DEPTH = 16  # numbers of a row that a step of a product sums
-WARPGROUP, WARP = 128, 32  # threads
+WARPGROUP = 128  # threads
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
 

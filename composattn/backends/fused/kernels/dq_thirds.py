@@ -9,7 +9,7 @@ lies in 224 rows of shared memory, so that no product's rows lie apart, and none
 
 Each tile has an outer product, of 64 of its rows, and half of the middle one, whose rows are the first tile's last and
 the second one's first (phase 0), or the other way round. The outer product of the first tile starts when the second one
-is computed, both others a tile later. The warpgroup of number `phase` has the outer ones, the other one the middle. So
+is computed, both others a tile later. The group of number `phase` has the outer ones, the other one the middle. So
 each has three products of four tiles, and of each tile a part of dQ that it sends.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from ...primitives.register_chunks import load_part, store_part
-from ...primitives.swizzled_tiles import swizzled
-from ...primitives.values import choose
-from .backward_tiling import HALF_ROWS
-from .wgmma import WARP
+from ....primitives.lanes import LANES
+from ....primitives.register_chunks import load_part, store_part
+from ....primitives.swizzled_tiles import swizzled
+from ....primitives.values import choose
 
+HALF_ROWS = 32  # of half a product
 WARPS = 4  # of a product, with 16 of its rows each: a strip of dQ
 HALF = WARPS // 2  # of a product's strips
 STRIPS = WARPS + HALF  # of a tile
@@ -42,12 +42,12 @@ def ds_places(second: Any, phase: Any) -> tuple[Any, Any]:
 
 
 def product_place(second: Any, phase: Any, number: Any) -> Any:
-    """Where the rows of a warpgroup's product begin, in half products, of what starts behind a tile."""
+    """Where the rows of a group's product begin, in half products, of what starts behind a tile."""
     return second * (4 + phase - 2 * number)
 
 
 def is_outer(phase: Any, number: Any) -> Any:
-    """Whether a warpgroup has a pair's outer products."""
+    """Whether a group has a pair's outer products."""
     return phase == number
 
 
@@ -66,13 +66,13 @@ class WarpStrips:
     """Where a warp's strip lies in fp32 memory: strips of 16 rows of all columns, one behind the other."""
 
     def __init__(self, number, thread):
-        warp, self.lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        warp, self.lane = cute.arch.make_warp_uniform(thread // LANES), thread % LANES
         self.number = WARPS * number + warp
 
     def store(self, target: cute.Tensor, registers: cute.Tensor) -> None:
-        """What a warpgroup's product gave."""
-        store_part(target, registers, self.number, self.lane, WARP)
+        """What a group's product gave."""
+        store_part(target, registers, self.number, self.lane, LANES)
 
     def load(self, source: cute.Tensor, registers: cute.Tensor) -> None:
         """Of a tile."""
-        load_part(source, registers, self.number, self.lane, WARP)
+        load_part(source, registers, self.number, self.lane, LANES)
