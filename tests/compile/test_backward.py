@@ -648,7 +648,7 @@ def test_a_fixed_order_costs_no_registers(mods: str, d: int, folder: Path) -> No
     made = compile_offline(plan, folder)
     assert not made.stack and made.spills == 0
     if made.mnemonics:
-        assert made.mnemonics["WARPGROUP"] <= 16
+        assert made.mnemonics["WARPGROUP"] <= (16 if mods == "document" else 14)
         assert (made.mnemonics["UBLKRED"] > 0) is plan.tiling.dq_in_bulk is (d <= 128)
     assert plan.key != plans(mods, d).main.key
 

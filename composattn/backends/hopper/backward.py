@@ -164,11 +164,16 @@ class Consumer(KeyWarpgroup):
         """To shared memory."""
         cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
 
-    def short_step(self, call, m, tested, slots):
+    def step_short(self, call, m, tested, slots) -> "Consumer":
+        """A step of a query tile with few rows, with dQ of the tile before, which has all; gives who has so few."""
         short = copy.copy(self)
         short.lay_scores(self.tiling.short_rows)
         short.of_rows(self.tiling.short_rows)
-        short.step(call, m, tested, *slots)  # with dQ of the tile before, which has all rows
+        short.step(call, m, tested, *slots)
+        return short
+
+    def short_step(self, call, m, tested, slots):
+        short = self.step_short(call, m, tested, slots)
         short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
         dq_slot, _, _, ds_slot, _ = slots
         *following, own = self.following(call, m, slots)

@@ -1,7 +1,5 @@
 """A Hopper backward that computes dQ of two query tiles at once, see `dq_thirds`."""
 
-import copy
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -87,10 +85,7 @@ class ThirdsConsumer(Consumer):
         return further, q_slot.next(), do_slot.next(), ds_slot.next(), LastDq(Int64(0), exists)
 
     def short_step(self, call, m, tested, slots):
-        short = copy.copy(self)
-        short.lay_scores(self.tiling.short_rows)
-        short.of_rows(self.tiling.short_rows)
-        short.step(call, m, tested, *slots)
+        self.step_short(call, m, tested, slots)
         return self.following(call, m, slots)
 
     def end(self, slots):
