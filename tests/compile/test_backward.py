@@ -20,11 +20,10 @@ import composattn as ca
 from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
 from composattn.backends.fused.compile import _run_compiler, compile_offline
-from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.gradient import FusedGradient
 from composattn.backends.fused.inspect import Artifact, Instruction
 from composattn.backends.fused.kernels import preprocess
-from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans, plan_backward
+from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.backward_tiling import DK, DV, HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
@@ -420,59 +419,6 @@ def test_a_soft_cap_is_a_polynomial_where_scores_are_near(folder: Path) -> None:
         assert loop["MUFU"] <= 4 * elements
 
 
-def timed(
-    mods: str, d: int, length: int, *, dv: int | None = None, in_order: bool = False
-) -> BackwardPlan[HopperBackwardTiling]:
-    """The main kernel's plan at the sizes of the benchmark: 16k tokens, or one sequence of more, hidden 2048."""
-    score, mask = MODS[mods]
-    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
-    batch, heads = max(1, 16384 // length), 2048 // d
-    problem = Problem(batch, heads, heads, length, length, d, dv or d, torch.bfloat16, torch.device("cpu"))
-    return plan_backward(problem, program, HOPPER, deterministic=in_order).main
-
-
-FULL, CAUSAL = "plain-full", "plain-causal"
-
-
-def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
-    exchanged = "backward_exchange"
-    assert {timed(m, 256, n).step for m in (FULL, CAUSAL) for n in (2048, 8192)} == {exchanged}
-    assert {timed(m, 192, 8192, dv=dv).step for m in (FULL, CAUSAL) for dv in (128, 192)} == {exchanged}
-    assert [timed(m, 192, 2048).step for m in (FULL, CAUSAL)] == [exchanged] * 2
-    assert timed(CAUSAL, 192, 1024).step == "backward_transposed"
-    assert {
-        timed(m, d, 8192, dv=dv, in_order=True).step for m in (FULL, CAUSAL) for d, dv in ((256, 256), (192, 128))
-    } == {exchanged}
-    # dV a query tile later wants two stages of dO: 2 to 9 % at D 192, D 256 loses 2
-    later = [timed(m, d, 8192, dv=dv).tiling.dv_later for m in (FULL, CAUSAL) for d, dv in ((192, 192), (192, 128))]
-    assert all(later) and not timed(FULL, 256, 8192).tiling.dv_later
-
-
-def test_at_timed_sizes_d96_has_dq_of_two_tiles_at_once_where_a_key_is_seen_by_many() -> None:
-    """2 to 9 %; causal calls of 1k lose 9, windows 1."""
-
-    def lengths(mods: str, in_order: bool = False) -> set[int]:
-        found = {n: timed(mods, 96, n, in_order=in_order).tiling for n in (1024, 2048, 4096, 8192)}
-        assert {t.tile_m for t in found.values()} <= {64, 96}
-        return {n for n, t in found.items() if t.thirds and t.tile_m == 96}
-
-    assert lengths(FULL) == lengths(FULL, in_order=True) == {1024, 2048, 4096, 8192}
-    assert lengths(CAUSAL) == {2048, 4096, 8192} and lengths(CAUSAL, in_order=True) == {4096, 8192}
-
-
-def test_at_timed_sizes_k_and_v_wait_in_registers_as_far_as_there_are_any() -> None:
-    """1 to 4 %. Where products lack registers they wait for each other, which takes 1.3 times as long."""
-
-    def held(mods: str, d: int, length: int) -> tuple[int, int]:
-        t = timed(mods, d, length).tiling
-        return t.held_v, t.held_k
-
-    assert {held(m, 64, n) for m in (FULL, CAUSAL) for n in (1024, 8192, 32768)} == {(64, 0)}
-    assert {held(m, 96, 8192) for m in (FULL, CAUSAL)} == {(80, 0)} and held(CAUSAL, 96, 1024) == (96, 80)
-    assert {held(FULL, 128, 8192), held(FULL, 128, 32768), held(CAUSAL, 128, 32768)} == {(16, 0)}
-    assert held(CAUSAL, 128, 2048) == (0, 0)  # warps that round dQ would spill more
-
-
 @pytest.mark.parametrize(("mods", "d", "length"), [("plain-full", 128, 32768), ("plain-causal", 96, 1024)])
 def test_products_that_hold_keys_overlap_and_read_the_others_from_shared_memory(
     mods: str, d: int, length: int, folder: Path
@@ -486,47 +432,6 @@ def test_products_that_hold_keys_overlap_and_read_the_others_from_shared_memory(
     assert made.mnemonics["LDSM"] > other.mnemonics["LDSM"] and made.mnemonics["HGMMA"] == other.mnemonics["HGMMA"]
 
 
-def test_parts_of_dq_that_pairs_add_one_after_the_other() -> None:
-    """7 % at 192/128, 6 to 8 % at D 192."""
-    parts = {(d, dv): timed(FULL, d, 8192, dv=dv).tiling.part_columns for d, dv in ((192, 128), (192, 192), (256, 256))}
-    assert parts == {(192, 128): 48, (192, 192): 48, (256, 256): 64}
-
-
-def test_at_timed_sizes_the_rest_of_a_last_round_is_cut() -> None:
-    """1 to 5 %; nobody adds in pieces where a fixed order is asked for, or tiles differ."""
-    cut = {64: (2048, 8192, 32768), 96: (2048, 8192), 128: (32768,), 192: (2048, 8192)}
-    assert all(timed(FULL, d, n).cut is not None for d, lengths in cut.items() for n in lengths)
-    assert all(timed(FULL, d, n, in_order=True).cut is None for d, lengths in cut.items() for n in lengths)
-    assert all(timed(CAUSAL, d, n).cut is None for d, lengths in cut.items() for n in lengths)
-    assert [timed(FULL, 64, n).cut for n in (2048, 8192)] == [Cut(4096, 4092, 2), Cut(4096, 4092, 10)]
-
-
-def test_at_timed_sizes_lses_are_read_ahead_and_fixed_orders_stay_where_they_gain() -> None:
-    def ahead(mods: str, d: int, length: int, in_order: bool = False) -> int:
-        return timed(mods, d, length, in_order=in_order).tiling.lse_ahead
-
-    assert {ahead(m, d, 8192) for m in (FULL, CAUSAL) for d in (64, 96, 128)} == {4}
-    assert ahead(CAUSAL, 128, 2048) == 4
-    # of 64 queries and in a fixed order none
-    assert ahead(CAUSAL, 128, 1024) == ahead(CAUSAL, 96, 1024) == ahead(FULL, 64, 8192, in_order=True) == 0
-    stay = [
-        (d, n) for d in (64, 96, 128) for n in (1024, 2048, 8192) if timed(FULL, d, n, in_order=True).tiling.persistent
-    ]
-    assert stay == [(64, 1024), (64, 2048), (96, 1024), (96, 2048), (96, 8192)]
-    for d, n in stay:
-        t = timed(CAUSAL, d, n, in_order=True).tiling
-        assert (t.consumer_registers, t.producer_registers, t.tries_first) == (232, 40, True)  # 18 spills with 32
-
-
-def test_at_timed_sizes_blocks_leave_where_a_head_has_more_tiles_than_run_at_once() -> None:
-    """1 to 3 % of D 128, 1 to 2 of full calls of D 64; causal ones of D 64 lose 2, and all of 16k up to 3."""
-    rows = [(m, d, n) for m in (FULL, CAUSAL) for d in (64, 128) for n in (16384, 32768)]
-    tilings = {row: timed(*row).tiling for row in rows}
-    leave = [row for row, t in tilings.items() if not t.persistent]
-    assert leave == [(FULL, 64, 32768), (FULL, 128, 32768), (CAUSAL, 128, 32768)]
-    assert all(t.clears and t.persistent | (not t.rounds) for t in tilings.values())
-
-
 @pytest.mark.parametrize("mods", ["plain-full", *OPAQUE])
 def test_blocks_that_stay_in_a_fixed_order_draw_their_tiles_in_one_place(mods: str, folder: Path) -> None:
     """Drawn in two, the loop of a neighbourhood has 5 % more instructions and takes 3.5 % more time."""
@@ -534,64 +439,6 @@ def test_blocks_that_stay_in_a_fixed_order_draw_their_tiles_in_one_place(mods: s
     assert plan.tiling.persistent
     made = compile_offline(plan, folder)
     assert not made.instructions or made.mnemonics["ATOMG"] == 1
-
-
-def test_sections_are_of_few_groups_whose_queries_fill_l2() -> None:
-    """32 heads on 4 read 8 times what they had to from memory; in a fixed order one group at a time is 1.24 as fast."""
-
-    def together(
-        heads: int,
-        length: int,
-        deterministic: bool = False,
-        asked: int | None = None,
-        kv_heads: int = 4,
-        batch: int = 2,
-    ) -> int | None:
-        problem = Problem(batch, heads, kv_heads, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
-        problem = dataclasses.replace(problem, schedule=ca.Schedule(heads_together=asked))
-        return plan_backward(
-            problem, Program(None, None), HOPPER, deterministic=deterministic
-        ).main.tiling.heads_together
-
-    assert together(32, 8192) == 2 and together(32, 16384) == 1 and together(32, 8192, deterministic=True) == 1
-    assert together(32, 8192, asked=3) == 3
-    # tiles that are equally long go in step: three heads of 33 MB are 3 % faster than one
-    assert together(32, 8192, deterministic=True, kv_heads=8) is None
-    assert together(32, 2048) is None and together(4, 65536) is None
-
-
-def test_many_heads_of_a_group_are_cut_in_pieces_where_tiles_differ() -> None:
-    """64 heads on 8 gain 10 % at 4k, 16 on one document mask 14 %; pieces of one tile run in sections of two rounds."""
-
-    below = causal()
-
-    def found(
-        batch: int, length: int, heads: int, kv_heads: int, mask: Any = below, d: int = 128, packed: int = 0
-    ) -> tuple[int, int | None]:
-        layout = Layout("packed", "packed") if packed else DENSE
-        total = length * (batch if packed else 1)
-        sizes = (packed or batch, heads, kv_heads, total, total, d, d, torch.bfloat16, torch.device("cpu"))
-        program = Program(None, None if mask is None else mask.expr)
-        main = plan_backward(Problem(*sizes, layout=layout), program, HOPPER).main
-        assert (main.tiling.heads_a_piece > 0) is (main.cut is not None and main.cut.tiles is None)
-        return main.tiling.heads_a_piece, main.tiling.heads_together
-
-    # four heads a piece, three of six; two where four leave too few pieces
-    assert [found(2, 8192, *heads) for heads in ((32, 4), (24, 3), (24, 4), (28, 4))] == [
-        (4, 2),
-        (4, 2),
-        (3, 2),
-        (2, 1),
-    ]
-    assert [found(1, 4096, *heads) for heads in ((64, 8), (16, 2))] == [(4, 4), (2, 2)]
-    assert found(1, 32768, 64, 8) == (4, 1) == found(2, 8192, 32, 1)
-    # no fewer heads, no narrow ones, no equal tiles
-    assert all(found(2, 8192, *shape)[0] == 0 for shape in ((32, 8), (64, 8, below, 64), (32, 4, None)))
-    # documents: eight pieces or heads are at one of them, whose tiles are few
-    ids = document(torch.arange(8192) // 1000)
-    assert [found(2, 8192, *heads, below & ids) for heads in ((64, 8), (32, 8), (16, 2))] == [(4, 4), (0, 8), (2, 2)]
-    assert [found(2, 8192, *heads, packed=16) for heads in ((64, 8), (32, 8), (16, 2))] == [(4, 4), (0, 8), (2, 2)]
-    assert found(2, 8192, 64, 8, ids) == (0, 2) and found(2, 8192, 64, 8, packed=2) == (4, 2)
 
 
 def test_what_each_warpgroup_has_of_transposed_sums() -> None:
@@ -711,69 +558,6 @@ def test_a_wait_looks_once_before_its_loop(d: int, deterministic: bool, folder: 
     made = compile_offline(plans("plain-full", d, deterministic=deterministic).main, folder)
     looks = sum(i.text.startswith("SYNCS.PHASECHK.TRANS64.TRYWAIT") for i in made.instructions)
     assert looks >= 2 * made.mnemonics["NANOSLEEP"]
-
-
-@pytest.mark.parametrize(
-    ("mods", "length", "expected"),
-    [
-        ("plain-causal", 8192, False),
-        ("plain-causal", 16384, True),
-        ("plain-full", 16384, False),
-        ("alibi-causal", 16384, False),
-        ("window", 16384, False),
-        ("keys-ahead", 16384, False),
-    ],
-)
-def test_long_causal_tiles_of_keys_begin_with_the_last_queries(mods: str, length: int, expected: bool) -> None:
-    made = plans(mods, 128, length=length)
-    assert made.main.tiling.last_queries_first is expected
-    assert ("each from the last queries on" in str(made)) is expected
-    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.last_queries_first
-
-
-def test_of_documents_three_heads_run_together() -> None:
-    """Two sequences of 8k by ids, or packed; else one. All rows of a head count: Q and dO are read, dQ is added to, as
-    `order` in `fused/kernels/backward.py` counts them."""
-    by_ids, packed = document(torch.arange(8192) // 1000), Layout("packed", "packed")
-
-    def heads(batch: int, length: int, mask: Mask, layout: Layout = DENSE, **how: bool) -> int:
-        problem = Problem(batch, 16, 16, length, length, 128, 128, torch.bfloat16, torch.device("cpu"), layout=layout)
-        tiling = plan_backward(problem, Program(None, mask.expr), HOPPER, **how).main.tiling
-        rows = length if layout is packed else batch * length
-        return max(1, tiling.l2 // (rows * (2 * (128 + 128) + 4 * 128)))
-
-    assert heads(16, 16384, causal(), packed) == heads(2, 8192, causal() & by_ids) == 3
-    assert heads(2, 16384, causal(), packed) == 1
-    assert heads(2, 8192, by_ids) == heads(2, 8192, causal() & by_ids, deterministic=True) == 1
-
-
-@pytest.mark.parametrize(("group", "length", "expected"), [(8, 8192, True), (8, 2048, False), (4, 8192, False)])
-def test_causal_tiles_of_large_groups_do_so_earlier(group: int, length: int, expected: bool) -> None:
-    problem = Problem(1, 4 * group, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
-    made = plan_backward(problem, Program(None, causal().expr), HOPPER)
-    assert made.main.tiling.last_queries_first is expected
-
-
-@pytest.mark.parametrize(
-    ("mods", "length", "claimed"),
-    [
-        ("plain-full", 512, False),
-        ("plain-full", 1024, True),
-        ("plain-full", 2048, False),
-        ("plain-causal", 1024, False),
-        ("plain-causal", 2048, True),
-        ("plain-causal", 8192, False),
-        ("plain-causal", 16384, False),
-        ("plain-causal", 32768, False),
-        ("keys-ahead", 2048, False),
-        ("alibi-causal", 2048, False),
-    ],
-)
-def test_who_comes_first_writes_dq_where_that_is_faster(mods: str, length: int, claimed: bool) -> None:
-    tiling = plans(mods, 128, length=length).main.tiling
-    assert (tiling.claimed_parts > 0, tiling.clears) == (claimed, not claimed)
-    assert tiling.tries_first is claimed
-    assert not plans(mods, 128, length=length, deterministic=True).main.tiling.claimed_parts
 
 
 def test_nobody_counts_on_queries_that_one_of_the_heads_alone_sees() -> None:
