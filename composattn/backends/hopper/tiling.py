@@ -76,9 +76,9 @@ LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
 # By how much, in log2 units, a maximum may rise before the output is rescaled, up to D 128 and above it. With outliers,
-# errors by 3 are 1.02 to 1.04 of those with no lag, by 8 1.06 to 1.13. Of N(0, 1) one tile of a hundred is rescaled by
-# 3, which D 192 and above lose 1 to 2 % by (by 4 0 to 1 %, and their errors are 1.02 to 1.05)
-LAG, LAG_WIDE = 3.0, 8.0
+# errors by 3 are 1.02 to 1.04 of those with no lag, by 4 1.02 to 1.05, by 8 1.06 to 1.13. Of N(0, 1) one tile of a
+# hundred is rescaled by 3, which D 192 and above lose 0 to 3 % by, by 4 nothing
+LAG, LAG_WIDE = 3.0, 4.0
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
