@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,7 @@ def shown(rows: list[Row], peer: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="?", default="", help="regular expression on names such as `D64 S2048 full`")
     parser.add_argument("--impl", nargs="+", default=["composattn", "flash-attn-4", "torch cuDNN"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--seeds", type=int, default=3)
@@ -129,7 +131,7 @@ def main() -> None:
         parser.error(f"none of {options.impl} is here; there are {[one.name for one in available(device)]}")
     result: dict[str, Any] = {**provenance(device), "rows": []}
     for case in cases(options.lengths):
-        for draw in DRAWS:
+        for draw in DRAWS if re.search(options.cases, case.name) else ():
             rows = rows_of(case, draw, who, options.seeds, device)
             print(f"{rows[0]['row']}: {shown(rows, options.peer)}", flush=True)
             result["rows"] += rows

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit_tiles import BandQueries
-from ...primitives.pipelines import Slot
+from ...primitives.pipelines import Abreast, Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
@@ -175,7 +175,7 @@ class Consumer(KeyWarpgroup):
     def short_step(self, call, m, tested, slots):
         short = self.step_short(call, m, tested, slots)
         short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
-        dq_slot, _, _, ds_slot, _ = slots
+        dq_slot, _, _, ds_slot, _ = self.slots(slots)
         *following, own = self.following(call, m, slots)
         self.leave_short_dq(short.start_dq(ds_slot), own, dq_slot, ds_slot)
         return *following, LastDq.none()
@@ -216,8 +216,9 @@ class Consumer(KeyWarpgroup):
             own = dataclasses.replace(leaves, first=first, last=last, told=told)
             self.own = BandQueries(mods, self.tiling.tile_m).of(own, None, self.work.queries)
 
-    def step(self, call, m, tested, *slots):
+    def step(self, call, m, tested, *carried):
         """One query tile, or what is left to do of one that sees none of the warpgroup's keys."""
+        slots = self.slots(carried)
         if const_expr(self.own is None):
             self.compute(call, m, tested, *slots)
         else:
@@ -349,7 +350,13 @@ class Consumer(KeyWarpgroup):
         """Where there is none."""
 
     def starts(self, slots):
-        return (*slots, LastDq.none()) if self.tiling.dq_later else slots
+        rings = Abreast.first([slot.stages for slot in slots])
+        return (rings, LastDq.none()) if self.tiling.dq_later else (rings,)
+
+    def slots(self, carried) -> tuple:
+        """Slots of dQ (or of turns), Q, dO and dS, and the last dQ, of what steps carry along."""
+        rings, *last = carried
+        return *rings, *last
 
     def following(self, call, m, slots):
         if const_expr(not self.tiling.dq_later):
@@ -360,7 +367,7 @@ class Consumer(KeyWarpgroup):
     def end(self, slots):
         if const_expr(not self.tiling.dq_later):
             return slots
-        dq_slot, _, _, ds_slot, last = slots
+        dq_slot, _, _, ds_slot, last = self.slots(slots)
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
         return *slots[:-1], LastDq.none()

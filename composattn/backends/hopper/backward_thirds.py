@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...primitives.pipelines import Slot
+from ...primitives.pipelines import Abreast, Slot
 from ...primitives.values import choose, permuted
 from ..fused.kernels.dq_strip_sender import DqStripSender
 from ..fused.kernels.dq_thirds import HALF_ROWS, WarpStrips, ds_places, from_halves, is_outer, product_place
@@ -38,7 +38,13 @@ class ThirdsConsumer(Consumer):
     def starts(self, slots):
         """With zeros in the place of second tiles: the middle product of a first one alone reads it too."""
         self.put_rows(None, 0, Slot(2, Int32(1), Int32(0)))
-        return super().starts(slots)
+        dq_slot, *others = slots
+        return dq_slot, Abreast.first([slot.stages for slot in others]), LastDq.none()
+
+    def slots(self, carried):
+        """That of dQ goes its own way."""
+        dq_slot, rings, last = carried
+        return dq_slot, *rings, last
 
     def put_ds(self, tKrdS, ds_slot):
         """Queries that a short tile lacks have zeros."""
@@ -78,11 +84,12 @@ class ThirdsConsumer(Consumer):
 
     def following(self, call, m, slots):
         """The slot of dQ goes on where this warpgroup has a product, and is that behind it."""
-        dq_slot, q_slot, do_slot, ds_slot, _ = slots
+        dq_slot, rings, _ = slots
+        *_, ds_slot = rings
         is_mine = (ds_slot.index != 0) | is_outer(ds_slot.phase, self.number)
         exists = choose(is_mine, MINE, OTHERS)
         further = Slot(1, dq_slot.index, dq_slot.phase ^ (exists & 1))
-        return further, q_slot.next(), do_slot.next(), ds_slot.next(), LastDq(Int64(0), exists)
+        return further, rings.next(), LastDq(Int64(0), exists)
 
     def short_step(self, call, m, tested, slots):
         self.step_short(call, m, tested, slots)
@@ -90,11 +97,12 @@ class ThirdsConsumer(Consumer):
 
     def end(self, slots):
         """The product behind the last tile; of a pair that lacks its second tile, the middle one too."""
-        dq_slot, q_slot, do_slot, ds_slot, last = slots
+        dq_slot, rings, last = slots
+        *_, ds_slot = rings
         dq_slot = Slot(1, dq_slot.index, dq_slot.phase ^ (last.exists >> 1))
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _last_of_all(self, last, dq_slot.before(), ds_slot.before())
-        return dq_slot, q_slot, do_slot, ds_slot, LastDq.none()
+        return dq_slot, rings, LastDq.none()
 
 
 @cute.jit
