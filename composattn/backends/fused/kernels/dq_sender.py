@@ -55,6 +55,7 @@ class DqSender(Fixed):
                     if const_expr(call.claims is not None):
                         claim = call.claims.place(padded.b, head, padded.first + run.tile(i), self.number)
                         seen = look(claim)  # while the part is computed
+                    writes = None
                     for piece in cutlass.range_constexpr(self.pieces):
                         mine = Slot(1, self.number, slot.phase)
                         edge.wait(mine)
@@ -67,10 +68,7 @@ class DqSender(Fixed):
                             writes = is_first(claim, seen, lane)
                         whole = target + first * self.pieces
                         place = whole + piece * self.part if piece else whole
-                        if const_expr(self.kernel.tiling.first_writes or call.claims is not None):
-                            write_or_add(writes, source, place, 4 * self.part)
-                        else:
-                            add_if(Boolean(True), source, place, 4 * self.part)
+                        self.start_sum(writes, source, place, self.part)
                         wait_sums(Boolean(True), read=True)
                         edge.release(mine, lane)
                         if const_expr(turns is not None and piece == self.pieces - 1):
@@ -81,6 +79,13 @@ class DqSender(Fixed):
                         slot = slot.next()
         self.end_tile(call, work, slot)
         return slot, turn_slot
+
+    def start_sum(self, writes, source, target, numbers: int) -> None:
+        """A bulk copy of so many numbers of dQ that adds, or `writes`, where this block may be the first there."""
+        if self.kernel.tiling.first_writes or self.kernel.tiling.claimed_parts:
+            write_or_add(writes, source, target, 4 * numbers)
+        else:
+            add_if(Boolean(True), source, target, 4 * numbers)
 
     @cute.jit
     def end_tile(self, call, work, slot):

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from ....primitives.bulk_sums import add_if, wait_sums, write_or_add
+from ....primitives.bulk_sums import wait_sums
 from ....primitives.pipelines import Slot
 from ....primitives.values import Bundle
 from .dq_semaphore import say
@@ -78,10 +78,8 @@ class DqStripSender(DqSender):
                 self.start_half(tile, second, phase)
                 if rest.exists != 0:
                     self.start_half(rest, 0, phase)
-            wait_sums(Boolean(True), read=True)
-            block.dq_edge.release(self.room(slot), lane)
+            self.leave(slot)
             if const_expr(block.turn_edge is not None):
-                wait_sums(Boolean(True), read=False)
                 self.say(tile)
                 if (rest.exists != 0) & ~outer:
                     self.say(rest)
@@ -97,13 +95,18 @@ class DqStripSender(DqSender):
         if rest.exists != 0:
             self.block.dq_edge.wait(self.room(slot))
             self.start_half(rest, 0, ds_slot.phase)
-            wait_sums(Boolean(True), read=True)
-            self.block.dq_edge.release(self.room(slot), cute.arch.lane_idx())
+            self.leave(slot)
             if const_expr(self.block.turn_edge is not None):
-                wait_sums(Boolean(True), read=False)
                 self.say(rest)
             slot = slot.next()
         return slot
+
+    def leave(self, slot) -> None:
+        """The end of what was started: its place is free, and in turns it is written."""
+        wait_sums(Boolean(True), read=True)
+        self.block.dq_edge.release(self.room(slot), cute.arch.lane_idx())
+        if self.block.turn_edge is not None:
+            wait_sums(Boolean(True), read=False)
 
     def room(self, slot) -> Slot:
         return Slot(1, self.number, slot.phase)
@@ -117,10 +120,7 @@ class DqStripSender(DqSender):
 
     def start(self, tile, source, strip, count: int) -> None:
         """The copy of `count` strips of this group, from `source` on, to those of the tile from `strip` on."""
-        size = 16 * self.kernel.tiling.d  # numbers
+        size = 16 * self.kernel.tiling.d
         shared = (self.block.sdQ.iterator + (WARPS * self.number + source) * size).toint()
         whole = cute.make_ptr(Float32, tile.tile, cute.AddressSpace.gmem, assumed_align=16)
-        if const_expr(self.kernel.tiling.first_writes):
-            write_or_add(tile.writes, shared, whole + strip * size, 4 * size * count)
-        else:
-            add_if(Boolean(True), shared, whole + strip * size, 4 * size * count)
+        self.start_sum(tile.writes, shared, whole + strip * size, size * count)
