@@ -432,6 +432,17 @@ def test_products_that_hold_keys_overlap_and_read_the_others_from_shared_memory(
     assert made.mnemonics["LDSM"] > other.mnemonics["LDSM"] and made.mnemonics["HGMMA"] == other.mnemonics["HGMMA"]
 
 
+def test_columns_of_v_beside_warps_that_round_dq_take_nothing_from_the_loop(folder: Path) -> None:
+    """What spills for them does so outside of it."""
+    problem = Problem(2, 16, 16, 8192, 8192, 128, 128, torch.bfloat16, torch.device("cpu"))
+    plan = plan_backward(problem, Program(None, causal().expr), HOPPER).main
+    assert plan.tiling.rounds and plan.tiling.held_v
+    without = dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, held_v=0))
+    made, other = compile_offline(plan, folder), compile_offline(without, folder)
+    assert made.mnemonics["WARPGROUP"] == other.mnemonics["WARPGROUP"]
+    assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
+
+
 @pytest.mark.parametrize("mods", ["plain-full", *OPAQUE])
 def test_blocks_that_stay_in_a_fixed_order_draw_their_tiles_in_one_place(mods: str, folder: Path) -> None:
     """Drawn in two, the loop of a neighbourhood has 5 % more instructions and takes 3.5 % more time."""
