@@ -136,6 +136,21 @@ def test_one_key_has_no_error_of_its_own_and_still_passes(generator):
     check(streaming, Case(case.q, case.k, case.v, alibi(slopes), None, None, case.dout, case.dlse))
 
 
+def test_in_fp64_a_derivative_near_0_may_have_the_rounding_of_what_cancels_in_it(generator):
+    """2 (σ + s σ') - 1 is about s, and of a small s little is left of its 16 digits."""
+    gate = ca.score(lambda score, b, h, q, kv: score * torch.sigmoid(score))
+    for _ in range(20):
+        case = a_case(generator, torch.float64, heads=2, kv_heads=2, q_len=1, kv_len=1, dim=1)
+        case = dataclasses.replace(case, q=case.q * 1e-3, score_mod=gate + gate, mask_mod=None)
+        check(streaming, case)
+        results = run(streaming, case)
+        gradients = {"score_mod": case.score_mod, "dout": case.dout, "dlse": case.dlse}
+        for key in ("dq", "dk"):
+            off = {**results, key: results[key] * (1 + 1e-8)}
+            with pytest.raises(AssertionError, match=f"{key} is off"):
+                assert_attention_close(off, case.q, case.k, case.v, **gradients)
+
+
 def test_a_result_that_is_not_one_is_refused(generator):
     case = a_case(generator)
     with pytest.raises(KeyError, match="dw"):
