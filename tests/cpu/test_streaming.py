@@ -64,6 +64,21 @@ LEARNED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
 }
 
 
+def test_rows_of_many_tiles_err_little_more_than_rows_of_one(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LSE of 20 is rounded to 1e-6: weights of two tiles, each made of it, erred by that from tile to tile."""
+    q, k, v = qkv(batch=4, heads=8, kv_heads=8, q_len=40, kv_len=256, dim=8, dtype=torch.float32, generator=generator)
+    q[..., 0], k[..., 0] = 20.0 * 8**0.5, 1.0  # so that scores are 20 and a little
+    exact = torch.softmax(q.double() @ k.double().mT / 8**0.5, -1) @ v.double()
+
+    def error(keys: int) -> float:
+        monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(4, keys, 1 << 19))
+        return float((attend(q, k, v) - exact).square().mean().sqrt())
+
+    assert error(4) < 2.5 * error(256)  # 1.3 to 1.6; was 4.5 to 13
+
+
 @pytest.mark.parametrize("kind", LEARNED)
 def test_gradients_are_those_of_finite_differences_for(kind, generator, small_tiles):
     shapes, make = LEARNED[kind]
