@@ -253,8 +253,8 @@ def _hidden(scores: torch.Tensor, visible: torch.Tensor | None, memory: torch.Te
 def _merged(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Pair:
     """(out, lse) of two parts of the keys; `out` is written to."""
     total = torch.logaddexp(lse, other_lse)
-    # Both weights by one difference, so that they add up to 1: exp(lse - total) errs by the rounding of lse, 1e-6 at 20,
-    # each time. Of rows that see nothing on either side the difference is NaN, and both outputs are 0.
+    # Both weights by one difference, so that they add up to 1: exp(lse - total) errs by the rounding of lse, 1e-6 at
+    # 20, each time. Of rows that see nothing on either side the difference is NaN, and both outputs are 0.
     share = torch.sigmoid((other_lse - lse).masked_fill_(total == -math.inf, 0.0))
     return out.lerp_(other, _stack(share)), total
 
