@@ -120,7 +120,7 @@ class DqStripSender(DqSender):
 
     def start(self, tile, source, strip, count: int) -> None:
         """The copy of `count` strips of this group, from `source` on, to those of the tile from `strip` on."""
-        size = 16 * self.kernel.tiling.d
+        size = 16 * self.kernel.tiling.d  # numbers
         shared = (self.block.sdQ.iterator + (WARPS * self.number + source) * size).toint()
         whole = cute.make_ptr(Float32, tile.tile, cute.AddressSpace.gmem, assumed_align=16)
         self.start_sum(tile.writes, shared, whole + strip * size, size * count)
