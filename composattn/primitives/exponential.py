@@ -36,6 +36,11 @@ def exp2(x: Any) -> Float32:
     return cm.exp2(x, approx=True, ftz=True)
 
 
+def log2(x: Any) -> Float32:
+    """By hardware, within 2^-22, or that much of the result; of what is below 2^-126 it is -inf."""
+    return cm.log2(x, approx=True, ftz=True)
+
+
 def polynomial_exp2(values: Sequence[Any], degree: int, arithmetic: Arithmetic = ONE_BY_ONE) -> list[Float32]:
     """2^x of each by multiply-adds, for x below 128: relative errors of `COEFFICIENTS`; results below 2^-126 are 0.
 

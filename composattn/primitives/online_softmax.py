@@ -14,8 +14,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
-from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns
+from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns, log2
 from .exponential_units import HARDWARE, ExponentialUnits
+from .lag import NO_LAG, Lag
 from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
@@ -27,8 +28,10 @@ class OnlineSoftmax(Fixed):
     A step of a row is three calls: `raise_maximum`, whose factor whoever holds the output may have before there is any
     exponential; `exponentials`, of all columns or of some at a time; and `add`. `units` say what computes the
     exponentials, `arithmetic` what comes before and behind them. `keeps_highest`: the largest score of each row is kept
-    too; `maximum` is it only within the threshold of `raise_maximum`. `least`: a row whose maximum is below it, in the
-    unit of scores, has nothing to attend.
+    too. `least`: a row whose maximum is below it, in the unit of scores, has nothing to attend.
+
+    `lag`: how far a maximum may be below a row's largest score; the factor is exactly 1 then. What it says of sums goes
+    by those of the last `note_sums`.
     """
 
     def __init__(
@@ -39,28 +42,33 @@ class OnlineSoftmax(Fixed):
         units: ExponentialUnits = HARDWARE,
         arithmetic: Arithmetic = ONE_BY_ONE,
         least: float = -math.inf,
+        lag: Lag = NO_LAG,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
-        self.least = least
+        self.least, self.lag = least, lag
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
         self.scaled_shift = cute.make_rmem_tensor(rows, Float32)  # what exponents are less, in log2 units
         self.highest = cute.make_rmem_tensor(rows, Float32) if keeps_highest else None
+        # of scores that raise no maximum
+        self.limit = None if lag.share is None else cute.make_rmem_tensor(rows, Float32)
 
     def reset(self) -> None:
         self.maximum.fill(-Float32.inf)
         self.total.fill(0.0)
+        if self.limit is not None:
+            self.limit.fill(-Float32.inf)
         if self.highest is not None:
             self.highest.fill(-Float32.inf)
 
-    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False, rescale_threshold: float = 0.0) -> None:
+    def step(self, tile: ScoreTile, rescale: cute.Tensor, first: bool = False) -> None:
         """Scores to probabilities, in place; `rescale[r]` gets the factor for what was summed before.
 
-        `first`: nothing was summed before, so `rescale` is left alone. `rescale_threshold`: see `raise_maximum`.
+        `first`: nothing was summed before, so `rescale` is left alone.
         """
         for r in range(tile.rows):
-            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first, rescale_threshold)
+            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first)
             if factor is not None:
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
@@ -83,30 +91,49 @@ class OnlineSoftmax(Fixed):
             self.total[r] = self.total[r] + added
         return rises
 
-    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, rescale_threshold: float = 0.0) -> Any:
+    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
 
-        Returns the factor for what was summed before, None at the `first` tile. `rescale_threshold`: a maximum that
-        rose by no more than this, in log2 units, is not taken up, and the factor is exactly 1; probabilities then
-        reach 2 to its power, which costs no accuracy in a floating-point format (FlashAttention-4, conditional
-        rescaling).
+        Returns the factor for what was summed before, None at the `first` tile.
         """
-        before = self.maximum[r]
-        largest = chains(cute.arch.fmax, scores)
-        if not first:
-            largest.append(before)
-        maximum = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, largest))
+        return self.raise_to(r, self.taken_up(r, self.largest(r, scores, first), first), first)
+
+    def largest(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
+        """The largest of `scores` of all lanes of row `r`, and of the row's maximum."""
+        among = chains(cute.arch.fmax, scores) + ([] if first else [self.maximum[r]])
+        found = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, among))
         if self.highest is not None:
-            self.highest[r] = cute.arch.fmax(self.highest[r], maximum)
-        if rescale_threshold and not first:
-            # false for the NaN of -inf - -inf, and for a first visible score after -inf
-            maximum = choose((maximum - before) * self.scale <= rescale_threshold, before, maximum)
+            self.highest[r] = cute.arch.fmax(self.highest[r], found)
+        return found
+
+    def taken_up(self, r: int, largest: Any, first: bool = False) -> Any:
+        """`largest`, or the row's maximum if that may lag behind it."""
+        before = self.maximum[r]
+        if first or not self.lag.most:
+            return largest
+        if self.limit is not None:
+            return choose(largest > self.limit[r], largest, before)
+        # false for the NaN of -inf - -inf, and for a first visible score after -inf
+        return choose((largest - before) * self.scale <= self.lag.most, before, largest)
+
+    def raise_to(self, r: int, maximum: Any, first: bool = False) -> Any:
+        """As `raise_maximum`, to what the row's maximum is from now on."""
+        before = self.maximum[r]
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
         shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)
         factor = None if first else exp2((before - shift) * self.scale)
         self.maximum[r] = maximum
         self.scaled_shift[r] = shift * self.scale
         return factor
+
+    def note_sums(self, ahead: Any) -> None:
+        """How far each row's maximum may lag from now on; sums grow to `ahead` times themselves, if tiles are alike."""
+        assert self.limit is not None and self.lag.share is not None, "maxima lag whatever sums are"
+        share, log2_unit = ahead * self.lag.share, cute.arch.rcp_approx(self.scale)
+        for r in range(self.shape.rows):
+            # -inf of a row that has seen nothing: any score is above it
+            lag = log2(self.shape.along_row(add, self.total[r]) * share)
+            self.limit[r] = self.maximum[r] + cute.arch.fmin(lag, Float32(self.lag.most)) * log2_unit
 
     def exponentials(
         self, tile: ScoreTile, r: int, columns: Sequence[int], units: ExponentialUnits | None = None
@@ -218,10 +245,11 @@ def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor):
-    """`rescale_rows`, left out by warps where no row needs it."""
+def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor, then: cutlass.Constexpr):
+    """`rescale_rows`, and what is done `then`, left out by warps where no row needs it."""
     needed = factors[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(factors)):
         needed = needed | (factors[r] != 1.0)
     if cute.arch.vote_any_sync(needed):
         rescale_rows(accumulator, factors)
+        then()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ...analysis.program import Program
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
+from ...primitives.lag import WHATEVER_SUMS, Lag
 from .traits import reads_pairs
 
 
@@ -119,7 +120,7 @@ class RowForwardTiling(ForwardTiling):
 
     The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
     `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
-    `rescale_threshold`: by how much, in log2 units, a row's maximum may rise before the output is rescaled.
+    `lag`: how far a row's maximum may lag behind its largest score, so that the output is not rescaled.
     """
 
     query_tiles: int
@@ -128,7 +129,7 @@ class RowForwardTiling(ForwardTiling):
     v_stages: int
     early_keys: int
     maximum_by_load: bool
-    rescale_threshold: float = 8.0
+    lag: Lag = WHATEVER_SUMS
 
     @property
     @abc.abstractmethod

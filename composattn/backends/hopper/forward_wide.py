@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from ...primitives.arithmetic import IN_ORDER, tree
+from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.kv_source import kv_source, partition
 from ...primitives.lanes import add
@@ -217,7 +217,7 @@ class Consume(Role):
         rows = SharedRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
         me.block.q_edge.wait(q_slot)
         if tiles.count > 0:
-            slot = rows.first_step(tiles.first, slot)
+            slot = rows.first_step(tiles, slot)
             for segment in tiles.segments():
                 for i in cutlass.range(segment.count, unroll=1):
                     slot = rows.step(segment.tile(i), segment.tested, slot)
@@ -239,7 +239,9 @@ class SharedRows(OutputRows[WideTiling]):
         # rows of the tile, which are not queries where heads are packed
         self.tile_rows = [me.row + r for r in fragment_shape(8).row_offsets]
 
-    def first_step(self, n, slot):
+    def first_step(self, tiles, slot):
+        """The first one of these kv tiles, which are all that the rows see."""
+        self.tiles, n = tiles.count, tiles.first
         seen = self.look(n)
         tSrS, ahead, slot = self.scores(n, slot)
         self.probabilities(tSrS, n, ahead, True, seen, first=True)
@@ -292,12 +294,13 @@ class SharedRows(OutputRows[WideTiling]):
         self.mods.apply_score(tile, ahead)
         if tested:
             self.hide(tile, seen)
-        for r, largest in enumerate(self.largest_of_both(tile)):
-            factor = self.softmax.raise_maximum(r, [largest], first, self.tiling.rescale_threshold)
+        for r, maximum in enumerate(self.maxima(tile, first)):
+            factor = self.softmax.raise_to(r, maximum, first)
             if factor is not None:
                 self.rescale[r] = factor
             self.softmax.exponentials(tile, r, range(tile.columns))
             self.softmax.add(tile, r, factor)
+        self.count_tile(first)
         self.mods.drop(tile)
         sP = cute.local_tile(self.block.sP, (ROWS, tile.columns * 4), (0, self.me.number))
         put(self.products.qk, narrowed(tSrS, self.block.dtype), sP, self.me.thread)
@@ -306,10 +309,15 @@ class SharedRows(OutputRows[WideTiling]):
             self.rescale_output()
         self.me.sync_consumers()
 
-    def largest_of_both(self, tile):
-        """The largest score of each row in both halves of a tile."""
-        along = self.me.shape.along_row
-        mine = [along(cute.arch.fmax, tree(cute.arch.fmax, largest_scores(tile, r))) for r in range(tile.rows)]
+    def maxima(self, tile, first):
+        """Each row's from now on: the larger one of those that both warpgroups would take, by sums of their halves."""
+        softmax, mine = self.softmax, []
+        for r in range(tile.rows):
+            mine.append(softmax.taken_up(r, softmax.largest(r, largest_scores(tile, r), first), first))
+        return self.largest_of_both(mine)
+
+    def largest_of_both(self, mine):
+        """The larger ones of this warpgroup's numbers, one of each row, and the other's."""
         return [cute.arch.fmax(x, y) for x, y in zip(mine, self.others(mine), strict=True)]
 
     def others(self, numbers):
@@ -326,7 +334,11 @@ class SharedRows(OutputRows[WideTiling]):
 
     def finish(self, call):
         """As of all of a row's keys, and each statistic by one of the warpgroups that know it."""
-        me, total = self.me, self.softmax.total
+        me, total, highest = self.me, self.softmax.total, self.softmax.highest
+        if highest is not None:
+            for r, largest in enumerate(self.largest_of_both([highest[r] for r in range(me.shape.rows)])):
+                highest[r] = largest
+            me.sync_consumers()  # these have been read
         mine = [me.shape.along_row(add, total[r]) for r in range(me.shape.rows)]
         first = me.shape.first_in_row(me.lane)
         for r, other in enumerate(self.others(mine)):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...primitives.lag import NO_LAG, Lag
 from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.stretches import falls_apart
@@ -29,6 +30,7 @@ from ..fused.traits import (
 )
 from ..fused.work import captured_decide
 from ..fused.written import Written
+from .lag import lag_of
 from .wide_tiling import WideTiling, wide_tiling
 
 ROWS = 64  # of one warpgroup's product
@@ -75,10 +77,6 @@ LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
-# By how much, in log2 units, a maximum may rise before the output is rescaled, up to D 128 and above it. With outliers,
-# errors by 3 are 1.02 to 1.04 of those with no lag, by 4 1.02 to 1.05, by 8 1.06 to 1.13. Of N(0, 1) one tile of a
-# hundred is rescaled by 3, which D 192 and above lose 0 to 3 % by, by 4 nothing
-LAG, LAG_WIDE = 3.0, 4.0
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
@@ -95,9 +93,9 @@ class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
 
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
-    computed, not after it was accumulated. `rescale_threshold`: by how much, in log2 units, a row's
-    maximum may rise before the output is rescaled. `q_stages`: Q lies in a ring of so many; with two, in blocks that
-    stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
+    computed, not after it was accumulated. `lag`: how far a row's maximum may
+    be below its largest score. `q_stages`: Q lies in a ring of so many; with two, in blocks that stay, the next work
+    tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
     all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
     that draw their tiles put the output where Q is, and the next Q comes once it has left. `output_wait`: behind which
     of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
@@ -110,7 +108,7 @@ class HopperTiling(ForwardTiling):
     producer_registers: int
     pingpong: bool = False
     rescale_early: bool = False
-    rescale_threshold: float
+    lag: Lag
     q_stages: int = 1
     held: int = 0
     written: Written = "whole"
@@ -154,8 +152,6 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
-        lag = self.rescale_threshold
-        when = f"when a maximum rose by 2^{lag:g}" if lag else "behind each tile that looks for its maximum"
         apart = "; each passes by kv tiles that only others' rows see" if self.kernel in (APART, FROM_FIRST) else ""
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
@@ -166,7 +162,7 @@ class HopperTiling(ForwardTiling):
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
             f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} {when}{apart}{guess}{held}",
+            "overlap": f"{order}, rescale {rescale} {self.lag}{apart}{guess}{held}",
         }
 
 
@@ -410,7 +406,7 @@ def _tiling(problem: Problem, heads: int, kernel: str, **chosen: Any) -> HopperT
         dv=dv,
         kernel=kernel,
         # where maxima are guessed, few tiles look for their own
-        rescale_threshold=0.0 if kernel == GUESSING else LAG if max(d, dv) <= 128 else LAG_WIDE,
+        lag=NO_LAG if kernel == GUESSING else lag_of(problem),
         l2=32 << 20,
         packed_heads=heads,
         **chosen,

@@ -6,10 +6,12 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...primitives.lag import Lag
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling
 from ..fused.traits import reads_pairs
+from .lag import lag_of
 
 ROWS = 64  # of one warpgroup's product
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
@@ -22,13 +24,13 @@ class WideTiling(ForwardTiling):
     """Both warpgroups have all rows: each has the scores of half of a tile's keys, and half of the output's columns.
 
     So the probabilities of a tile pass through shared memory, and K and V come in slices, `stages` of them in a ring of
-    each warpgroup's own. `rescale_threshold` as of a `HopperTiling`.
+    each warpgroup's own. `lag` as of a `HopperTiling`.
     """
 
     stages: int
     consumer_registers: int
     producer_registers: int
-    rescale_threshold: float = 8.0
+    lag: Lag
 
     @property
     def key_box(self) -> tuple[int, int]:
@@ -57,7 +59,7 @@ class WideTiling(ForwardTiling):
             f"each {keys} keys of the scores and {halves} columns of the output; "
             f"registers {self.consumer_registers}/{self.producer_registers}",
             "overlap": f"slices of {keys} x {columns} of K and {values} x {halves} of V on their way, "
-            f"rescale when a maximum rose by 2^{self.rescale_threshold:g}",
+            f"rescale {self.lag}",
         }
 
 
@@ -83,6 +85,7 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
         producer_registers=40 if paged else 24,
         l2=32 << 20,
         packed_heads=packed_heads(problem, program, ROWS),
+        lag=lag_of(problem),
         heads_together=problem.schedule.heads_together,
         persistent=problem.schedule.persistent or False,
     )

@@ -133,7 +133,7 @@ class Consume(Role):
     def walk(self, rows, tiles, k_slot, v_slot):
         """All of the tiles but the last one's product with V."""
         me = self.me
-        rows.first_scores(tiles.first, k_slot)
+        rows.first_scores(tiles, k_slot)
         if const_expr(self.plan.layout.kv == "paged"):
             me.clear_values(tiles.first, rows.work.keys.length, v_slot)
         k_slot = k_slot.next()
@@ -209,11 +209,14 @@ class GroupRows(OutputRows[Any]):
         self.mods.apply_score(tile, ahead)
         if tested:
             self.hide(tile, seen)
-        self.softmax.step(tile, self.rescale, first, self.tiling.rescale_threshold)
+        self.softmax.step(tile, self.rescale, first)
+        self.count_tile(first)
         self.mods.drop(tile)
         return scores
 
-    def first_scores(self, n, k_slot):
+    def first_scores(self, tiles, k_slot):
+        """Of the first one of these kv tiles, which are all that the rows see."""
+        self.tiles, n = tiles.count, tiles.first
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)
         if self.tiling.frees_queries:

@@ -83,18 +83,35 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.tOrP = me.products.probabilities()
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, mods.least_score)
+        least, lag = mods.least_score, me.tiling.lag
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, lag)
         self.rescale = cute.make_rmem_tensor(2, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
         self.softmax.reset()
         self.rescale.fill(1.0)
+        self.tiles: Any = 1  # of keys, that are summed in all
+        self.summed = cute.make_rmem_tensor(1, Int32)  # how many of them are
+        self.summed.fill(0)
+
+    def count_tile(self, first: bool) -> None:
+        """One more of the tiles was summed; behind the first one it is known how large sums are."""
+        self.summed[0] = self.summed[0] + 1
+        if first:
+            self.note_sums()
 
     def rescale_output(self) -> None:
-        if self.me.tiling.rescale_threshold:
-            rescale_rows_if_needed(self.output, self.rescale)
+        if self.me.tiling.lag.most:
+            rescale_rows_if_needed(self.output, self.rescale, self.note_sums)
         else:
             rescale_rows(self.output, self.rescale)
+
+    def note_sums(self) -> None:
+        """So that maxima lag by what sums will be; of a first tile with a mask, half is visible on average."""
+        if self.me.tiling.lag.share is not None:
+            hidden = 0.0 if self.me.plan.program.mask is None else 0.5
+            in_all, by_now = Float32(self.tiles) - hidden, Float32(self.summed[0]) - hidden
+            self.softmax.note_sums(in_all * cute.arch.rcp_approx(by_now))
 
     @abc.abstractmethod
     def row_tile(self) -> Any:

@@ -65,9 +65,8 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         # what is read ahead for a tile that another step then has would be read twice
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
-        self.softmax = OnlineSoftmax(
-            self.shape, role.scale_log2, highest, units, kernel.mods.arithmetic, kernel.mods.least_score
-        )
+        arithmetic, least, lag = kernel.mods.arithmetic, kernel.mods.least_score, self.tiling.lag
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, arithmetic, least, lag)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:
@@ -113,7 +112,7 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         me, block, early = self.me, self.block, self.tiling.early_keys
         every = range(self.tiling.tile_n)
         among = loaded[len(every) :] or largest_scores(tile, 0)
-        rise = self.softmax.raise_maximum(0, among, rescale_threshold=self.tiling.rescale_threshold)
+        rise = self.softmax.raise_maximum(0, among)
         if self.reads:
             block.scores.wait(place)  # they are there; but the compiler moves no read over a wait: 41 spilled
         me.factor(place)[0] = rise

@@ -1,0 +1,28 @@
+"""How far a row's running maximum may lag behind its largest score, so that what was summed needs no rescaling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Lag:
+    """A maximum stays where a score is above it by no more than `most`, in log2 units (FlashAttention-4's rule).
+
+    Where there is a `share`, the score's probability is also at most this share of what the row's sum will be if the
+    tiles to come add as much as those before. For a probability that is no power of 2 is rounded, as the largest one by
+    an exact maximum, which is 1, is not; and a row notices it where it is much of the sum.
+    """
+
+    most: float
+    share: float | None = None
+
+    def __str__(self) -> str:
+        if not self.most:
+            return "behind each tile that looks for its maximum"
+        of_sum = "" if self.share is None else f", or a probability is above 1/{1 / self.share:g} of its row's sum"
+        return f"when a maximum rose by 2^{self.most:g}{of_sum}"
+
+
+NO_LAG = Lag(0.0)
+WHATEVER_SUMS = Lag(8.0)
