@@ -119,10 +119,10 @@ def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False, 
 def _problem(case: Case, documents: int) -> Problem:
     """Of a dense call, or with its documents as so many packed sequences of each batch entry."""
     packed = documents > 0
-    batch, length = (case.batch * documents, case.batch * case.q_len) if packed else (case.batch, case.q_len)
+    times = case.batch if packed else 1  # sequences lie one behind the other
     return Problem(
-        batch, case.heads, case.kv_heads, length, length, case.dim, case.v_dim, case.dtype, torch.device("cpu"),
-        layout=PACKED if packed else DENSE,
+        case.batch * max(1, documents), case.heads, case.kv_heads, times * case.q_len, times * case.kv_len, case.dim,
+        case.v_dim, case.dtype, torch.device("cpu"), layout=PACKED if packed else DENSE,
     )  # fmt: skip
 
 

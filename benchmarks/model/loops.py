@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +13,7 @@ MATRIX = ("HGMMA", "UTCHMMA")
 COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")
 REDUCTIONS = ("UBLKRED", "UTMAREDG")
 SHORTEST = 16  # instructions: below it a loop only waits
-VOTE_AHEAD = 12  # instructions between a warp's vote and the branch that it decides
+ASIDE = ("LG2", "RCP")  # of what the unit for exponentials has: a rescale's, which few tiles need
 ENDS = ("EXIT", "RET", "BRX", "KILL")
 
 
@@ -63,8 +64,21 @@ class Loop:
         return ([] if always else [n + 1]) + ([i.target] if ahead else [])  # type: ignore[list-item]
 
     def _is_voted(self, n: int) -> bool:
-        voted = any(v.name in ("VOTE", "VOTEU") for v in self.code[max(self.start, n - VOTE_AHEAD) : n])
-        return voted and _may_fall_through(self.code[n])
+        """Whether the n-th instruction is a branch by what a warp voted, or by a comparison of that."""
+        condition = re.search(r"U?P\d", self.code[n].predicate or self.code[n].text)
+        writers = [] if condition is None else self._writers(n, [condition[0]])
+        compared = [m for m in writers if self.code[m].name in ("ISETP", "UISETP")]
+        for m in compared:
+            writers += self._writers(m, re.findall(r"\bU?R\d+", self.code[m].text))
+        return any(self.code[m].name in ("VOTE", "VOTEU") for m in writers)
+
+    def _writers(self, n: int, registers: list[str]) -> list[int]:
+        """Who wrote these last before the n-th instruction; not those that nobody in the body did."""
+        found = []
+        for register in registers:
+            writes = re.compile(rf"\S+ {register},")
+            found += [m for m in range(self.start, n) if writes.match(self.code[m].text)][-1:]
+        return found
 
     @property
     def multiplies(self) -> bool:
@@ -117,7 +131,7 @@ class Role:
 
 def _works(i: Instruction) -> bool:
     """Whether it is an exponential or a product, which every tile has."""
-    return i.name == "MUFU" or i.name in MATRIX
+    return i.name in MATRIX or (i.name == "MUFU" and not any(name in i.text for name in ASIDE))
 
 
 def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
