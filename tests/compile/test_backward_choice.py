@@ -73,8 +73,7 @@ def test_at_timed_sizes_k_and_v_wait_in_registers_as_far_as_there_are_any() -> N
 
     assert {held(m, 64, n) for m in (FULL, CAUSAL) for n in (1024, 8192, 32768)} == {(64, 0)}
     assert {held(m, 96, 8192) for m in (FULL, CAUSAL)} == {(80, 0)} and held(CAUSAL, 96, 1024) == (96, 80)
-    assert {held(m, 128, n) for m in (FULL, CAUSAL) for n in (4096, 8192, 32768)} == {(16, 0)}
-    assert held(CAUSAL, 128, 2048) == (0, 0)  # warps that round dQ would spill more
+    assert {held(m, 128, n) for m in (FULL, CAUSAL) for n in (2048, 8192, 32768)} == {(16, 0)}
 
 
 def test_parts_of_dq_that_pairs_add_one_after_the_other() -> None:

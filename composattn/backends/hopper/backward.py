@@ -15,7 +15,7 @@ from ...primitives.diagonals import Diagonals
 from ...primitives.emit_tiles import BandQueries
 from ...primitives.pipelines import Abreast, Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
-from ...primitives.values import narrow, narrowed, permuted
+from ...primitives.values import made_here, narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.dq_sender import DqSender
@@ -193,7 +193,14 @@ class Consumer(KeyWarpgroup):
         super().wait_for_keys(kv_slot)
         for held, shared in ((self.held_k, self.sK), (self.held_v, self.sV)):
             if held is not None:
-                get(self.mma_held, held, shared, self.thread)
+                get(self.mma_held, held, shared, self.thread_here())
+
+    def thread_here(self):
+        """For addresses that, made ahead of the loop over tiles of keys, take 5 registers of the loop over queries.
+
+        Beside who rounds and what is held, 7 to 12 fewer spill: D 128 gains 0.4 to 1.6 %.
+        """
+        return made_here(self.thread) if self.tiling.rounds and self.tiling.held_v else self.thread
 
     def issue_scores(self, accumulator, held, a, b) -> None:
         """The product of keys, some columns of which are `held` in registers, and of queries."""
@@ -397,10 +404,10 @@ class Consumer(KeyWarpgroup):
 
     def hand_keys(self, call):
         """Through this warpgroup's part of dQ's shared memory, one after the other; who sends dQ sends them."""
-        edge, slot = self.block.dq_edge, self.dq_slot
+        edge, slot, thread = self.block.dq_edge, self.dq_slot, self.thread_here()
         for which, mma, sums in ((1, self.mma_dv, self.tVrdV), (0, self.mma_dk, self.tKrdK)):
             edge.wait_empty(slot)
-            put(mma, narrowed(sums, self.block.dtype), self.block.result_over_dq(which, self.number), self.thread)
+            put(mma, narrowed(sums, self.block.dtype), self.block.result_over_dq(which, self.number), thread)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             edge.fill(slot, self.lane)

@@ -252,8 +252,6 @@ class KeysApart:
         others = 28 if tiling.dq_in_bulk else 36 if self.is_low else 32
         others += 16 * has_costly_test(mask)
         others += 4 * (self.deterministic and (tiling.passing or not self.problem.layout.is_dense))
-        # beside who rounds 9 to 12 more spill, outside of the loop: causal 2k loses 1 %, longer calls gain 1 to 4
-        others += 4 * (tiling.rounds and not self.is_low and self.seen < FEW)
         if score is not None or self.reads or self.asks:
             others += 8 if is_line(score) and not self.reads else 28
         return tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - others

@@ -7,8 +7,9 @@ from ...primitives.lag import Lag
 from ..fused.traits import keys
 
 # With outliers, errors by sums are 1.00 to 1.01 of those with no lag, by 2^8 whatever sums are 1.06 to 1.13, by 2^3
-# 1.02 to 1.04. Of N(0, 1) a warp is rescaled in one tile of 50 and less, in causal calls of 2k in one of 7 to 10
-BY_SUMS = Lag(8.0, share=1 / 32)
+# 1.02 to 1.04. Of N(0, 1) a warp is rescaled in one tile of 50 and less, in causal calls of 2k in one of 7 to 10; twice
+# the share makes half of that, and errors by 0.4 % larger where the output is wide
+BY_SUMS, BY_SUMS_WIDE = Lag(8.0, share=1 / 32), Lag(8.0, share=1 / 16)
 ALONE = Lag(3.0)
 FEW_KEYS = 1024  # up to which noting a row's sums takes 1 to 5 % of a call
 
@@ -16,4 +17,6 @@ FEW_KEYS = 1024  # up to which noting a row's sums takes 1 to 5 % of a call
 def lag_of(problem: Problem) -> Lag:
     """A warp notes sums of all its rows when one is rescaled: a row's bits depend on those beside it."""
     few = keys(problem) <= FEW_KEYS
-    return ALONE if few or problem.schedule.batch_invariant else BY_SUMS
+    if few or problem.schedule.batch_invariant:
+        return ALONE
+    return BY_SUMS if problem.head_dim_v <= 128 else BY_SUMS_WIDE
