@@ -164,19 +164,19 @@ class Consumer(KeyWarpgroup):
         """To shared memory."""
         cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
 
-    def step_short(self, call, m, tested, slots) -> "Consumer":
+    def step_short(self, call, m, tested, carried) -> "Consumer":
         """A step of a query tile with few rows, with dQ of the tile before, which has all; gives who has so few."""
         short = copy.copy(self)
         short.lay_scores(self.tiling.short_rows)
         short.of_rows(self.tiling.short_rows)
-        short.step(call, m, tested, *slots)
+        short.step(call, m, tested, *carried)
         return short
 
-    def short_step(self, call, m, tested, slots):
-        short = self.step_short(call, m, tested, slots)
+    def short_step(self, call, m, tested, carried):
+        short = self.step_short(call, m, tested, carried)
         short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
-        dq_slot, _, _, ds_slot, _ = self.slots(slots)
-        *following, own = self.following(call, m, slots)
+        dq_slot, _, _, ds_slot, _ = self.slots(carried)
+        *following, own = self.following(call, m, carried)
         self.leave_short_dq(short.start_dq(ds_slot), own, dq_slot, ds_slot)
         return *following, LastDq.none()
 
@@ -365,19 +365,19 @@ class Consumer(KeyWarpgroup):
         rings, *last = carried
         return *rings, *last
 
-    def following(self, call, m, slots):
+    def following(self, call, m, carried):
         if const_expr(not self.tiling.dq_later):
-            return super().following(call, m, slots)
+            return super().following(call, m, carried)
         start = self.dq_sum(call, m).iterator + first_number(self.dq.count, self.dq_place(), self.thread)
-        return *super().following(call, m, slots[:-1]), LastDq(start.toint(), Int32(1))
+        return *super().following(call, m, carried[:-1]), LastDq(start.toint(), Int32(1))
 
-    def end(self, slots):
+    def end(self, carried):
         if const_expr(not self.tiling.dq_later):
-            return slots
-        dq_slot, _, _, ds_slot, last = self.slots(slots)
+            return carried
+        dq_slot, _, _, ds_slot, last = self.slots(carried)
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
-        return *slots[:-1], LastDq.none()
+        return *carried[:-1], LastDq.none()
 
     def tell_end(self, kv_slot) -> None:
         edge = self.block.done_edge

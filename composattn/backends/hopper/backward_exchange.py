@@ -180,11 +180,11 @@ class LaterProbabilitySide(ExchangeProbabilitySide):
         issue(self.mma_sum, self.total, self.tTrP, self.tTrb[None, None, None, do_slot.index], True)
         return 1
 
-    def following(self, call, m, slots):
-        return *super().following(call, m, slots[:-1]), Int32(1)
+    def following(self, call, m, carried):
+        return *super().following(call, m, carried[:-1]), Int32(1)
 
-    def end(self, slots):
-        *slots, later = slots
+    def end(self, carried):
+        *slots, later = carried
         _last_dv(self, later, slots[2].before())
         return *slots, Int32(0)
 

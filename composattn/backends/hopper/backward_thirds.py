@@ -82,22 +82,22 @@ class ThirdsConsumer(Consumer):
     def pass_dq(self, last, ds_slot):
         _release_if(last.exists == OTHERS, self, ds_slot)
 
-    def following(self, call, m, slots):
+    def following(self, call, m, carried):
         """The slot of dQ goes on where this warpgroup has a product, and is that behind it."""
-        dq_slot, rings, _ = slots
+        dq_slot, rings, _ = carried
         *_, ds_slot = rings
         is_mine = (ds_slot.index != 0) | is_outer(ds_slot.phase, self.number)
         exists = choose(is_mine, MINE, OTHERS)
         further = Slot(1, dq_slot.index, dq_slot.phase ^ (exists & 1))
         return further, rings.next(), LastDq(Int64(0), exists)
 
-    def short_step(self, call, m, tested, slots):
-        self.step_short(call, m, tested, slots)
-        return self.following(call, m, slots)
+    def short_step(self, call, m, tested, carried):
+        self.step_short(call, m, tested, carried)
+        return self.following(call, m, carried)
 
-    def end(self, slots):
+    def end(self, carried):
         """The product behind the last tile; of a pair that lacks its second tile, the middle one too."""
-        dq_slot, rings, last = slots
+        dq_slot, rings, last = carried
         *_, ds_slot = rings
         dq_slot = Slot(1, dq_slot.index, dq_slot.phase ^ (last.exists >> 1))
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out

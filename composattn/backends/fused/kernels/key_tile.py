@@ -74,17 +74,17 @@ class KeyGroup(Fixed, abc.ABC):
         """What the first step takes, which has these slots."""
         return slots
 
-    def following(self, call, m, slots: tuple) -> tuple:
-        """What the step after the one of query tile `m` takes, which took `slots`."""
-        return tuple(slot.next() for slot in slots)
+    def following(self, call, m, carried: tuple) -> tuple:
+        """What the step after the one of query tile `m` takes, which took what is `carried`."""
+        return tuple(slot.next() for slot in carried)
 
-    def short_step(self, call, m, tested, slots: tuple) -> tuple:
+    def short_step(self, call, m, tested, carried: tuple) -> tuple:
         """A step of a query tile with few rows, and `following` it."""
         raise NotImplementedError(f"{type(self).__name__} computes query tiles whole")
 
-    def end(self, slots: tuple) -> tuple:
-        """After the last query tile of a tile of keys; `slots` of the step that would follow."""
-        return slots
+    def end(self, carried: tuple) -> tuple:
+        """After the last query tile of a tile of keys; `carried` to the step that would follow."""
+        return carried
 
     def tell_end(self, kv_slot) -> None:
         """To who waits until all has been added to dQ."""
