@@ -4,8 +4,9 @@
     python -m benchmarks.tilings "backward D192 S8192 full" "tile_m=80 dq_split='transposed'" --peer flash-attn-4
 
 A case is named by a regular expression on `benchmarks/run.py --list`. A variant is fields of the tiling with values in
-Python (`exponential`: the arguments of `ExponentialUnits`). With a GPU each variant is checked against fp64 as in the
-harness, then timed; without one (or with --compile) it is compiled, and what it takes is printed.
+Python (`exponential`, `lag`: the arguments of `ExponentialUnits` and of `Lag`). With a GPU each variant is checked
+against fp64 as in the harness, then timed; without one (or with --compile) it is compiled, and what it takes is
+printed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ast
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from benchmarks.run import run_case, save, show
 from composattn.backends.fused.architecture import ARCHITECTURES, Architecture, planned_for
 from composattn.backends.fused.compile import compile_offline
 from composattn.primitives.exponential_units import ExponentialUnits
+from composattn.primitives.lag import Lag
 
 Changes = dict[str, Any]
+OBJECTS: dict[str, Callable[..., Any]] = {"exponential": ExponentialUnits, "lag": Lag}
 _FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 
 
@@ -40,9 +43,7 @@ def changes_of(text: str) -> Changes:
     found = {name: ast.literal_eval(value) for name, value in _FIELD.findall(text)}
     if not found:
         raise SystemExit(f'a variant is fields with values, such as "tile_n=96 stages=3"; got {text!r}')
-    if "exponential" in found:
-        found["exponential"] = ExponentialUnits(*found["exponential"])
-    return found
+    return {name: OBJECTS[name](*value) if name in OBJECTS else value for name, value in found.items()}
 
 
 def changed(architecture: Architecture, direction: str, changes: Changes) -> Architecture:

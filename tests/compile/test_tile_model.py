@@ -14,7 +14,12 @@ from benchmarks.implementations import OURS
 from benchmarks.model import kernels
 from benchmarks.model.costs import tile_cost
 from benchmarks.tile_model import Counted, long_cases
+from benchmarks.tilings import changes_of
 from composattn.backends.fused.inspect import machine_code
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.lag import BY_SUMS
+from composattn.primitives.exponential_units import ExponentialUnits
+from composattn.primitives.lag import Lag
 
 CASES = {case.name: case for case in long_cases("forward")}
 
@@ -60,3 +65,14 @@ def test_the_limit_of_a_call_counts_rounds_and_pairs() -> None:
     assert round(found.balance, 3) == round(1280 / 66 / (19 + 1 / 2), 3)
     assert found.pairs == 1 and found.tested == 0
     assert found.flop_clocks < found.clocks < 1.5 * found.flop_clocks
+
+
+def test_a_variant_is_fields_of_a_tiling_with_what_makes_their_objects() -> None:
+    found = changes_of("tile_n=96 lag=(8.0, 0.0625) exponential=(1, 8)")
+    assert found == {"tile_n": 96, "lag": Lag(8.0, 1 / 16), "exponential": ExponentialUnits(1, 8)}
+
+
+def test_a_decoding_case_is_planned_for_its_keys() -> None:
+    case = next(case for case in EVERY if case.name == "decode B1 q1 kv131072 GQA 32/8 D128")
+    plan = kernels.plan_of(case, case.pattern(case, torch.device("cpu")), HOPPER)
+    assert plan.is_split and plan.tiling.lag == BY_SUMS
