@@ -96,19 +96,15 @@ class OnlineSoftmax(Fixed):
 
         Returns the factor for what was summed before, None at the `first` tile.
         """
-        return self.raise_to(r, self.taken_up(r, self.largest(r, scores, first), first), first)
+        return self.raise_to(r, self.maximum_with(r, scores, first), first)
 
-    def largest(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
-        """The largest of `scores` of all lanes of row `r`, and of the row's maximum."""
-        among = chains(cute.arch.fmax, scores) + ([] if first else [self.maximum[r]])
-        found = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, among))
-        if self.highest is not None:
-            self.highest[r] = cute.arch.fmax(self.highest[r], found)
-        return found
-
-    def taken_up(self, r: int, largest: Any, first: bool = False) -> Any:
-        """`largest`, or the row's maximum if that may lag behind it."""
+    def maximum_with(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
+        """What `raise_maximum` raises the maximum to: the largest score of all lanes, unless it may lag behind."""
         before = self.maximum[r]
+        among = chains(cute.arch.fmax, scores) + ([] if first else [before])
+        largest = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, among))
+        if self.highest is not None:
+            self.highest[r] = cute.arch.fmax(self.highest[r], largest)
         if first or not self.lag.most:
             return largest
         if self.limit is not None:

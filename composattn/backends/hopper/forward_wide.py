@@ -311,10 +311,8 @@ class SharedRows(OutputRows[WideTiling]):
 
     def maxima(self, tile, first):
         """Each row's from now on: the larger one of those that both warpgroups would take, by sums of their halves."""
-        softmax, mine = self.softmax, []
-        for r in range(tile.rows):
-            mine.append(softmax.taken_up(r, softmax.largest(r, largest_scores(tile, r), first), first))
-        return self.largest_of_both(mine)
+        take = self.softmax.maximum_with
+        return self.largest_of_both([take(r, largest_scores(tile, r), first) for r in range(tile.rows)])
 
     def largest_of_both(self, mine):
         """The larger ones of this warpgroup's numbers, one of each row, and the other's."""

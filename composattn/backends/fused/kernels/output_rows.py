@@ -73,6 +73,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     """
 
     beside: Any = 0
+    tiles: Any  # how many of keys are summed in all, known with the first one
 
     def __init__(self, me: Any, mods: Any, work: Any, leaves: Any, first: Any) -> None:
         self.me, self.block, self.products = me, me.block, me.products
@@ -90,8 +91,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.sink_of_row = self.sinks()
         self.softmax.reset()
         self.rescale.fill(1.0)
-        self.tiles: Any = 1  # of keys, that are summed in all
-        self.summed = cute.make_rmem_tensor(1, Int32)  # how many of them are
+        self.summed = cute.make_rmem_tensor(1, Int32)  # how many of the tiles are
         self.summed.fill(0)
 
     def count_tile(self, first: bool) -> None:
