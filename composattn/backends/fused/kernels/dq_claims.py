@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ....primitives.bulk_sums import wait_sums
+from ....primitives.turns import publish_if, read, wait_for
 from ....primitives.values import Fixed
-from .dq_semaphore import publish_if, read, wait_for
 
 NOBODY, CLAIMED, WRITTEN = range(3)
 

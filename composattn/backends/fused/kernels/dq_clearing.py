@@ -11,8 +11,8 @@ from cutlass import Int32, const_expr
 from ....primitives.lanes import LANES
 from ....primitives.register_chunks import clear
 from ....primitives.tile_queue import one_more
+from ....primitives.turns import say, wait_for
 from ....primitives.values import Fixed
-from .dq_semaphore import say, wait_for
 
 
 class DqClearing(Fixed):

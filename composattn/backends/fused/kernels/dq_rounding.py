@@ -16,8 +16,8 @@ from ....primitives.lanes import LANES, WARP, add, over_lanes
 from ....primitives.padded_tiles import PaddedTiles
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import Stretch
+from ....primitives.turns import peek, say
 from ....primitives.values import Fixed, aligned, choose, move, narrowed
-from .dq_semaphore import peek, say
 
 AT_ONCE = 4  # chunks of 16 bytes that a lane reads before it rounds them
 

@@ -12,6 +12,7 @@ from cutlass import Boolean, Int32, const_expr
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
 from ....primitives.tile_queue import TileQueue
+from ....primitives.turns import publish_if, say, wait_for
 from ....primitives.values import Fixed, choose
 
 
@@ -98,48 +99,6 @@ class DqSemaphore(Fixed):
 
 
 @cute.jit
-def say(turn: cute.Pointer, condition: Boolean, count: Int32 | cutlass.Constexpr = 1):
-    """One more has added, or `count`, and what it added is there."""
-    if condition:
-        cute.arch.inline_ptx(
-            "{\n\tfence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.s32 [{$r0}], {$r1};\n\t}",
-            read_only_args=[turn, Int32(count)],
-        )
-
-
-@cute.jit
-def wait_for(turn: cute.Pointer, wanted: Int32):
-    """Until the number there is `wanted` or more; what was done before it was put there is seen from now on."""
-    found = read(turn)
-    while found < wanted:
-        found = read(turn)
-
-
-def read(turn: cute.Pointer) -> Int32:
-    """The number there; what was done before it was put there is seen from now on."""
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn]
-    )
-
-
-def peek(place: cute.Pointer) -> Int32:
-    """The number there, and nothing else. `read` gives up all of the multiprocessor's first cache each time."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
-    )
-
-
-@cute.jit
 def _put_if(place: cute.Pointer, number: Int32, condition: Boolean):
     if condition:
         cute.make_tensor(place, cute.make_layout(1))[0] = number
-
-
-@cute.jit
-def publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
-    """Puts a number there for those who see with it what was done before."""
-    if condition:
-        cute.arch.inline_ptx(
-            "{\n\tfence.acq_rel.gpu;\n\tst.relaxed.gpu.global.s32 [{$r0}], {$r1};\n\t}",
-            read_only_args=[turn, value],
-        )

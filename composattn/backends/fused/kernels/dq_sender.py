@@ -10,9 +10,9 @@ from ....primitives.bulk_stores import start, wait_read
 from ....primitives.bulk_sums import add_if, wait_sums, write_or_add
 from ....primitives.pipelines import Slot
 from ....primitives.tile_queue import TileQueue
+from ....primitives.turns import say
 from ....primitives.values import Fixed
 from .dq_claims import is_first, look, say_written
-from .dq_semaphore import say
 
 AHEAD = 2  # query tiles whose turn it is before they are added to
 

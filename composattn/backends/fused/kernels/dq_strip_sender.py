@@ -6,8 +6,8 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ....primitives.bulk_sums import wait_sums
 from ....primitives.pipelines import Slot
+from ....primitives.turns import say
 from ....primitives.values import Bundle
-from .dq_semaphore import say
 from .dq_sender import DqSender
 from .dq_thirds import HALF, WARPS, is_outer, middle_half, outer_strip
 
