@@ -15,8 +15,9 @@ from ..graph.expr import walk
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
-from .kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
+from .kv_tiles import WHOLE, Part, TileSequence, around, counted_from, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
+from .shares import Portion
 from .values import Fixed, choose, larger, smaller
 
 
@@ -28,21 +29,21 @@ class BandTiles(Fixed):
     shapes: tuple[IntervalShape, ...]
     tile_n: int
 
-    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE, origin: Any = 0) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, some: Part | Portion = WHOLE, origin: Any = 0) -> TileSequence:
         """The kv tiles of query tile `m`, or a part of them, from `origin` on; `leaves` are those of the work tile."""
         intervals = counted_from(origin, self.mods.intervals(leaves))
-        return visit(intervals, self.shapes, _less(leaves.kv_len, origin), self.tile_n, split)
+        return visit(intervals, self.shapes, _less(leaves.kv_len, origin), self.tile_n, some)
 
     def alike(self) -> bool:
         """Whether all query tiles of a sequence visit the same tiles."""
         ends = (end for interval in self.mods.bounds for end in interval.ends)
         return not any(n.op == "index" and n.attr in ("first", "last") for end in ends for n in walk(end))
 
-    def of_all(self, leaves: list[Leaves], origin: Any = 0) -> TileSequence:
+    def of_all(self, leaves: list[Leaves], origin: Any = 0, some: Part | Portion = WHOLE) -> TileSequence:
         """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
         intervals = counted_from(origin, around([self.mods.intervals(each) for each in leaves]))
         shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
-        return visit(intervals, shapes, _less(leaves[0].kv_len, origin), self.tile_n)
+        return visit(intervals, shapes, _less(leaves[0].kv_len, origin), self.tile_n, some)
 
     def first_key(self, leaves: list[Leaves]) -> Any:
         """The first key that any of several neighbouring query tiles sees, of masks with one interval."""
@@ -60,12 +61,12 @@ class ListedTiles(Fixed):
 
     slot: int
 
-    def of(self, leaves: Leaves, m: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, some: Part | Portion = WHOLE) -> TileSequence:
         """As of `BandTiles`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)
         m = smaller(m, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
-        return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], split)
+        return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], some)
 
 
 @dataclasses.dataclass

@@ -16,10 +16,31 @@ import operator
 from typing import Any
 
 from .interval_shape import IntervalShape
+from .shares import Portion
 from .values import Fixed, choose, larger, smaller
 
-WHOLE: tuple[Any, Any] = (0, 1)
-"""The split (s, n) of who visits all tiles; any other visits the s-th of n parts of each interval, or of a list."""
+
+@dataclasses.dataclass
+class Part(Fixed):
+    """The `index`-th of `count` parts of the tiles of each interval, or of a list."""
+
+    index: Any
+    count: Any
+
+    def of(self, start: Any, count: Any) -> tuple[Any, Any]:
+        """(start, count) of those among `count` tiles from `start` on."""
+        low, high = count * self.index // self.count, count * (self.index + 1) // self.count
+        return start + low, high - low
+
+
+class Whole(Part):
+    """All of them."""
+
+    def of(self, start: Any, count: Any) -> tuple[Any, Any]:
+        return start, count
+
+
+WHOLE = Whole(0, 1)
 
 
 @dataclasses.dataclass
@@ -164,7 +185,7 @@ def visit(
     shapes: tuple[IntervalShape, ...],
     kv_len: Any,
     tile_n: int,
-    split: tuple[Any, Any] = WHOLE,
+    some: Part | Portion = WHOLE,
 ) -> TileSequence:
     """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
     bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
@@ -175,7 +196,7 @@ def visit(
         stop = smaller((larger(end, 0) + (tile_n - 1)) // tile_n, bound)
         count = choose(end > begin, larger(stop - start, 0), 0)
         bound = choose(count > 0, start, bound)
-        start, count = _part(start, count, split)
+        start, count = some.of(start, count)
         spans.append((start, start + count))
         # the first tile of all is taken out of the first interval that has any
         taken = choose((count > 0) & (total == 0), 1, 0)
@@ -232,10 +253,10 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
     return found
 
 
-def listed(row: Any, partial: Any, full: Any, split: tuple[Any, Any] = WHOLE) -> TileSequence:
+def listed(row: Any, partial: Any, full: Any, some: Part | Portion = WHOLE) -> TileSequence:
     """Tiles of a list: `partial` ones that need a test, then `full` ones that don't. `row` has at least one entry."""
-    tested, tests = _part(0, partial, split)
-    free, frees = _part(partial, full, split)
+    tested, tests = some.of(0, partial)
+    free, frees = some.of(partial, full)
     from_tested = choose(tests > 0, 1, 0)
     from_free = choose((frees > 0) & (from_tested == 0), 1, 0)
     first = row[choose(from_tested == 1, tested, choose(from_free == 1, free, 0))]
@@ -247,12 +268,3 @@ def listed(row: Any, partial: Any, full: Any, split: tuple[Any, Any] = WHOLE) ->
             ListedRun(row, free + from_free, frees - from_free, False),
         ],
     )
-
-
-def _part(start: Any, count: Any, split: tuple[Any, Any]) -> tuple[Any, Any]:
-    """(start, count) of the part of `count` tiles from `start` on that a split visits."""
-    if split is WHOLE:
-        return start, count
-    s, n = split
-    low, high = count * s // n, count * (s + 1) // n
-    return start + low, high - low

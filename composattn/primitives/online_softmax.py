@@ -122,6 +122,18 @@ class OnlineSoftmax(Fixed):
         self.scaled_shift[r] = shift * self.scale
         return factor
 
+    def join(self, r: int, maximum: Any, total: Any, highest: Any) -> tuple[Any, Any]:
+        """Takes in what another softmax has of the row's other keys, this lane's part of its sum.
+
+        Returns the factors for what was summed before, and for what the other one did.
+        """
+        if self.highest is not None:
+            self.highest[r] = cute.arch.fmax(self.highest[r], highest)
+        own = self.raise_to(r, cute.arch.fmax(self.maximum[r], maximum))
+        other = exp2(maximum * self.scale - self.scaled_shift[r])
+        self.total[r] = self.total[r] * own + total * other
+        return own, other
+
     def note_sums(self, ahead: Any) -> None:
         """How far each row's maximum may lag from now on; sums grow to `ahead` times themselves, if tiles are alike."""
         assert self.limit is not None and self.lag.share is not None, "maxima lag whatever sums are"

@@ -62,7 +62,8 @@ class ForwardArguments(NamedTuple):
     work: Any  # (tiles, 2) int32: b and m of each query tile, in their order; see `primitives.tile_scheduler`
     captured: Any  # tuple of the tensors that mods read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
-    counter: Any = None  # (1,) int32, zero: from which blocks draw their tiles; see `composattn.backends.fused.counter`
+    counter: Any = None  # (1,) int32, zero: from which blocks draw their tiles, then flags of shares; see `counter`
+    left: Any = None  # (blocks * numbers,) fp32: what shares leave, see `composattn.primitives.shares`
 
     @staticmethod
     def of(plan: ForwardPlan) -> ForwardArguments:
@@ -84,7 +85,8 @@ class ForwardArguments(NamedTuple):
             work=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
-            counter=TensorForm(torch.int32, (1,)) if plan.tiling.drawn else None,
+            counter=TensorForm(torch.int32, (plan.counters,)) if plan.tiling.drawn else None,
+            left=WORKSPACE if plan.tiling.shares else None,
         )
 
 

@@ -127,6 +127,8 @@ class EmulatedForward(ForwardLauncher):
 
     def launch(self, *arguments: Any) -> None:
         given = tidied(*arguments)
+        if given.left is not None:
+            given.left.fill_(torch.nan)
         if not has_unused_rows(self.plan, given.k):
             for t in (given.out, given.lse, given.max_scores):
                 if t is not None:

@@ -44,7 +44,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     and two more to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
     A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
     """
-    if problem.schedule.batch_invariant:
+    if problem.schedule.batch_invariant or tiling.shares:
         return 1
     if problem.schedule.split_kv != "auto":
         return problem.schedule.split_kv

@@ -149,6 +149,11 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         return self.is_split or of_heads or self.tiling.output_direct
 
     @property
+    def counters(self) -> int:
+        """Numbers that are zero before the kernel: one to draw tiles from, and a flag of each warp of a share."""
+        return 1 + self.target.sms * self.tiling.computing_warps if self.tiling.shares else 1
+
+    @property
     def combine(self) -> CombinePlan:
         """The kernel that makes one output of those of the parts."""
         return CombinePlan(target=self.target, dtype=self.dtype, head_dim_v=self.head_dim_v, return_lse=self.return_lse)

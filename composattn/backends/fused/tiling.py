@@ -11,6 +11,8 @@ from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.lag import WHATEVER_SUMS, Lag
 from .traits import reads_pairs
 
+STATISTICS = 8  # what a thread with two rows leaves besides their sums: of each the maximum, its sum, the largest score
+
 
 def slots(heads: int) -> int:
     """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
@@ -66,7 +68,8 @@ class ForwardTiling(Tiling):
     multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
     stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
     tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
-    through shared memory.
+    through shared memory. `shares`: blocks that draw their tiles share those that are no whole rounds of them alike, by
+    keys (see `primitives.shares`).
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
@@ -75,6 +78,7 @@ class ForwardTiling(Tiling):
     blocks: int = 1
     drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
     output_direct: bool = dataclasses.field(default=False, repr=False)  # likewise, by `dealt`
+    shares: bool = dataclasses.field(default=False, repr=False)  # likewise
 
     @property
     def slots(self) -> int:
@@ -91,7 +95,19 @@ class ForwardTiling(Tiling):
         """How blocks get their tiles, for people to read."""
         if not self.persistent:
             return "one block per tile"
-        return "persistent" if self.drawn is None else f"persistent, the next tile drawn {self.drawn}"
+        if self.drawn is None:
+            return "persistent"
+        return f"persistent, the next tile drawn {self.drawn}" + ", the last two rounds shared alike" * self.shares
+
+    @property
+    def computing_warps(self) -> int:
+        """Of a block, that have rows of the output."""
+        raise NotImplementedError(f"{self.kernel} has no shares")
+
+    @property
+    def left_numbers(self) -> int:
+        """What a share leaves: of each row its sums and statistics."""
+        raise NotImplementedError(f"{self.kernel} has no shares")
 
     @property
     def queries(self) -> int:

@@ -21,7 +21,7 @@ from ..fused.kernels.forward_call import Call
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
 from ..fused.kernels.guessing_rows import GuessingRows
 from ..fused.plan import ForwardPlan
-from .tiling import HopperTiling
+from .tiling import SUMS, HopperTiling
 from .wgmma import (
     MN,
     ROWS,
@@ -35,8 +35,6 @@ from .wgmma import (
     warps_of,
 )
 from .wide_tiling import WideTiling
-
-SUMS = 8  # columns: the least by which a product can be wider
 
 AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
 
@@ -135,12 +133,12 @@ class HopperForwardApart(HopperForward):
         if not self.apart:
             return super().kv_tiles(call, work)
         leaves = [self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)]
-        return self.visited.of_all(leaves, work.keys.origin)
+        return self.visited.of_all(leaves, work.keys.origin, work.some)
 
     def own_tiles(self, call, work, tiles, warpgroup):
         """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
         assert isinstance(self.visited, BandTiles), "lists say nothing of a warpgroup's rows"
-        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, origin=work.keys.origin)
+        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, work.some, work.keys.origin)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
         sees = own.count > 0
         return own, choose(sees, stop - own_stop, tiles.count), choose(sees, own_start - start, 0)

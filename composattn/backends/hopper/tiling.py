@@ -15,7 +15,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.stretches import falls_apart
 from ..fused.target import Target
-from ..fused.tiling import ForwardTiling, invariant_keys, slots
+from ..fused.tiling import STATISTICS, ForwardTiling, invariant_keys, slots
 from ..fused.traits import (
     bytes_at_pairs,
     has_bounded_documents,
@@ -78,6 +78,7 @@ LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
+SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
@@ -86,6 +87,9 @@ LONG_DOCUMENTS = 4096
 # Keys from which 192/128 gains from blocks that stay, whose next Q comes once registers hold this one: 8k full 1 %,
 # causal 2; fewer were not timed
 LONG_HELD_ALL = 8192
+# Tiles of keys for which multiprocessors would be idle, from which work is shared: with 15 and more 4k to 16k of D 128,
+# 8k of D 192 and 256 gain 1 to 2 %, with 6 to 8 their 2k lose 1
+SHARED = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,10 +124,21 @@ class HopperTiling(ForwardTiling):
             raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
         if self.output_direct and not (self.drawn and self.held == self.d and self.q_stages == 1):
             raise ValueError("output_direct is of blocks that draw their tiles and hold all of Q in registers")
+        if self.shares and not self.drawn:
+            raise ValueError("shares are of blocks that draw their tiles")
 
     @property
     def dealt(self) -> str:
         return super().dealt + ", O over Q" * self.output_over_q + ", O from registers" * self.output_direct
+
+    @property
+    def computing_warps(self) -> int:
+        return self.tile_m // 16
+
+    @property
+    def left_numbers(self) -> int:
+        columns = self.dv + (SUMS if self.kernel == GUESSING else 0)
+        return self.tile_m * columns + 32 * self.computing_warps * STATISTICS
 
     @property
     def in_stretches(self) -> bool:
@@ -227,7 +242,24 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         held=held if _by_registers(registers - held // 4, dv, program) >= tile_n else 0,
         written=_written(d, dv, program, guesses),
     )
-    return _with_next_queries(tiling, target)
+    tiling = _with_next_queries(tiling, target)
+    return dataclasses.replace(tiling, shares=_shares(problem, program, tiling, target))
+
+
+def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Target) -> bool:
+    """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long.
+
+    Not three warpgroups, whose loops have no register to spare (D 64 loses 2 to 4 %), nor with all of Q in registers
+    (192/128: 16 spilled). With score mods it was not timed.
+    """
+    schedule, changed = problem.schedule, program.score is not None or program.keep is not None
+    equal = program.mask is None and problem.layout.is_dense and schedule.split_kv == "auto"
+    can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.output_direct
+    if not (equal and can) or changed or schedule.batch_invariant:
+        return False
+    tiles = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
+    idle = -tiles % target.sms / target.sms
+    return tiles > 2 * target.sms and idle * keys(problem) > SHARED * tiling.tile_n
 
 
 def _most_read(widest: int, program: Program) -> int:

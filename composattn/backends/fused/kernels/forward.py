@@ -60,8 +60,9 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         self.dtype = given.q.element_type
         found = launched(self.plan, given, self.heads, self.rows)
         made = found.tensors, given.lse, given.max_scores, found.order
-        read = given.scale, given.captured, given.scalars, found.queries, found.keys, found.splits, given.counter
-        self.kernel(found.tmas, (*made, *read)).launch(
+        read = given.scale, given.captured, given.scalars, found.queries, found.keys
+        dealt = found.splits, given.counter, found.shares
+        self.kernel(found.tmas, (*made, *read, *dealt)).launch(
             grid=(found.blocks(self.plan), 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
@@ -86,7 +87,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     def kv_tiles(self, call: Call, work: Work) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
-        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part)
+        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.some)
 
 
 @cute.jit
@@ -113,8 +114,19 @@ class Role(Fixed, abc.ABC):
     def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
         """One work tile; gives where rings and counts are behind it."""
 
-    def work(self, number) -> Work:
-        return self.kernel.placed(self.call, self.call.work(number))  # type: ignore[no-any-return]
+    def work(self, number, i=0) -> Work:
+        return self.kernel.placed(self.call, self.call.work(number, i))  # type: ignore[no-any-return]
+
+    @cute.jit
+    def visit_all(self, number, slots):
+        """The work tile with this number, or those of a share."""
+        if const_expr(self.call.shares is not None):
+            for i in cutlass.range(self.call.shares.tiles(number), unroll=1):
+                slots = self.visit(self.work(number, i), slots)
+        else:
+            if self.call.tile(number).exists:
+                slots = self.visit(self.work(number), slots)
+        return slots
 
     @cute.jit
     def run(self):
@@ -149,8 +161,7 @@ class Role(Fixed, abc.ABC):
         queue, lane = self.block.queue, cute.arch.lane_idx()
         turn = queue.edge.first
         while number < self.call.tiles:
-            if self.call.tile(number).exists:
-                slots = self.visit(self.work(number), slots)
+            slots = self.visit_all(number, slots)
             number = queue.hear(turn, lane)
             turn = turn.next()
 

@@ -12,8 +12,9 @@ from ....analysis.strips import KEYS, QUERIES, Strips
 from ....primitives.emit import Leaves
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
-from ....primitives.kv_tiles import WHOLE
+from ....primitives.kv_tiles import WHOLE, Part
 from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
+from ....primitives.shares import Portion, Shares
 from ....primitives.strip_rows import StripRows, in_copies
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
@@ -40,6 +41,7 @@ class Launched(NamedTuple):
     queries: Rows
     keys: Rows
     splits: Any  # number of parts, None where kv is not split
+    shares: Any  # `Shares`, None where there are none
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
@@ -85,7 +87,12 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     sections = Sections(kv_bytes, tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
     order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, sections)
-    return Launched(Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO), order, queries, keys, splits)
+    shares = None
+    if given.left is not None:
+        tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
+        shares = Shares.of(order.tiles, tiles_of_keys, plan.target.sms, given.left, given.counter)
+    tmas, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO)
+    return Launched(tmas, tensors, order, queries, keys, splits, shares)
 
 
 def _rows_of_strips(strips: Strips, q: cute.Tensor, k: cute.Tensor) -> tuple[StripRows, StripRows]:
@@ -110,22 +117,28 @@ class Call(Fixed):
     keys: Rows
     splits: Int32 | None  # number of parts
     counter: cute.Tensor | None  # from which blocks draw their tiles
+    shares: Shares | None
 
     @property
     def tiles(self) -> Int32:
-        """Work tiles, each part of kv one of its own."""
+        """Work tiles, each part of kv one of its own, each share one of its own."""
+        if self.shares is not None:
+            return self.shares.numbers
         return self.order.tiles if self.splits is None else self.order.tiles * self.splits
 
     def tile(self, number: Int32) -> WorkTile:
         return self.order.tile(number if self.splits is None else number % self.order.tiles)
 
-    def work(self, number: Int32) -> "Work":
-        """The work tile with this number, which exists."""
+    def work(self, number: Int32, i: Int32) -> "Work":
+        """The work tile with this number, which exists; of a share its i-th one."""
+        portion = None
+        if self.shares is not None:
+            number, portion = self.shares.tile(number, i)
         tile = self.tile(number)
-        part = WHOLE if self.splits is None else (number // self.order.tiles, self.splits)
+        part = WHOLE if self.splits is None else Part(number // self.order.tiles, self.splits)
         # keys begin where they are first seen (`Forward.placed`), which is not before the stretch
         queries, keys = self.queries.sequence(tile.b).within(tile.stretch), self.keys.sequence(tile.b)
-        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part)
+        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part, portion)
 
     def leaves(self, work, tile_queries: int) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
@@ -147,4 +160,10 @@ class Work(Fixed):
     kv_head: Int32
     queries: Sequence
     keys: Sequence
-    part: tuple[Int32 | int, Int32 | int]  # the s-th of n
+    part: Part
+    portion: Portion | None  # of a tile that may be shared
+
+    @property
+    def some(self) -> Part | Portion:
+        """Which of its tiles of keys."""
+        return self.part if self.portion is None else self.portion

@@ -13,6 +13,7 @@ from ....primitives.ping_pong import PingPong
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
+from .share_sums import ShareSums
 
 # Loops over kv tiles, each a copy of all that is done for a tile: 0.3 s of compiling. Where there would be more, or one
 # tests in two ways, two loops take turns.
@@ -33,8 +34,7 @@ class Load(Role):
         while number < self.call.tiles:
             if const_expr(early):
                 asked = queue.ask(lane)
-            if self.call.tile(number).exists:
-                slots = self.visit(self.work(number), slots)
+            slots = self.visit_all(number, slots)
             if const_expr(not early):
                 asked = queue.ask(lane)
             number = queue.drawn(asked)
@@ -290,7 +290,22 @@ class GroupRows(OutputRows[Any]):
     def row_tile(self):
         return self.work.m * self.block.groups + self.me.number
 
+    @cute.jit
     def finish(self, call):
+        """O and the statistics of its rows, or where others have more of their keys, what is summed of them."""
+        portion = self.work.portion
+        if const_expr(portion is None):
+            self.put_out(call)
+        else:
+            sums = ShareSums(call.shares, self)
+            if portion.leaves:
+                sums.leave(portion.number)
+            else:
+                if portion.takes:
+                    sums.take(portion.number - 1)
+                self.put_out(call)
+
+    def put_out(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
         row_lse = self.store(call)
         self.store_statistics(call, self.softmax, row_lse, self.me.lane)

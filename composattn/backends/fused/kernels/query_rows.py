@@ -101,7 +101,7 @@ class QueryRows(Places[AnyForwardTiling]):
         found = [self.mods.row_sink(r) for r in range(self.shape.rows)]
         if self.work.part is WHOLE:
             return found
-        is_first = self.work.part[0] == 0
+        is_first = self.work.part.index == 0
         return [None if sink is None else choose(is_first, sink, -Float32.inf) for sink in found]
 
     def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
@@ -166,7 +166,7 @@ def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
     """What belongs to a part of kv: all of it where there is but one."""
     if part is WHOLE:
         return tensor
-    place = (part[0], *(None,) * (cute.rank(tensor) - 1))
+    place = (part.index, *(None,) * (cute.rank(tensor) - 1))
     return tensor[place]
 
 

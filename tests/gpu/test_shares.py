@@ -1,0 +1,43 @@
+"""The last rounds of long full calls, shared alike by all blocks: right, the same bits each time, in graphs too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import Target
+from composattn.call.problem import Problem
+from tests.support import gpu_backend, poison_cuda_memory
+
+if torch.cuda.is_available() and gpu_backend() != "hopper":
+    pytest.skip("blocks of other architectures' forwards take tiles in other ways", allow_module_level=True)
+
+
+@pytest.mark.parametrize(("d", "length", "batch"), [(128, 2500, 2), (128, 8500, 1), (192, 2500, 2), (256, 2301, 2)])
+def test_shares_are_right_and_the_same_each_time(d: int, length: int, batch: int) -> None:
+    """Of more than two rounds of tiles; of 8,500 keys rows guess their maxima."""
+    make = torch.Generator("cuda").manual_seed(d + length)
+    q, k, v = (
+        torch.randn((batch, heads, length, d), generator=make, device="cuda").to(torch.bfloat16) for heads in (8, 4, 4)
+    )
+    plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, Target.of(q.device))
+    assert plan.tiling.shares
+
+    def attend() -> tuple[torch.Tensor, torch.Tensor]:
+        return ca.attention(q, k, v, return_lse=True, backend=gpu_backend())
+
+    poison_cuda_memory()
+    out, lse = attend()
+    wanted, wanted_lse = ca.attention(*(x.double() for x in (q, k, v)), return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = attend()
+    for i in range(50):
+        found = attend() if i % 2 else recorded
+        if i % 2 == 0:
+            graph.replay()
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse)
