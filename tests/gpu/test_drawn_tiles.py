@@ -50,10 +50,12 @@ def test_all_rows_are_those_of_a_block_per_tile(name: str, length: int, d: int) 
     wanted, wanted_lse = ca.attention(*(x.double() for x in inputs), return_lse=True, backend="reference", **mods)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+    of_problem = plan_forward(Problem.of(*inputs), ca.Attention(**mods).program, HOPPER)
     for schedule in (ca.Schedule(), ca.Schedule(persistent=False)):
         poison_cuda_memory()
         again, its_lse = attend(mods, *inputs, schedule=schedule)
-        if d == 128 or schedule.persistent is None:  # wider blocks that stay may have fewer keys in a tile
+        # wider blocks that stay may have fewer keys in a tile, and of shares a row's keys may be summed apart
+        if schedule.persistent is None or (d == 128 and not of_problem.tiling.shares):
             assert torch.equal(again, out) and torch.equal(its_lse, lse)
 
 
