@@ -308,6 +308,9 @@ def _of_training() -> Iterable[Case]:
         for grouped in (*((128, *group) for group in GROUPS), *OF_MODELS):
             yield _grouped(direction, *grouped, causal)
         yield _grouped(direction, 128, 2, 8192, 24, 3, full)
+        # an image of FLUX.1 (2024), with its text: no whole number of rounds of 132 blocks
+        name = f"{direction} D128 B1 S4608 24 heads full"
+        yield Case(name, (direction,), full, batch=1, heads=24, q_len=4608, dim=128, direction=direction)
         for pattern in (window, eight_causal_documents):
             yield _modded(pattern, direction, (direction, "mods", "gqa"), heads=32, kv_heads=8)
 

@@ -67,7 +67,7 @@ def planned(d: int, length: int, batch: int = 2, dv: int = 0, schedule: Any = No
     return plan_forward(problem, ca.Attention(**mods).program, HOPPER)
 
 
-@pytest.mark.parametrize(("d", "length", "batch"), [(128, 4096, 8), (128, 8192, 2), (192, 8192, 2), (256, 8192, 2)])
+@pytest.mark.parametrize(("d", "length", "batch"), [(128, 4096, 8), (128, 4608, 3), (128, 8192, 2), (256, 8192, 2)])
 def test_long_full_calls_whose_last_round_is_not_full_share_it(d: int, length: int, batch: int) -> None:
     plan = planned(d, length, batch)
     assert plan.tiling.shares and not plan.is_split

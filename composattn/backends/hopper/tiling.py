@@ -73,7 +73,6 @@ HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
 LATE_KEYS = 4096  # up to which D 128 draws late
-LONG_HELD = 8192  # from which such blocks stay with no mask because of it
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
@@ -311,7 +310,7 @@ def _stays(problem: Problem, program: Program, warpgroups: int, guesses: bool, m
     if max(d, dv) == 128:
         # ALiBi, whose rows guess their maxima, loses 7 % of causal 8k
         few = mean_keys() <= FEW_KEYS_DRAWN and not (guesses and program.score is not None)
-        return few or (plain and keys(problem) >= LONG_HELD)
+        return few or plain  # which shares the last rounds: of 4k to 8k keys 1 to 7 %
     if d == dv == 192:
         return not changed
     if (d, dv) == (192, 128):
