@@ -86,9 +86,9 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
         seen = []
 
         def launch(*given: Any, kernel: Any = forward.kernel, seen: list[int] = seen) -> None:
-            assert not given[-1].any()
+            assert not given[-2].any()
             kernel(*given)
-            seen.append(int(given[-1]))
+            seen.append(int(given[-2]))
 
         forward.__dict__["kernel"] = launch
         for _ in range(2):

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import WHOLE, TileSequence, around, counted_from, listed, visit
+from composattn.primitives.kv_tiles import WHOLE, Part, TileSequence, around, counted_from, listed, visit
 from composattn.primitives.q_tiles import ListedQueryRun, QueryRun
 
 
@@ -154,7 +154,7 @@ def test_parts_of_a_split_visit_together_what_the_whole_does() -> None:
         tile_n, kv_len, n = rng.choice((4, 8)), rng.randint(0, 60), rng.randint(1, 5)
         intervals, shapes = draw(rng, kv_len)
         whole = dict(visited(visit(intervals, shapes, kv_len, tile_n)))
-        parts = [visited(visit(intervals, shapes, kv_len, tile_n, (s, n))) for s in range(n)]
+        parts = [visited(visit(intervals, shapes, kv_len, tile_n, Part(s, n))) for s in range(n)]
         together = [tile for part in parts for tile, _ in part]
         assert sorted(together) == sorted(whole)
         for part in parts:  # the first tile of a part is tested, whatever the whole does with it
@@ -168,7 +168,7 @@ def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
     for _ in range(5_000):
         partial, full = rng.randint(0, 5), rng.randint(0, 5)
         row = rng.sample(range(50), partial + full + rng.randint(0, 3)) or [0]
-        splits = [WHOLE] if n == 1 else [(s, n) for s in range(n)]
+        splits = [WHOLE] if n == 1 else [Part(s, n) for s in range(n)]
         tiles = [visited(listed(row, partial, full, s)) for s in splits]
         together = [tile for part in tiles for tile, _ in part]
         assert sorted(together) == sorted(row[: partial + full])
