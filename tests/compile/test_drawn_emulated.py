@@ -86,9 +86,10 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
         seen = []
 
         def launch(*given: Any, kernel: Any = forward.kernel, seen: list[int] = seen) -> None:
-            assert not given[-2].any()
+            drawn_from = ForwardArguments(*given).counter
+            assert not drawn_from.any()
             kernel(*given)
-            seen.append(int(given[-2]))
+            seen.append(int(drawn_from))
 
         forward.__dict__["kernel"] = launch
         for _ in range(2):

@@ -270,7 +270,7 @@ def test_what_is_written_to_lent_tensors_is_seen_by_every_kernel(name: str, writ
 
     def kernel_of(plan: Any) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
-            record = {13: ForwardArguments, 15: MainArguments}.get(len(arguments))
+            record = {len(ForwardArguments._fields): ForwardArguments, 15: MainArguments}.get(len(arguments))
             if record is not None:
                 known = record(*arguments)
                 given.extend(t.clone() for t in (known.work, *(known.captured or ())) if t is not None)

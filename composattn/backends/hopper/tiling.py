@@ -258,7 +258,8 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
         return False
     tiles = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
     idle = -tiles % target.sms / target.sms
-    return tiles > 2 * target.sms and idle * keys(problem) > SHARED * tiling.tile_n
+    fits = 2 * target.sms**2 * -(-keys(problem) // tiling.tile_n) < 1 << 31  # what `Shares` multiplies
+    return fits and tiles > 2 * target.sms and idle * keys(problem) > SHARED * tiling.tile_n
 
 
 def _most_read(widest: int, program: Program) -> int:

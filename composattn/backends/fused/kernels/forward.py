@@ -140,8 +140,7 @@ class Role(Fixed, abc.ABC):
             self.draw_tiles(number, slots)
         else:
             while number < self.call.tiles:
-                if self.call.tile(number).exists:
-                    slots = self.visit(self.work(number), slots)
+                slots = self.visit_all(number, slots)
                 number += cute.arch.grid_dim()[0]
 
     @cute.jit
@@ -150,8 +149,7 @@ class Role(Fixed, abc.ABC):
         queue, lane = self.block.next_tiles, cute.arch.lane_idx()
         turn, there = queue.first, Boolean(True)
         while there:
-            if self.call.tile(number).exists:
-                slots = self.visit(self.work(number), slots)
+            slots = self.visit_all(number, slots)
             number, there = queue.hear(turn, lane)
             turn = turn.next()
 
