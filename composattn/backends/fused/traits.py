@@ -20,6 +20,11 @@ def reads_pairs(graph: Expr | None) -> bool:
     return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
 
 
+def reads_along_keys(graph: Expr | None) -> bool:
+    """Whether a tensor is read at each key, of all queries or of each."""
+    return graph is not None and any(n.op == "read" and n.rate in (Rate.COLUMN, Rate.ELEMENT) for n in walk(graph))
+
+
 def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
     """Whether a tensor is read along such a pattern."""
     return graph is not None and any(n.op == "read" and pattern_of(n) is pattern for n in walk(graph))
@@ -42,9 +47,8 @@ def is_line(score: Expr | None) -> bool:
     """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
     if score is None:
         return True
-    along_keys = (Rate.COLUMN, Rate.ELEMENT)
     sloped = derivative(score).rate in (Rate.CONSTANT, Rate.HEAD)
-    return sloped and not any(n.op == "read" and n.rate in along_keys for n in walk(score))
+    return sloped and not reads_along_keys(score)
 
 
 def has_costly_test(mask: Expr | None) -> bool:

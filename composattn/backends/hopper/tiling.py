@@ -11,7 +11,7 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.lag import NO_LAG, Lag
-from ..fused.few_queries import packed_heads
+from ..fused.few_queries import packed_heads, time_of
 from ..fused.order import keys_of_a_query
 from ..fused.stretches import falls_apart
 from ..fused.target import Target
@@ -24,6 +24,7 @@ from ..fused.traits import (
     keys,
     padded,
     queries,
+    reads_along_keys,
     reads_any,
     reads_by,
     reads_pairs,
@@ -76,6 +77,9 @@ LATE_KEYS = 4096  # up to which D 128 draws late
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
+# Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
+# of 4k and more lose 2 %
+BYTES_ON_THE_WAY = 128 << 10
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
@@ -528,17 +532,27 @@ def _with_next_queries(tiling: HopperTiling, target: Target) -> HopperTiling:
 
 
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
-    """One warpgroup, and as many bytes of K and V on their way as shared memory holds: memory is the limit.
+    """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
 
-    Two blocks on a multiprocessor where their memory is enough: they fill each other's beginnings and ends.
+    Two blocks of 64 keys on a multiprocessor fill each other's beginnings and ends; one of 128 has half as many places
+    to fill in the last round. Which is better depends on how many tiles there are.
     """
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    persistent = problem.schedule.persistent or False
-    tile_n = _keys_in_order(max(d, dv), program) if problem.schedule.batch_invariant else 64
-    blocks = 2 if max(d, dv) <= (128 if tile_n == 64 else 96) and not persistent else 1
-    room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
+    widest, schedule = max(padded(problem.head_dim), padded(problem.head_dim_v)), problem.schedule
+    tile_n = _keys_in_order(widest, program) if schedule.batch_invariant else 64
+    blocks = 2 if widest <= (128 if tile_n == 64 else 96) and not schedule.persistent else 1
     many = problem.batch * problem.kv_heads >= MANY_FEW * target.sms and keys(problem) >= MANY_KEYS
-    most = 2 if many and blocks == 2 and max(d, dv) == 128 and problem.layout.is_dense else 8
+    most = 2 if many and blocks == 2 and widest == 128 and problem.layout.is_dense else 8
+    several = _of_few_rows(problem, target, heads, tile_n, blocks, most)
+    if blocks == 1 or schedule.batch_invariant or reads_along_keys(program.score):  # which wait in registers
+        return several
+    alone = _of_few_rows(problem, target, heads, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * (several.d + several.dv)))
+    return min(several, alone, key=lambda tiling: time_of(problem, tiling, target).least())
+
+
+def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, blocks: int, most: int) -> HopperTiling:
+    """With as many stages as shared memory holds, up to `most`."""
+    d, dv, persistent = padded(problem.head_dim), padded(problem.head_dim_v), problem.schedule.persistent or False
+    room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return _tiling(
         problem,
         heads,
