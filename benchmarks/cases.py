@@ -245,6 +245,8 @@ OF_MODELS = (
     (256, 2, 8192, 16, 8),
 )  # fmt: skip
 DECODED = ((1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (128, 1024), (128, 4096))
+# of so many sequences, 8 key/value heads each, that tiles fill no rounds of 132 multiprocessors: 0.7, 1.2 and 2.4
+UNEVEN = tuple(itertools.product((12, 20, 40), ((128, 2048), (128, 8192), (64, 8192))))
 HIDDEN = 2048
 TOKENS = 16384
 
@@ -356,6 +358,12 @@ def _of_serving() -> Iterable[Case]:
         yield Case(
             name, ("decode grid",), full, batch, heads, q_len=1, dim=128, kv_heads=kv_heads, kv_len=kv_len,
             measure="tbps", in_graph=True,
+        )  # fmt: skip
+    for batch, (dim, kv_len) in UNEVEN:
+        name = f"decode B{batch} q1 kv{kv_len} GQA 32/8 D{dim}, in a graph"
+        yield Case(
+            name, ("decode grid",), full, batch, 32, q_len=1, dim=dim, kv_heads=8, kv_len=kv_len, measure="tbps",
+            in_graph=True,
         )  # fmt: skip
     for batch, kv_len in ((16, 32768), (1, 131072)):
         for page_size in (0, 16, 64, 256):

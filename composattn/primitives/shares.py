@@ -21,20 +21,23 @@ from .values import Bundle, Fixed, choose, larger, smaller
 
 @dataclasses.dataclass
 class Portion(Fixed):
-    """Tiles of keys [`low`, `high`) of a work tile, which share `number` has.
-
-    `leaves`: its sums are left for the next share; `takes`: those that the share before it left are its own too.
-    """
+    """Tiles of keys [`low`, `high`) of a work tile, which share `number` has."""
 
     low: Int32
     high: Int32
-    leaves: Boolean
-    takes: Boolean
     number: Int32
 
     def of(self, start: Any, count: Any) -> tuple[Any, Any]:
         """(start, count) of those among `count` tiles from `start` on."""
         return start + self.low, self.high - self.low
+
+
+@dataclasses.dataclass
+class HandedPortion(Portion):
+    """`leaves`: its sums are left for the next share; `takes`: those that the share before it left are its own too."""
+
+    leaves: Boolean
+    takes: Boolean
 
 
 class Shares(Bundle):
@@ -53,8 +56,8 @@ class Shares(Bundle):
     def of(tiles: Int32, keys: Int32, blocks: int, left: cute.Tensor, counters: cute.Tensor) -> Shares:
         """On the host, of as many tiles as blocks or more; `counters`: one that is drawn from, and the flags."""
         rest, divisor = tiles % blocks + blocks, cute.fast_divmod_create_divisor_v2
-        sums = _rows(left.iterator, blocks, cute.size(left))
-        flags = _rows(counters.iterator + 1, blocks, cute.size(counters) - 1)
+        sums = rows_of(left.iterator, blocks, cute.size(left))
+        flags = rows_of(counters.iterator + 1, blocks, cute.size(counters) - 1)
         return Shares(tiles - rest, rest, divisor(keys), divisor(Int32(blocks)), sums, flags)
 
     @property
@@ -68,7 +71,7 @@ class Shares(Bundle):
         (first, _), (last, _) = divmod(low, self.keys), divmod(high - 1, self.keys)
         return choose(number < self.whole, Int32(1), last - first + 1)
 
-    def tile(self, number: Int32, i: Int32) -> tuple[Int32, Portion]:
+    def tile(self, number: Int32, i: Int32) -> tuple[Int32, HandedPortion]:
         """(number of its i-th tile, from the last one on; which of the tile's keys)."""
         share = number - self.whole
         low, high = self._keys_of(share)
@@ -77,7 +80,7 @@ class Shares(Bundle):
         is_whole = share < 0
         first = choose(is_whole, Int32(0), larger(low - begin, 0))
         stop = choose(is_whole, keys, smaller(high - begin, keys))
-        portion = Portion(first, stop, stop < keys, first > 0, share)
+        portion = HandedPortion(first, stop, share, stop < keys, first > 0)
         return choose(is_whole, number, self.whole + tile), portion
 
     def _keys_of(self, share: Int32) -> tuple[Int32, Int32]:
@@ -88,9 +91,9 @@ class Shares(Bundle):
         return low, high
 
 
-def _rows(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
+def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
     """(rows, numbers of each)."""
     return cute.make_tensor(start, cute.make_layout((rows, numbers // rows), stride=(numbers // rows, 1)))
 
 
-__all__ = ["Portion", "Shares"]
+__all__ = ["HandedPortion", "Portion", "Shares", "rows_of"]

@@ -23,6 +23,20 @@ def wait_for(turn: cute.Pointer, wanted: Int32):
         found = read(turn)
 
 
+@cute.jit
+def arrive_if(turn: cute.Pointer, condition: Boolean) -> Int32:
+    """How many had arrived before, where the condition holds; what these did is seen from now on, as is, by who comes
+    later, what was done here."""
+    found = Int32(0)
+    if condition:
+        found = cute.arch.inline_ptx(
+            "{\n\tfence.acq_rel.gpu;\n\tatom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;\n\tfence.acq_rel.gpu;\n\t}",
+            write_only_types=[Int32],
+            read_only_args=[turn],
+        )
+    return found
+
+
 def read(turn: cute.Pointer) -> Int32:
     """The number there; what was done before it was put there is seen from now on."""
     return cute.arch.inline_ptx(
@@ -47,4 +61,4 @@ def publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
         )
 
 
-__all__ = ["peek", "publish_if", "read", "say", "wait_for"]
+__all__ = ["arrive_if", "peek", "publish_if", "read", "say", "wait_for"]

@@ -30,7 +30,7 @@ def shared(problem: Problem, program: Any, **changes: Any) -> HopperTiling:
     long = dataclasses.replace(problem, q_len=LONG, kv_len=LONG)
     found = forward_tiling(long, program, HOPPER)
     assert isinstance(found, HopperTiling) and found.drawn
-    return dataclasses.replace(found, shares=True, tile_n=32, **changes)
+    return dataclasses.replace(found, shares="last", tile_n=32, **changes)
 
 
 @pytest.mark.parametrize(

@@ -41,3 +41,36 @@ def test_shares_are_right_and_the_same_each_time(d: int, length: int, batch: int
         if i % 2 == 0:
             graph.replay()
         assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "queries", "length", "d"),
+    [(17, 4, 1, 4096, 128), (17, 4, 1, 5000, 64), (21, 3, 4, 6001, 96), (40, 8, 1, 1100, 128)],
+)
+def test_equal_shares_of_few_queries_are_right_and_the_same_each_time(
+    batch: int, heads: int, queries: int, length: int, d: int
+) -> None:
+    make = torch.Generator("cuda").manual_seed(d + length)
+    q, k, v = (
+        torch.randn((batch, h, rows, d), generator=make, device="cuda").to(torch.bfloat16)
+        for h, rows in ((8 * heads, queries), (8, length), (8, length))
+    )
+    plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, Target.of(q.device))
+    assert plan.tiling.shares == "all"
+
+    def attend() -> tuple[torch.Tensor, torch.Tensor]:
+        return ca.attention(q, k, v, return_lse=True, backend=gpu_backend())
+
+    poison_cuda_memory()
+    out, lse = attend()
+    wanted, wanted_lse = ca.attention(*(x.double() for x in (q, k, v)), return_lse=True, backend="reference")
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = attend()
+    for i in range(200):
+        found = attend() if i % 2 else recorded
+        if i % 2 == 0:
+            graph.replay()
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse)

@@ -85,7 +85,7 @@ class ForwardArguments(NamedTuple):
             work=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
-            counter=TensorForm(torch.int32, (plan.counters,)) if plan.tiling.drawn else None,
+            counter=TensorForm(torch.int32, (plan.counters,)) if plan.counts else None,
             left=WORKSPACE if plan.tiling.shares else None,
         )
 

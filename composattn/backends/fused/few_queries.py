@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -52,6 +51,8 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
 
 def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
     """Of a call that is so cut."""
+    if tiling.shares == "all":
+        return TimeOfSharing(problem, tiling, target)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
     return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)
 
@@ -111,31 +112,47 @@ class TimeOfComputing(Time):
 class TimeOfReading(Time):
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
-    Fitted to 1,700 times of 122 calls (one H200, D 64 and 128, 8 to 768 tiles, 512 to 131,072 keys, up to 32 parts,
-    tiles of `two blocks` and of `one`, see `hopper/tiling.py`): what it chooses takes 0.9 % more than the best of them,
-    at most 8; counting rounds of whole tiles, as `TimeOfComputing`, chose 3.7 % more, at most 19.
+    Fitted to 2,300 times of 382 calls (one H200, D 64, 96 and 128, 4 to 896 tiles of 512 to 131,072 keys, up to 32
+    parts, two blocks a multiprocessor, one, and equal shares): what it chooses takes 0.5 % more than the best that was
+    timed, at most 11. Counting rounds of whole tiles, as `TimeOfComputing` does, chose 3.7 % more, at most 19.
     """
 
-    # of the time of idle places in the last round that others' keys make up for, as they come faster
-    MADE_UP = 0.56
-    # of a round, that one takes at least which has fewer blocks than multiprocessors: by blocks a multiprocessor holds
-    LEAST: ClassVar[dict[int, float]] = {1: 0.88, 2: 1.0}
-    ROUND = 3.0  # until a block's first keys are there, and behind its last ones
-    COMBINE = 5.0
+    MADE_UP = 0.5  # of the time of idle places in the last round, as others' keys come faster
+    SECOND = 0.9  # of a round of two blocks, which one takes that fills more than one of them
+    # beginnings and ends: of the first round, of each further one, of parts, of equal shares
+    FIRST, FURTHER, COMBINE, SHARING = 4.0, 1.6, 2.0, 9.5
     OF_RATE = 0.96  # of what memory can give
 
+    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
+        super().__init__(problem, tiling, target)
+        bytes_of_tile = tiling.tile_n * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        # a tile of keys for each multiprocessor
+        self.tile = bytes_of_tile * target.sms / (self.OF_RATE * target.memory_rate * 1e3)
+        # for one block with all of the memory's rate: so 32 of them took, to 3 %
+        self.alone = 0.17 + tiling.tile_n / 64 * (0.2245 + 0.05 * (tiling.d + tiling.dv) / 64)
+
     def in_parts(self, n: int) -> float:
-        tiling, target = self.tiling, self.target
-        element = self.problem.dtype.itemsize
-        tile = tiling.tile_n * (tiling.d + tiling.dv) * element / (self.OF_RATE * target.memory_rate * 1e3)
-        part = -(-self.tiles // n) * tile * target.sms  # of each multiprocessor one block's
-        filled = self.work * n / target.sms
-        rounds = math.ceil(filled / tiling.blocks)
-        if filled <= 1:
-            reading = max(filled, self.LEAST[tiling.blocks])
+        blocks = self.tiling.blocks
+        filled = self.work * n / self.target.sms
+        rounds = math.ceil(filled / blocks)
+        if filled <= blocks:
+            least = self.SECOND * blocks * (filled > 1)
+            reading = max(filled * self.tile, least * self.tile, self.alone)
         else:
-            reading = tiling.blocks * rounds * (1 - self.MADE_UP) + filled * self.MADE_UP
-        return reading * part + rounds * self.ROUND + (0 if n == 1 else self.COMBINE)
+            idle = rounds * blocks - filled
+            reading = max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
+        ends = self.FIRST + self.FURTHER * (rounds - 1) + self.COMBINE * (n > 1)
+        return reading * -(-self.tiles // n) + ends
 
     def best(self) -> int:
         return self.least_of(self.tiles)
+
+
+class TimeOfSharing(TimeOfReading):
+    """The same where all keys are shared alike: no place is idle."""
+
+    def in_parts(self, n: int) -> float:
+        return self.work * self.tiles * self.tile / self.target.sms + self.SHARING
+
+    def best(self) -> int:
+        return 1

@@ -35,7 +35,7 @@ class ForwardLauncher:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
         as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
-        self.draws, self.shares = plan.tiling.drawn is not None, plan.tiling.shares
+        self.counts, self.shares = plan.counts, plan.tiling.shares is not None
         self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
 
@@ -107,19 +107,19 @@ class ForwardLauncher:
         # in the order of ForwardArguments: a record made by name takes 0.7 µs more
         lie, read, numbers = None if self.is_dense else sequences, tuple(reads) or None, tuple(scalars) or None
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            counter, left = self._drawn_from(q) if self.draws else (None, None)
+            counter, left = self._counted(q) if self.counts else (None, None)
             self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers, counter, left)
             return
         with torch.cuda.device(q.device):
-            counter, left = self._drawn_from(q) if self.draws else (None, None)
+            counter, left = self._counted(q) if self.counts else (None, None)
             self.launch(q, k, v, out, lse, max_scores, scale, lie, work, read, numbers, counter, left)
 
-    def _drawn_from(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _counted(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A counter, and memory for what shares leave, if there are any."""
         if not self.shares:
             return counter_of(q), None
         plan = self.plan
-        left = q.new_empty(plan.target.sms * plan.tiling.left_numbers, dtype=torch.float32)
+        left = q.new_empty(plan.left_numbers, dtype=torch.float32)
         return counter_of(q, plan.counters), left
 
     def _without_keys(

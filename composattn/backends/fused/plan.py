@@ -133,7 +133,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def key(self) -> str:
         in_strips = f" {self.strips}" if self.strips else ""
-        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn else "") + in_strips
+        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn or self.tiling.shares else "") + in_strips
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -143,15 +143,30 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def direct_store(self) -> bool:
         """Whether output rows are stored from registers: parts, packed heads, which leave a copy no mode to end with,
-        and what the tiling says.
+        what the tiling says, and shares of all, each of whose warps may be the last one that has a part of a row.
         """
         of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
-        return self.is_split or of_heads or self.tiling.output_direct
+        return self.is_split or of_heads or self.tiling.output_direct or self.tiling.shares == "all"
+
+    @property
+    def counts(self) -> bool:
+        """Whether blocks say something to each other by such."""
+        return self.tiling.drawn is not None or self.tiling.shares is not None
 
     @property
     def counters(self) -> int:
         """Numbers that are zero before the kernel: one to draw tiles from, and a flag of each warp of a share."""
-        return 1 + self.target.sms * self.tiling.computing_warps if self.tiling.shares else 1
+        return 1 + self.most_shares * self.tiling.computing_warps if self.tiling.shares else 1
+
+    @property
+    def most_shares(self) -> int:
+        """One for each block that runs at once."""
+        return self.target.sms * self.tiling.blocks
+
+    @property
+    def left_numbers(self) -> int:
+        """What shares leave in memory, fp32."""
+        return self.most_shares * self.tiling.left_numbers
 
     @property
     def combine(self) -> CombinePlan:

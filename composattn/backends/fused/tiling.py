@@ -68,8 +68,8 @@ class ForwardTiling(Tiling):
     multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
     stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
     tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
-    through shared memory. `shares`: blocks that draw their tiles share those that are no whole rounds of them alike, by
-    keys (see `primitives.shares`).
+    through shared memory. `shares`: blocks that stay share tiles alike, by keys: those that draw them the "last" ones,
+    which are no whole rounds (see `primitives.shares`), others "all" of them (`primitives.equal_shares`).
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
@@ -78,7 +78,7 @@ class ForwardTiling(Tiling):
     blocks: int = 1
     drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
     output_direct: bool = dataclasses.field(default=False, repr=False)  # likewise, by `dealt`
-    shares: bool = dataclasses.field(default=False, repr=False)  # likewise
+    shares: Literal["last", "all"] | None = dataclasses.field(default=None, repr=False)  # likewise
 
     @property
     def slots(self) -> int:
@@ -96,8 +96,10 @@ class ForwardTiling(Tiling):
         if not self.persistent:
             return "one block per tile"
         if self.drawn is None:
-            return "persistent"
-        return f"persistent, the next tile drawn {self.drawn}" + ", the last two rounds shared alike" * self.shares
+            return "persistent, all keys shared alike" if self.shares else "persistent"
+        return f"persistent, the next tile drawn {self.drawn}" + ", the last two rounds shared alike" * bool(
+            self.shares
+        )
 
     @property
     def computing_warps(self) -> int:

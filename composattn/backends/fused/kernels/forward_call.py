@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....analysis.strips import KEYS, QUERIES, Strips
 from ....primitives.emit import Leaves
+from ....primitives.equal_shares import EqualShares
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE, Part
@@ -41,11 +42,14 @@ class Launched(NamedTuple):
     queries: Rows
     keys: Rows
     splits: Any  # number of parts, None where kv is not split
-    shares: Any  # `Shares`, None where there are none
+    shares: Any  # `Shares` or `EqualShares`, None where there are none
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
-        blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
+        if self.shares is not None:
+            blocks = self.shares.numbers
+        else:
+            blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
         return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
 
 
@@ -90,7 +94,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     shares = None
     if given.left is not None:
         tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
-        shares = Shares.of(order.tiles, tiles_of_keys, plan.target.sms, given.left, given.counter)
+        kind = EqualShares if tiling.shares == "all" else Shares
+        shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
     tmas, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)
 
@@ -117,7 +122,7 @@ class Call(Fixed):
     keys: Rows
     splits: Int32 | None  # number of parts
     counter: cute.Tensor | None  # from which blocks draw their tiles
-    shares: Shares | None
+    shares: Shares | EqualShares | None
 
     @property
     def tiles(self) -> Int32:
@@ -131,7 +136,7 @@ class Call(Fixed):
 
     def work(self, number: Int32, i: Int32) -> "Work":
         """The work tile with this number, which exists; of a share its i-th one."""
-        portion = None
+        portion: Portion | None = None
         if self.shares is not None:
             number, portion = self.shares.tile(number, i)
         tile = self.tile(number)

@@ -7,13 +7,14 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from ....primitives.emit_strips import StripWords
+from ....primitives.equal_shares import MetPortion
 from ....primitives.kv_source import partition
 from ....primitives.lanes import LANES
 from ....primitives.ping_pong import PingPong
 from ....primitives.values import choose, narrow, smaller
 from .forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
-from .share_sums import ShareSums
+from .share_sums import MetSums, ShareSums
 
 # Loops over kv tiles, each a copy of all that is done for a tile: 0.3 s of compiling. Where there would be more, or one
 # tests in two ways, two loops take turns.
@@ -297,13 +298,17 @@ class GroupRows(OutputRows[Any]):
         if const_expr(portion is None):
             self.put_out(call)
         else:
-            sums = ShareSums(call.shares, self)
-            if portion.leaves:
-                sums.leave(portion.number)
+            if const_expr(isinstance(portion, MetPortion)):
+                if MetSums(call.shares, self).is_done(portion):
+                    self.put_out(call)
             else:
-                if portion.takes:
-                    sums.take(portion.number - 1)
-                self.put_out(call)
+                sums = ShareSums(call.shares, self)
+                if portion.leaves:
+                    sums.leave(portion.number)
+                else:
+                    if portion.takes:
+                        sums.take(portion.number - 1)
+                    self.put_out(call)
 
     def put_out(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
