@@ -146,7 +146,7 @@ def test_few_queries_of_sequences_that_fill_no_rounds_share_all_keys(d: int) -> 
         {"batch": 4},  # 32 tiles of 132 blocks: each would have five portions
         {"batch": 64},  # 512 tiles are 3.9 rounds
         {"length": 256},
-        {"mask_mod": lambda b, h, q, kv: kv >= 100},
+        {"mask_mod": causal()},
         {"schedule": ca.Schedule(batch_invariant=True)},
         {"schedule": ca.Schedule(split_kv=2)},
         {"schedule": ca.Schedule(persistent=False)},

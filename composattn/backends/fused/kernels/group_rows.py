@@ -113,6 +113,7 @@ class Consume(Role):
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries), q_slot)
+        rows.look_for_others(call)
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
@@ -288,6 +289,12 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
 
+    def look_for_others(self, call) -> None:
+        """Who has other keys of a tile that is shared, before its own are summed."""
+        portion = self.work.portion
+        if isinstance(portion, MetPortion):
+            self.met = MetSums(call.shares, self, portion)
+
     def row_tile(self):
         return self.work.m * self.block.groups + self.me.number
 
@@ -299,7 +306,7 @@ class GroupRows(OutputRows[Any]):
             self.put_out(call)
         else:
             if const_expr(isinstance(portion, MetPortion)):
-                if MetSums(call.shares, self).is_done(portion):
+                if self.met.is_done():
                     self.put_out(call)
             else:
                 sums = ShareSums(call.shares, self)
