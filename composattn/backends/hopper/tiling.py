@@ -556,7 +556,7 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
 def _has_equal_shares(problem: Problem, program: Program, tiling: HopperTiling, target: Target) -> bool:
     """Whether blocks may share all keys alike: tiles are equal, none has more than three portions, and places are idle.
 
-    Where rounds are full, 128 tiles and multiples of them, shares lose 0 to 17 % (an end of 6 µs more than others').
+    Where rounds are full, 128 tiles and multiples of them, shares lose up to 27 % (an end of 6 µs more than others').
     """
     schedule = problem.schedule
     asked = schedule.split_kv != "auto" or schedule.persistent is not None
