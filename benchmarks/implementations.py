@@ -84,8 +84,10 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(case: Case, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of its own for gradients. Forward all who take a layout read the same memory: a decode's time differs by 1 to 3 %
-    with where in memory keys lie (H200; 1 GiB each of K and V), as do its ranks."""
+    """Of its own for gradients; forward all who take a layout read the same memory.
+
+    A decode's time differs by 1 to 3 % with where keys lie (H200; 1 GiB each of K and V).
+    """
     q, k, v = (t.detach() if case.direction == "forward" else t.detach().clone().requires_grad_() for t in tensors)
     return (q, k, k[..., : case.v_dim]) if case.latent else (q, k, v)
 

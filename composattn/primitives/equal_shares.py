@@ -12,7 +12,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .shares import Portion, rows_of
+from .shares import Portion, bounds, rows_of
 from .values import Bundle, larger, smaller
 
 
@@ -69,8 +69,7 @@ class EqualShares(Bundle):
 
     def _keys_of(self, share: Int32) -> tuple[Int32, Int32]:
         """[low, high) of a share, in tiles of keys of all work tiles, one's behind the other's."""
-        (low, _), (high, _) = (divmod(self.every.divisor * n, self.blocks) for n in (share, share + 1))
-        return low, high
+        return bounds(share, self.every.divisor, self.blocks)
 
     def _with(self, tile: Int32) -> Int32:
         """The share that has this tile of keys."""

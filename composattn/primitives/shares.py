@@ -85,10 +85,13 @@ class Shares(Bundle):
 
     def _keys_of(self, share: Int32) -> tuple[Int32, Int32]:
         """[low, high) of a share, in tiles of keys of all the rest, one tile's behind the other's."""
-        each = self.rest * self.keys.divisor
-        share = larger(share, 0)
-        (low, _), (high, _) = (divmod(each * number, self.blocks) for number in (share, share + 1))
-        return low, high
+        return bounds(larger(share, 0), self.rest * self.keys.divisor, self.blocks)
+
+
+def bounds(share: Int32, every: Int32, blocks: Any) -> tuple[Int32, Int32]:
+    """[low, high) of a share, of as many as there are `blocks`, of `every` one."""
+    (low, _), (high, _) = (divmod(every * number, blocks) for number in (share, share + 1))
+    return low, high
 
 
 def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
@@ -96,4 +99,4 @@ def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
     return cute.make_tensor(start, cute.make_layout((rows, numbers // rows), stride=(numbers // rows, 1)))
 
 
-__all__ = ["HandedPortion", "Portion", "Shares", "rows_of"]
+__all__ = ["HandedPortion", "Portion", "Shares", "bounds", "rows_of"]

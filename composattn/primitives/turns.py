@@ -25,8 +25,7 @@ def wait_for(turn: cute.Pointer, wanted: Int32):
 
 @cute.jit
 def arrive_if(turn: cute.Pointer, condition: Boolean) -> Int32:
-    """How many had arrived before, where the condition holds; what these did is seen from now on, as is, by who comes
-    later, what was done here."""
+    """One more arrives; how many had before, where the condition holds. What these did is seen from now on."""
     found = Int32(0)
     if condition:
         found = cute.arch.inline_ptx(
@@ -63,7 +62,7 @@ def publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
 
 @cute.jit
 def put_if(turn: cute.Pointer, value: Int32, condition: Boolean):
-    """Puts a number there for the next kernel: with no fence, for which a warp waits 0.5 to 1 us."""
+    """Puts a number there for the next kernel: with no fence, which a warp waits for."""
     if condition:
         cute.arch.inline_ptx("st.relaxed.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, value])
 

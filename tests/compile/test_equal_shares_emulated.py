@@ -26,10 +26,12 @@ from tests.support import outlier_normal
 @pytest.mark.parametrize(
     ("sms", "batch", "heads", "queries", "d", "length", "mods"),
     [
-        pytest.param(3, 2, 4, 1, 128, 301, {}, id="four tiles by three"),
+        pytest.param(3, 2, 4, 1, 128, 301, {}, id="two tiles by three"),
         pytest.param(4, 1, 6, 1, 64, 700, {}, id="one tile by four"),
-        pytest.param(3, 3, 3, 5, 96, 210, {"score_mod": softcap(20.0)}, id="three heads of five queries"),
+        pytest.param(3, 3, 3, 5, 96, 210, {"score_mod": softcap(20.0)}, id="three tiles of five queries by three"),
+        pytest.param(2, 3, 4, 1, 128, 301, {}, id="three tiles by two"),
         pytest.param(2, 5, 2, 1, 128, 40, {}, id="five tiles of few keys by two", marks=pytest.mark.slow),
+        pytest.param(2, 7, 8, 1, 64, 1200, {}, id="seven tiles by two", marks=pytest.mark.slow),
     ],
 )
 def test_equal_shares_give_the_rows_of_fp64(

@@ -114,13 +114,12 @@ class TimeOfReading(Time):
 
     Fitted to 2,300 times of 382 calls (one H200, D 64, 96 and 128, 4 to 896 tiles of 512 to 131,072 keys, up to 32
     parts, two blocks a multiprocessor, one, and equal shares): what it chooses takes 0.5 % more than the best that was
-    timed, at most 11. Counting rounds of whole tiles, as `TimeOfComputing` does, chose 3.7 % more, at most 19.
+    timed, at most 11. Of 114 of them counting rounds, as `TimeOfComputing` does, chose 3.7 % more, at most 19.
     """
 
     MADE_UP = 0.5  # of the time of idle places in the last round, as others' keys come faster
     SECOND = 0.9  # of a round of two blocks, which one takes that fills more than one of them
-    # beginnings and ends: of the first round, of each further one, of parts, of equal shares
-    FIRST, FURTHER, COMBINE, SHARING = 4.0, 1.6, 2.0, 9.5
+    FIRST, FURTHER, COMBINE = 4.0, 1.6, 2.0  # beginnings and ends: of the first round, of each further one, of parts
     OF_RATE = 0.96  # of what memory can give
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
@@ -150,6 +149,8 @@ class TimeOfReading(Time):
 
 class TimeOfSharing(TimeOfReading):
     """The same where all keys are shared alike: no place is idle."""
+
+    SHARING = 9.5  # beginnings and ends
 
     def in_parts(self, n: int) -> float:
         return self.work * self.tiles * self.tile / self.target.sms + self.SHARING

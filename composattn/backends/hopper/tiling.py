@@ -258,7 +258,7 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
     (192/128: 16 spilled). With score mods it was not timed.
     """
     schedule, changed = problem.schedule, program.score is not None or program.keep is not None
-    equal = program.mask is None and problem.layout.is_dense and schedule.split_kv == "auto"
+    equal = _tiles_are_equal(problem, program)
     can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.output_direct
     if not (equal and can) or changed or schedule.batch_invariant:
         return False
@@ -266,6 +266,11 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
     idle = -tiles % target.sms / target.sms
     fits = 2 * target.sms**2 * -(-keys(problem) // tiling.tile_n) < 1 << 31  # what `Shares` multiplies
     return fits and tiles > 2 * target.sms and idle * keys(problem) > SHARED * tiling.tile_n
+
+
+def _tiles_are_equal(problem: Problem, program: Program) -> bool:
+    """Whether each work tile has all keys, and nobody asked for parts of them."""
+    return program.mask is None and problem.layout.is_dense and problem.schedule.split_kv == "auto"
 
 
 def _most_read(widest: int, program: Program) -> int:
@@ -558,13 +563,13 @@ def _has_equal_shares(problem: Problem, program: Program, tiling: HopperTiling, 
 
     Where rounds are full, 128 tiles and multiples of them, shares lose up to 27 % (an end of 6 µs more than others').
     """
-    schedule = problem.schedule
-    asked = schedule.split_kv != "auto" or schedule.persistent is not None
+    if not _tiles_are_equal(problem, program) or problem.schedule.persistent is not None:
+        return False
     tiles = problem.q_heads // tiling.packed_heads * problem.batch
     few = 2 * tiles >= target.sms  # as one warp adds up all portions
-    idle = -tiles % target.sms >= FULL_ROUNDS * (tiles + -tiles % target.sms)
+    idle = -tiles % target.sms
     counted = (tiles * -(-keys(problem) // tiling.tile_n) + 1) * target.sms < 1 << 31  # what `EqualShares` multiplies
-    return not asked and program.mask is None and problem.layout.is_dense and few and idle and counted
+    return few and idle >= FULL_ROUNDS * (tiles + idle) and counted
 
 
 def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, blocks: int, most: int) -> HopperTiling:

@@ -46,11 +46,15 @@ class Launched(NamedTuple):
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
-        if self.shares is not None:
-            blocks = self.shares.numbers
-        else:
-            blocks = self.order.tiles if self.splits is None else self.order.tiles * self.splits
+        blocks = _numbers(self.order, self.splits, self.shares)
         return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
+
+
+def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
+    """Of work tiles, each part of kv one of its own, each share one of its own."""
+    if shares is not None:
+        return shares.numbers
+    return order.tiles if splits is None else order.tiles * splits
 
 
 def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int) -> Launched:
@@ -127,9 +131,7 @@ class Call(Fixed):
     @property
     def tiles(self) -> Int32:
         """Work tiles, each part of kv one of its own, each share one of its own."""
-        if self.shares is not None:
-            return self.shares.numbers
-        return self.order.tiles if self.splits is None else self.order.tiles * self.splits
+        return _numbers(self.order, self.splits, self.shares)
 
     def tile(self, number: Int32) -> WorkTile:
         return self.order.tile(number if self.splits is None else number % self.order.tiles)

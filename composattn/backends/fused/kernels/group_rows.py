@@ -304,18 +304,17 @@ class GroupRows(OutputRows[Any]):
         portion = self.work.portion
         if const_expr(portion is None):
             self.put_out(call)
+        elif const_expr(isinstance(portion, MetPortion)):
+            if self.met.is_done():
+                self.put_out(call)
         else:
-            if const_expr(isinstance(portion, MetPortion)):
-                if self.met.is_done():
-                    self.put_out(call)
+            sums = ShareSums(call.shares, self)
+            if portion.leaves:
+                sums.leave(portion.number)
             else:
-                sums = ShareSums(call.shares, self)
-                if portion.leaves:
-                    sums.leave(portion.number)
-                else:
-                    if portion.takes:
-                        sums.take(portion.number - 1)
-                    self.put_out(call)
+                if portion.takes:
+                    sums.take(portion.number - 1)
+                self.put_out(call)
 
     def put_out(self, call):
         """O, its rows normalised, and what is asked for of LSE and the largest scores to their tensors."""
