@@ -3,8 +3,9 @@
     python -m benchmarks.decode_cuts --out benchmarks/results/cuts/h200-decode.json
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4
 
-All calls of a row read the same memory, from CUDA graphs. A row's names: `planned`, what the plan chose; `two`, `one`
-and `shares`, two blocks a multiprocessor, one, and equal shares, with the number of parts behind; `torch cuDNN`.
+All calls of a row read the same memory, from CUDA graphs. A row's names: `planned`, what the plan chose; `three`,
+`two`, `one` and `shares`, three blocks a multiprocessor (D 64), two, one, and equal shares, with the number of parts
+behind; `torch cuDNN`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ STAY = {"persistent": True, "shares": "all", "q_stages": 2, "drawn": None}
 
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
     """Fields of the tilings that `hopper/tiling.py` chooses among."""
-    two = {"tile_n": 64, "blocks": 2, "stages": {64: 6, 96: 4, 128: 3}[dim], "consumer_registers": 216}
-    one = {"tile_n": 128, "blocks": 1, "stages": {64: 4, 96: 2, 128: 2}[dim], "consumer_registers": 240}
+    three: dict[str, Any] = {"tile_n": 64, "blocks": 3, "stages": 3, "consumer_registers": 120}
+    wide: dict[str, Any] = {"tile_n": 128 if dim == 64 else 64, "stages": {64: 3, 96: 4, 128: 3}[dim]}
+    two = wide | {"blocks": 2, "consumer_registers": 216}
+    one: dict[str, Any] = {"tile_n": 128, "blocks": 1, "stages": {64: 4, 96: 2, 128: 2}[dim], "consumer_registers": 240}
     leave = {"persistent": False, "shares": None, "q_stages": 1}
-    return {"two": two | leave, "one": one | leave, "shares": one | STAY}
+    found: dict[str, dict[str, Any]] = {"two": two | leave, "one": one | leave, "shares": one | STAY}
+    return found | ({"three": three | leave} if dim == 64 else {})
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -69,7 +73,7 @@ def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[int], t
 def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: Target) -> str:
     """The name of what the plan chose."""
     plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, target)
-    return f"{'shares' if plan.tiling.shares else ('one', 'two')[plan.tiling.blocks - 1]} {plan.splits}"
+    return f"{'shares' if plan.tiling.shares else ('one', 'two', 'three')[plan.tiling.blocks - 1]} {plan.splits}"
 
 
 def main() -> None:

@@ -69,6 +69,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "gqa4-d256": (4, 2, 3, 200, 256, None, late, Schedule(split_kv=2)),
     "mqa128-in-halves": (128, 1, 1, 140, 64, alibi, None, Schedule(split_kv=1)),
     "packed-prefill": (6, 2, 130, 180, 64, alibi, lambda b, h, q, kv: kv <= q, Schedule(pack_gqa=True)),
+    "two-blocks-of-128-keys": (8, 2, 1, 300, 64, None, late, Schedule(split_kv=2)),
+    "three-blocks-of-64-keys": (384, 384, 1, 200, 64, None, None, Schedule(split_kv=1)),
     "apart": (4, 2, 3, 200, 64, alibi, late, Schedule(pack_gqa=False, split_kv=1)),
     "split-3-gqa4-alibi": (8, 2, 1, 600, 128, alibi, None, Schedule(split_kv=3)),
     "more-parts-than-tiles": (2, 1, 3, 300, 64, None, window, Schedule(split_kv=9)),
@@ -158,6 +160,7 @@ def roles_fit(artifact: Artifact) -> bool:
 
 PLANS = {
     "gqa4-d64": plan(32, 8, 1, 64),
+    "gqa4-d64-in-threes": plan(384 * 4, 384, 1, 64),
     "gqa4-d128": plan(32, 8, 1, 128),
     "gqa4-d256": plan(32, 8, 1, 256),
     "mqa32-alibi-d128": plan(32, 1, 2, 128, alibi, late),

@@ -14,7 +14,7 @@ from ...primitives.lag import NO_LAG, Lag
 from ..fused.few_queries import packed_heads, time_of
 from ..fused.order import keys_of_a_query
 from ..fused.stretches import falls_apart
-from ..fused.target import Target
+from ..fused.target import HOPPER, Target
 from ..fused.tiling import STATISTICS, ForwardTiling, invariant_keys, slots
 from ..fused.traits import (
     bytes_at_pairs,
@@ -77,6 +77,11 @@ LATE_KEYS = 4096  # up to which D 128 draws late
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
+# Registers of a thread that computes, by blocks of few queries on a multiprocessor: what a block is launched with, of
+# which a copying one keeps 40
+FEW_REGISTERS = {1: 240, 2: 216, 3: 120}
+# Stages of K and V in each of three such blocks: a fourth one costs 1 to 4 % of most calls from 136 tiles on
+THREE_STAGES = 3
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
 BYTES_ON_THE_WAY = 128 << 10
@@ -128,6 +133,11 @@ class HopperTiling(ForwardTiling):
             raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
         if self.output_direct and not (self.drawn and self.held == self.d and self.q_stages == 1):
             raise ValueError("output_direct is of blocks that draw their tiles and hold all of Q in registers")
+        launched = min(HOPPER.registers // (128 * (self.warpgroups + 1) * self.blocks), 255) // 8 * 8
+        if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
+            raise ValueError(
+                f"threads would wait for ever for more than the {launched} registers they are launched with"
+            )
         if self.shares and not (self.drawn if self.shares == "last" else self.persistent and not self.drawn):
             raise ValueError("the last tiles are shared by blocks that draw them, all by others that stay")
 
@@ -541,20 +551,24 @@ def _with_next_queries(tiling: HopperTiling, target: Target) -> HopperTiling:
 def _few_rows(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
 
-    Two blocks of 64 keys on a multiprocessor fill each other's beginnings and ends; one of 128 has half as many places
-    to fill in the last round; equal shares leave none idle, and take longest to end. Which is best depends on how many
-    tiles there are.
+    Two blocks on a multiprocessor, of 64 keys, or with D 64 of 128, fill each other's beginnings and ends; with D 64
+    three of 64 keys have half as many places again; one of 128 keys has half as many; equal shares leave none idle, and
+    take longest to end. Which is best depends on how many tiles there are.
     """
     widest, schedule = max(padded(problem.head_dim), padded(problem.head_dim_v)), problem.schedule
-    tile_n = _keys_in_order(widest, program) if schedule.batch_invariant else 64
+    in_order = schedule.batch_invariant or reads_along_keys(program.score)  # these wait in registers
+    small = widest == 64 and not in_order and program.keep is None  # dropout's words: 14 and 24 spilled
+    tile_n = _keys_in_order(widest, program) if schedule.batch_invariant else 128 if small else 64
     blocks = 2 if widest <= (128 if tile_n == 64 else 96) and not schedule.persistent else 1
     many = problem.batch * problem.kv_heads >= MANY_FEW * target.sms and keys(problem) >= MANY_KEYS
     most = 2 if many and blocks == 2 and widest == 128 and problem.layout.is_dense else 8
     several = _of_few_rows(problem, target, heads, tile_n, blocks, most)
-    if blocks == 1 or schedule.batch_invariant or reads_along_keys(program.score):  # which wait in registers
+    if blocks == 1 or in_order:
         return several
     alone = _of_few_rows(problem, target, heads, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * (several.d + several.dv)))
     cuts = [several, alone, *([in_equal_shares(alone)] if _has_equal_shares(problem, program, alone, target) else ())]
+    if small:
+        cuts.append(_of_few_rows(problem, target, heads, 64, 3, THREE_STAGES))
     return min(cuts, key=lambda tiling: time_of(problem, tiling, target).least())
 
 
@@ -583,7 +597,7 @@ def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, bloc
         tile_n=tile_n,
         stages=min(most, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
-        consumer_registers=240 if blocks == 1 else 216,
+        consumer_registers=FEW_REGISTERS[blocks],
         producer_registers=40,  # page numbers beside what all copies need
         persistent=persistent,
         blocks=blocks,

@@ -1,0 +1,57 @@
+"""Few queries of many sequences on Hopper: which blocks read their keys, chosen from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.tiling import HopperTiling
+from composattn.call.problem import Problem
+from composattn.mods import softcap
+
+
+def tiling(batch: int, length: int = 8192, d: int = 64, schedule: Any = None, **mods: Any) -> HopperTiling:
+    problem = Problem(batch, 32, 8, 1, length, d, d, torch.bfloat16, torch.device("cpu"))
+    problem = dataclasses.replace(problem, schedule=schedule or ca.Schedule())
+    chosen = plan_forward(problem, ca.Attention(**mods).program, HOPPER).tiling
+    assert isinstance(chosen, HopperTiling)
+    return chosen
+
+
+def blocks_and_keys(chosen: HopperTiling) -> tuple[int, int]:
+    return chosen.blocks, chosen.tile_n
+
+
+def test_two_blocks_of_a_multiprocessor_fill_each_others_ends() -> None:
+    assert blocks_and_keys(tiling(32, d=128)) == (2, 64)
+    assert blocks_and_keys(tiling(32)) == (2, 128), "keys of D 64 are half as wide"
+    assert blocks_and_keys(tiling(32, score_mod=softcap(30.0))) == (2, 128)
+
+
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+def test_three_blocks_take_what_fills_three_places(length: int) -> None:
+    assert blocks_and_keys(tiling(48, length)) == (3, 64), "384 tiles in 396 places"
+    assert blocks_and_keys(tiling(48, length, d=128)) != (3, 64), "which has no registers for them"
+
+
+@pytest.mark.parametrize("batch", [32, 48])
+def test_words_of_dropout_have_registers_for_64_keys(batch: int) -> None:
+    assert blocks_and_keys(tiling(batch, 1024, dropout_p=0.1)) in ((2, 64), (1, 128))
+
+
+def test_results_of_a_fixed_order_come_from_one_kind_of_block() -> None:
+    fixed = ca.Schedule(batch_invariant=True)
+    assert len({blocks_and_keys(tiling(batch, schedule=fixed)) for batch in (1, 17, 32, 48)}) == 1
+
+
+@pytest.mark.parametrize("batch", [32, 48])
+def test_registers_for_which_threads_would_wait_for_ever_are_refused(batch: int) -> None:
+    chosen = tiling(batch, 1024)
+    with pytest.raises(ValueError, match="registers they are launched with"):
+        dataclasses.replace(chosen, consumer_registers=chosen.consumer_registers + 8)
