@@ -40,6 +40,12 @@ def test_three_blocks_take_what_fills_three_places(length: int) -> None:
     assert blocks_and_keys(tiling(48, length, d=128)) != (3, 64), "which has no registers for them"
 
 
+def test_keys_that_lie_in_l2_are_read_by_all_multiprocessors() -> None:
+    problem = Problem(8, 40, 8, 1, 1024, 128, 128, torch.bfloat16, torch.device("cpu"))
+    plan = plan_forward(problem, ca.Attention().program, HOPPER)
+    assert (plan.tiling.blocks, plan.splits) == (2, 2), "64 tiles, 33 MB of K and V"
+
+
 @pytest.mark.parametrize("batch", [32, 48])
 def test_words_of_dropout_have_registers_for_64_keys(batch: int) -> None:
     assert blocks_and_keys(tiling(batch, 1024, dropout_p=0.1)) in ((2, 64), (1, 128))

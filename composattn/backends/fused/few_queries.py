@@ -115,22 +115,28 @@ class TimeOfReading(Time):
 
     Fitted to 2,300 times of 382 calls (one H200, D 64, 96 and 128, 4 to 896 tiles of 512 to 131,072 keys, up to 32
     parts, two blocks a multiprocessor, one, and equal shares): what it chooses takes 0.5 % more than the best that was
-    timed, at most 11. Of 114 of them counting rounds, as `TimeOfComputing` does, chose 3.7 % more, at most 19. Of 52
-    calls of D 64 with two blocks of 128 keys, or three, what it chooses takes 0.4 % more than the best, at most 7.
+    timed, at most 11. Of 114 of them counting rounds, as `TimeOfComputing` does, chose 3.7 % more, at most 19. Of 72
+    calls of D 64 with two blocks of 128 keys, or three, what it chooses takes 0.4 % more than the best, at most 6.
     """
 
     MADE_UP = 0.5  # of the time of idle places in the last round, as others' keys come faster
-    SECOND = 0.9  # of a round of two blocks or three, which one takes that fills more than one of them
+    # of the time of as many full ones: least of a round by which some multiprocessors have one block more than others,
+    # by how many they have room for
+    SECOND: ClassVar = {2: 0.9, 3: 0.85}
     FIRST, FURTHER, COMBINE = 4.0, 1.6, 2.0  # beginnings and ends: of the first round, of each further one, of parts
-    # of the first round by blocks on a multiprocessor and keys of a tile, where it takes more or less
-    OF_FIRST: ClassVar = {(2, 128): 3.0, (3, 64): 4.5}
+    TWO_OF_128, THREE = 3.0, 2.0  # of the first round of two blocks of 128 keys; of parts by three blocks, besides
     OF_RATE = 0.96  # of what memory can give
+    # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much. Where they don't,
+    # twice as many keys, which can't, say that another choice would take 4 % less
+    KEPT, OF_L2 = 40 << 20, 1.3
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
         bytes_of_tile = tiling.tile_n * (tiling.d + tiling.dv) * problem.dtype.itemsize
         # a tile of keys for each multiprocessor
-        self.tile = bytes_of_tile * target.sms / (self.OF_RATE * target.memory_rate * 1e3)
+        rate = self.OF_RATE * target.memory_rate * 1e3
+        read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
         # for one block with all of the memory's rate: so 32 of them took, to 3 %
         self.alone = 0.17 + tiling.tile_n / 64 * (0.2245 + 0.05 * (tiling.d + tiling.dv) / 64)
 
@@ -139,13 +145,14 @@ class TimeOfReading(Time):
         filled = self.work * n / self.target.sms
         rounds = math.ceil(filled / blocks)
         if filled <= blocks:
-            least = self.SECOND * blocks * (filled > 1)
+            least = self.SECOND[blocks] * math.ceil(filled) if filled > 1 else 0.0
             reading = max(filled * self.tile, least * self.tile, self.alone)
         else:
             idle = rounds * blocks - filled
             reading = max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
-        first = self.OF_FIRST.get((blocks, self.tiling.tile_n), self.FIRST)
-        ends = first + self.FURTHER * (rounds - 1) + self.COMBINE * (n > 1)
+        first = self.TWO_OF_128 if (blocks, self.tiling.tile_n) == (2, 128) else self.FIRST
+        of_parts = self.COMBINE + self.THREE * (blocks == 3)
+        ends = first + self.FURTHER * (rounds - 1) + of_parts * (n > 1)
         return reading * -(-self.tiles // n) + ends
 
     def best(self) -> int:
