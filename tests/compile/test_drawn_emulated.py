@@ -140,7 +140,7 @@ def test_a_kernel_that_was_stopped_leaves_the_counter_at_zero(
     assert counters[0].item() == 0
 
 
-def test_only_blocks_that_draw_and_hold_queries_store_outputs_from_registers() -> None:
+def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
     problem = Problem.of(*(torch.zeros(1, 1, 8192, d, dtype=torch.bfloat16) for d in (192, 192, 128)))
     for mask, length, direct in ((None, 8192, True), (causal(), 8192, True), (causal(), 4096, False)):
         sized = dataclasses.replace(problem, q_len=length, kv_len=length)
@@ -148,8 +148,30 @@ def test_only_blocks_that_draw_and_hold_queries_store_outputs_from_registers() -
         assert chosen.output_direct == direct == chosen.persistent
     assert tiling.forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
     chosen = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
-    with pytest.raises(ValueError, match="output_direct"):
-        dataclasses.replace(chosen, held=128)
+    for refused in ({"drawn": None}, {"q_stages": 2}, {"output_over_q": True}):
+        with pytest.raises(ValueError, match="output_direct"):
+            dataclasses.replace(chosen, **refused)
+
+
+@pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))
+@pytest.mark.parametrize(("d", "changes"), [(256, {"output_over_q": False}), (192, {"tile_n": 112, "held": 64})])
+def test_the_next_queries_come_while_outputs_leave_from_registers(
+    d: int, changes: dict[str, Any], name: str, generator: torch.Generator
+) -> None:
+    """Of 6 tiles for two blocks, which read some columns of Q from shared memory."""
+    q, k, v = (outlier_normal(1, h, 290, d, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+    plan = plan_forward(problem, ca.Attention(**CASES[name]).program, dataclasses.replace(HOPPER, sms=2))
+    plan = drawn(plan, q_stages=1, output_direct=True, **changes)
+    assert isinstance(plan.tiling, tiling.HopperTiling)
+    assert plan.direct_store and not plan.tiling.frees_queries and not plan.tiling.separate_o
+    out, lse = EmulatedForward(drawn(plan, persistent=False, drawn=None, output_direct=False))(q, k, v, 0.06)[:2]
+    assert lse is not None and not out.isnan().any()
+    for mode in (EAGER, LATE, random_mode(2)):
+        with emulating(mode):
+            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
+        assert its_lse is not None
+        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
 
 
 @pytest.mark.parametrize(

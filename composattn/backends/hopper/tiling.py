@@ -131,8 +131,8 @@ class HopperTiling(ForwardTiling):
     def __post_init__(self) -> None:
         if self.output_over_q and not (self.drawn and self.kernel in ("forward", "forward_in_order")):
             raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
-        if self.output_direct and not (self.drawn and self.held == self.d and self.q_stages == 1):
-            raise ValueError("output_direct is of blocks that draw their tiles and hold all of Q in registers")
+        if self.output_direct and (self.output_over_q or self.q_stages > 1 or not self.drawn):
+            raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
         launched = min(HOPPER.registers // (128 * (self.warpgroups + 1) * self.blocks), 255) // 8 * 8
         if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
             raise ValueError(
@@ -166,8 +166,8 @@ class HopperTiling(ForwardTiling):
 
     @property
     def frees_queries(self) -> bool:
-        """Whether Q's place is free once registers have it, so that the next tile's comes under this one."""
-        return self.output_direct
+        """Whether Q's place is free once registers have it, so that the next tile's comes under all of this one."""
+        return self.output_direct and self.held == self.d
 
     @property
     def ones(self) -> int:
