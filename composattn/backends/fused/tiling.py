@@ -68,8 +68,9 @@ class ForwardTiling(Tiling):
     multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
     stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
     tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
-    through shared memory, so that Q's place is the next tile's once scores are done. `shares`: blocks that stay share tiles alike, by keys: those that draw them the "last" ones,
-    which are no whole rounds (see `primitives.shares`), others "all" of them (`primitives.equal_shares`).
+    through shared memory, so that Q's place is the next tile's once scores are done. `shares`: blocks that stay share
+    tiles alike, by keys: those that draw them the "last" ones, which are no whole rounds (see `primitives.shares`),
+    others "all" of them (`primitives.equal_shares`).
     """
 
     kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
