@@ -19,7 +19,8 @@ OURS = "composattn"
 DETERMINISTIC = "composattn, fixed order"
 PACKED = "composattn varlen"
 PACKED_IN_ORDER = "composattn varlen, fixed order"
-GEMM = "cuBLAS GEMM 8192"
+GEMM_SIZE = 8192
+GEMM = f"cuBLAS GEMM {GEMM_SIZE}"
 BARE = "bare launches"  # our kernels and memory in a bare autograd.Function, nothing else
 FLOOR = "floor"  # the same Function without kernels: it allocates what it returns
 
@@ -357,12 +358,11 @@ def cute_alibi(heads: int) -> Callable[..., Any]:
     return alibi
 
 
-def gemm(device: torch.device, size: int = 8192) -> tuple[Callable[[], Any], int]:
-    """The yardstick that survives a change of machine: a bf16 matrix product, and its FLOPs."""
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out), 2 * size**3
+@functools.cache
+def gemm(device: torch.device) -> Callable[[], Any]:
+    """The yardstick that survives a change of machine: a bf16 matrix product."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
 def available(device: torch.device, backend: str | None = None) -> list[Implementation]:

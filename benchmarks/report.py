@@ -123,13 +123,15 @@ def markdown(result: Result) -> str:
     names = [n for n in (OURS, *dict.fromkeys(seen)) if n in seen and n != "harness"]
     names = [n for n in dict.fromkeys(names) if any(is_measured(rows[n]) for rows in table.values() if n in rows)]
     deviations = any("deviation" in row for row in result.facts["rows"])
-    head = ["case", *names, "to the best peer", "of the GEMM", *(["error, ours and its"] if deviations else [])]
+    has_product = any(fraction_of_gemm(rows) for rows in table.values())
+    head = ["case", *names, "to the best peer"]
+    head += ["of the GEMM"] * has_product + ["error, ours and its"] * deviations
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, rows in table.items():
         to_best, packed, of_gemm = ratio_to_best(rows), ratio_to_best(rows, PACKED), fraction_of_gemm(rows)
         ratio = f"{to_best:.2f}×" if to_best else ""
-        ends = [f"{ratio}, packed {packed:.2f}×" if packed else ratio, f"{of_gemm:.2f}" if of_gemm else ""]
-        ends += [errors(rows)] if deviations else []
+        ends = [f"{ratio}, packed {packed:.2f}×" if packed else ratio]
+        ends += [f"{of_gemm:.2f}" if of_gemm else ""] * has_product + [errors(rows)] * deviations
         lines.append("| " + " | ".join([case, *(cell(rows.get(n)) for n in names), *ends]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -25,6 +25,7 @@ from benchmarks.cases import SETS, Case, select  # noqa: E402
 from benchmarks.check import Checker  # noqa: E402
 from benchmarks.implementations import (  # noqa: E402
     GEMM,
+    GEMM_SIZE,
     OURS,
     Implementation,
     Inputs,
@@ -88,7 +89,7 @@ def error_row(case: Case, name: str, error: BaseException) -> Row:
 def result_row(case: Case, name: str, timing: Timing, visible: int, error: float | None) -> Row:
     row: Row = {"row": case.name, "impl": name, "ms": timing.ms}
     if case.measure == "tflops":
-        row["tflops"] = case.flops(visible) / timing.ms * 1e-9
+        row["tflops"] = (2 * GEMM_SIZE**3 if name == GEMM else case.flops(visible)) / timing.ms * 1e-9
     elif case.measure == "tbps":
         row["tbps"] = case.kv_bytes() / timing.ms * 1e-9
     row["spread"] = timing.spread
@@ -154,9 +155,10 @@ def run_case(
     case: Case,
     implementations: Sequence[Implementation],
     device: torch.device,
-    yardstick: tuple[Call, int] | None,
+    beside: dict[str, Call],
     options: argparse.Namespace,
 ) -> list[Row]:
+    """Of all implementations in turns, and what else is timed `beside` where rows are of TFLOP/s."""
     if case.measure == "memory" and device.type != "cuda":
         raise NotServed("peak memory is read from the allocator of a GPU")
     calls, errors, rows, visible = make_ready(case, implementations, device, options.limit)
@@ -165,8 +167,8 @@ def run_case(
     if case.measure == "memory":
         with torch.no_grad():
             return memory_rows(case, calls) + rows
-    if yardstick is not None and case.measure == "tflops":
-        calls[GEMM] = yardstick[0]
+    if case.measure == "tflops":
+        calls |= beside
     stopwatch = host_stopwatch if case.measure == "host" else Stopwatch(device)
     if case.in_graph and device.type == "cuda":
         calls, refused = in_graphs(case, calls)
@@ -174,10 +176,7 @@ def run_case(
     with torch.set_grad_enabled(case.direction == "backward"):
         timings = interleaved(calls, stopwatch, rounds=options.rounds, limit_s=options.limit)
     for name, timing in timings.items():
-        row = result_row(case, name, timing, visible, errors.get(name))
-        if name == GEMM and yardstick is not None:
-            row["tflops"] = yardstick[1] / timing.ms * 1e-9
-        rows.append(row)
+        rows.append(result_row(case, name, timing, visible, errors.get(name)))
     return rows
 
 
@@ -200,7 +199,9 @@ def run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {**provenance(device), "rows": []}
     print(f"{result['machine']}; commit {result['commit'][:12]}; {len(cases)} cases", flush=True)
     implementations = [i for i in available(device, options.backend) if i.name in (options.impl or [i.name])]
-    yardstick = gemm(device) if device.type == "cuda" else None
+    beside: dict[str, Call] = {}
+    if device.type == "cuda" and GEMM in (options.impl or [GEMM]):
+        beside[GEMM] = gemm(device)
     start = time.monotonic()
     for number, case in enumerate(cases, start=1):
         if time.monotonic() - start > options.budget:
@@ -210,7 +211,7 @@ def run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
         # A compiler that hangs outside Python can't be interrupted; what is written so far stays.
         faulthandler.dump_traceback_later(options.limit * (len(implementations) + 2), exit=True)
         try:
-            rows = run_case(case, implementations, device, yardstick, options)
+            rows = run_case(case, implementations, device, beside, options)
         except DeviceLost as error:
             rows = [error_row(case, OURS, error)]
             result["rows"] += rows

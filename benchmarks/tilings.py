@@ -128,7 +128,7 @@ def main() -> None:
         peers = [i for i in available(device, None) if i.name in options.peer]
         variants = [Variant(v, of) for v in options.variants]
         measured: list[Implementation] = [of, *variants, *peers]
-        rows = run_case(case, measured, device, None, options)
+        rows = run_case(case, measured, device, {}, options)
         show(rows)
         result["rows"] += rows
         save(result, options.out)

@@ -35,6 +35,7 @@ if __package__ in (None, ""):
 from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import (
     DETERMINISTIC,
+    GEMM,
     OURS,
     PACKED,
     PACKED_IN_ORDER,
@@ -42,6 +43,7 @@ from benchmarks.implementations import (
     Inputs,
     Job,
     available,
+    gemm,
 )
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
@@ -66,10 +68,12 @@ class Named:
 class Prepared:
     """A case's calls in this process, as the coordinator asks for them."""
 
-    def __init__(self, case: Case, implementations: list[Implementation], device: torch.device) -> None:
+    def __init__(self, case: Case, implementations: list[Implementation], device: torch.device, beside: bool) -> None:
         self.case = case
         self.stopwatch = Stopwatch(device)
         self.calls, self.errors, self.failed, self.visible = make_ready(case, implementations, device, 120.0)
+        if beside and case.measure == "tflops":
+            self.calls[GEMM] = gemm(device)
         self._originals: dict[str, Call] = {}
 
     def begin(self) -> None:
@@ -101,7 +105,8 @@ def serve() -> None:
         name = asked["case"]
         if asked["do"] == "prepare":
             torch.manual_seed(asked["seed"])
-            made = Prepared(by_name[name], [implementation(i) for i in asked["implementations"]], device)
+            asked_for = [implementation(i) for i in asked["implementations"] if i != GEMM]
+            made = Prepared(by_name[name], asked_for, device, GEMM in asked["implementations"])
             kept[name] = made
             gc.collect()
             torch.cuda.empty_cache()  # what checking took, of a memory that processes share
@@ -234,7 +239,7 @@ def timed(case: Case, processes: Holders, told: dict[str, Message], options: arg
 def show(case: Case, rows: list[Row], ours: set[str]) -> None:
     """Each of ours with its ratio to the best peer."""
     times = {row["impl"]: row["ms"] for row in rows if "ms" in row}
-    best = min(((ms, name) for name, ms in times.items() if name not in ours), default=None)
+    best = min(((ms, name) for name, ms in times.items() if name not in {*ours, GEMM}), default=None)
     beside = f"best {best[1]} {best[0]:.4f} ms" if best else "no peer"
     print(f"{case.name} ({beside})", flush=True)
     for row in rows:
@@ -271,7 +276,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trees = {name: Path(folder).resolve() for name, _, folder in (tree.partition("=") for tree in options.tree)}
     trees = trees or {"this": Path.cwd()}
-    names = [i.name for i in available(device) if not options.impl or i.name in options.impl]
+    there = [i.name for i in available(device)] + [GEMM] * (device.type == "cuda")
+    names = [name for name in there if not options.impl or name in options.impl]
     kinds = [name for name in names if name in (OURS, PACKED, DETERMINISTIC, PACKED_IN_ORDER)]
     variants = [f"{kind}: {text}" for kind in kinds for text in options.variant]
 

@@ -162,6 +162,7 @@ PLANS = {
     "gqa4-d64": plan(32, 8, 1, 64),
     "gqa4-d64-in-threes": plan(384 * 4, 384, 1, 64),
     "gqa4-d128": plan(32, 8, 1, 128),
+    "gqa4-d128-in-equal-shares": plan(136 * 4, 136, 1, 128),
     "gqa4-d256": plan(32, 8, 1, 256),
     "mqa32-alibi-d128": plan(32, 1, 2, 128, alibi, late),
     "pages-of-16-d128": plan(32, 8, 1, 128, page_size=16),
@@ -179,6 +180,23 @@ def test_decode_compiles_lean(name: str) -> None:
         assert artifact.registers * artifact.threads <= HOPPER.registers
         assert roles_fit(artifact)
         assert artifact.shared_memory <= HOPPER.shared_memory
+
+
+def test_what_equal_shares_leave_is_written_and_read_in_16_bytes() -> None:
+    """Sums of 64 x 128 by 128 threads, and their statistics; behind them a portion arrives by one addition.
+
+    Of two words of statistics the second one, the largest score, is not read here, as nobody asked for it.
+    """
+    chosen = PLANS["gqa4-d128-in-equal-shares"]
+    assert chosen.tiling.shares == "all"
+    artifact = compile_offline(chosen)
+    if not artifact.instructions:
+        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
+    texts = [i.text for i in artifact.instructions]
+    chunks = 64 * 128 // (4 * 128)
+    assert sum("STG.E.128" in text for text in texts) == chunks + 2
+    assert sum("LDG.E.128" in text for text in texts) == chunks + 1
+    assert sum("ATOM" in text for text in texts) == 1
 
 
 def problem(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, schedule: Schedule = Schedule()) -> Problem:  # noqa: B008

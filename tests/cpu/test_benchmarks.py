@@ -183,6 +183,12 @@ def test_a_failing_implementation_is_a_row() -> None:
     assert rows == [{"row": "small", "impl": "broken", "error": "AssertionError: deep inside"}]
 
 
+def test_a_matrix_product_beside_has_flops_of_its_own() -> None:
+    second = timing.Timing(1e3, 0.0, 1e3)
+    assert run.result_row(SMALL, GEMM, second, 7, None)["tflops"] == pytest.approx(2 * 8192**3 * 1e-12)
+    assert run.result_row(SMALL, OURS, second, 7, None)["tflops"] == pytest.approx(SMALL.flops(7) * 1e-12)
+
+
 def test_ratios_compare_with_the_best_peer_and_the_gemm() -> None:
     rows = {
         "composattn": {"tflops": 600.0, "ms": 1.0},
