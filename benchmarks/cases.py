@@ -350,9 +350,10 @@ def _of_wide_heads() -> Iterable[Case]:
 
 def _of_serving() -> Iterable[Case]:
     """Short sequences and single queries."""
-    for dim, length in itertools.product((64, 128), (128, 256, 512, 1024)):
-        name = f"forward D{dim} B16 S{length} causal, in a graph"
-        yield Case(name, ("graph",), causal, batch=16, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)
+    short = [(1, 128), *((16, length) for length in (128, 256, 512, 1024))]
+    for dim, (batch, length) in itertools.product((64, 128), short):
+        name = f"forward D{dim} B{batch} S{length} causal, in a graph"
+        yield Case(name, ("graph",), causal, batch=batch, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)
     for (batch, kv_len), (heads, kv_heads) in itertools.product(DECODED, ((64, 8), (40, 8))):
         name = f"decode B{batch} q1 kv{kv_len} GQA {heads}/{kv_heads} D128, in a graph"
         yield Case(
