@@ -105,7 +105,7 @@ class MetSums(LeftSums):
         self.has_rows = cute.arch.vote_any_sync(inside | other)
         self.mine, self.others = portion.number - portion.first, portion.count - 1
         self.arrived = shares.arrived[portion.first, None].iterator + self.warp
-        self.are_there = read(self.arrived) == self.others
+        self.seen = read(self.arrived)
 
     @cute.jit
     def is_done(self) -> Boolean:
@@ -118,7 +118,8 @@ class MetSums(LeftSums):
             done = Boolean(False)
             if self.has_rows:
                 before = self.others
-                if ~self.are_there:
+                # what one lane has seen another one that read it a moment earlier may not have
+                if cute.arch.vote_any_sync(self.seen != self.others):
                     self.put(self.place(self.mine))
                     before = cute.arch.shuffle_sync(arrive_if(self.arrived, self.lane == 0), 0)
                     cute.arch.sync_warp()
