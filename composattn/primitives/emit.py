@@ -626,7 +626,7 @@ class BoundMods(Fixed):
         tile = at.tile
         scale = self.leaves.scale
         factor = scale if shape.factor is None else convert(at.value(shape.factor), DType.FLOAT) * scale
-        if tile.rows == 1:
+        if tile.rows == 1 and tile.shape.has_neighbours:
             self._apply_to_row(at, shape, factor)
             return
         for c in range(tile.columns):
@@ -644,7 +644,7 @@ class BoundMods(Fixed):
                 at.forget_element()
 
     def _apply_to_row(self, at: Evaluator, shape: AdditiveScore, factor: Any) -> None:
-        """The additive score mod where a thread has one row: no other row shares what a column has."""
+        """The additive score mod where a thread has one row of neighbours: no other row shares what a column has."""
         tile, arithmetic = at.tile, self.mods.arithmetic
         columns = range(tile.columns)
         scores = [tile.values[0, c] for c in columns]
@@ -654,7 +654,6 @@ class BoundMods(Fixed):
             # the same few numbers for all columns, and one number more for each `LIFTED` of them
             start, slope = (functools.reduce(operator.add, parts) for parts in zip(*lines, strict=True))
             offsets = tile.shape.column_offsets
-            assert offsets == tuple(range(len(offsets))), "a thread's columns are neighbours where it has one row"
             tile.lifts = [cm.fma(slope, Float32(first), start) for first in offsets[::LIFTED]]
             multiples = arithmetic.multiples(slope, LIFTED)
             added = [multiples[offset % LIFTED] for offset in offsets]

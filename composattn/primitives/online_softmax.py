@@ -245,8 +245,8 @@ def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: F
 
 
 def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
-    """Multiplies row r of a (row, column) view by `factors[r]`."""
-    for r in range(cute.size(accumulator, mode=[0])):
+    """Multiplies row r of a (row, column) view by `factors[r]`, the first rows where there are fewer of these."""
+    for r in range(cute.size(factors)):
         factor = factors[r]
         for c in range(cute.size(accumulator, mode=[1])):
             accumulator[r, c] = accumulator[r, c] * factor

@@ -52,6 +52,11 @@ class FragmentShape:
         return len(self.column_offsets)
 
     @property
+    def has_neighbours(self) -> bool:
+        """Whether a thread's columns are neighbours."""
+        return self.column_offsets == tuple(range(self.columns))
+
+    @property
     def transposed(self) -> "FragmentShape":
         """The same registers where rows are called columns: of a product whose operands changed places."""
         lanes = tuple((row, column) for column, row in self.lanes)

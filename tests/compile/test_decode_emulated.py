@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,20 +15,21 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.few_queries import splits
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import forward_tiling
+from composattn.backends.hopper.tiling import EIGHT_ROWS, forward_tiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.errors import InvalidSchedule
-from composattn.mods import causal
+from composattn.mods import causal, softcap
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.testing import check, make_case, make_paged_case, make_varlen_case
-from tests.support import sampled
+from tests.support import outlier_normal, sampled
 
 SLOPES, TREE = torch.rand(128), torch.rand(7, 300) < 0.5
 
@@ -130,8 +132,6 @@ def test_packed_queries_share_rows_with_heads(schedule: Schedule) -> None:
 
 
 def test_parts_are_the_same_bits_in_every_order() -> None:
-    from composattn.backends.fused.emulated import emulating
-
     case = make_case(3, heads=4, kv_heads=1, q_len=2, kv_len=600, dim=64, dtype=torch.float16, gradients=False)
     attention = ca.Attention(backend="hopper-emulated", schedule=Schedule(split_kv=3))
     results = []
@@ -139,6 +139,45 @@ def test_parts_are_the_same_bits_in_every_order() -> None:
         with emulating(mode):
             results.append(attention(case.q, case.k, case.v))
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "d", "mods", "split"),
+    sampled(
+        [
+            (8, 1, 128, {}, 1),
+            (4, 2, 64, {"mask_mod": late}, 2),
+            (2, 4, 96, {"score_mod": softcap(20.0), "mask_mod": window}, 1),
+            (4, 1, 128, {"score_mod": alibi}, 3),
+            (3, 2, 192, {"mask_mod": lambda b, h, q, kv: TREE[q, kv]}, 1),
+        ]
+    ),
+)
+def test_eight_rows_are_those_of_a_whole_tile(
+    heads: int, queries: int, d: int, mods: dict[str, Any], split: int, generator: torch.Generator
+) -> None:
+    q = outlier_normal(2, heads, queries, d, generator=generator, dtype=torch.bfloat16)
+    k, v = (outlier_normal(2, 1, 300, d, generator=generator, dtype=torch.bfloat16) for _ in range(2))
+    wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference", **mods)
+    program, problem = ca.Attention(**mods).program, Problem.of(q, k, v)
+    problem = dataclasses.replace(problem, schedule=Schedule(split_kv=split))
+    eight = dataclasses.replace(forward_tiling(problem, program, HOPPER), kernel=EIGHT_ROWS)
+    plan = plan_forward(problem, program, HOPPER, tiling=eight, return_max_scores=True)
+    captured = [c.tensor for c in program.captures]
+    for mode in (EAGER, LATE, random_mode(1)):
+        with emulating(mode):
+            out, lse, highest = EmulatedForward(plan)(q, k, v, d**-0.5, captured)
+        assert lse is not None and highest is not None
+        torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+
+
+def test_more_rows_than_a_kernel_computes_are_refused() -> None:
+    few, many = (Problem(1, 8, 2, n, 300, 64, 64, torch.bfloat16, torch.device("cpu")) for n in (2, 3))
+    eight = dataclasses.replace(forward_tiling(few, Program(), HOPPER), kernel=EIGHT_ROWS)
+    assert plan_forward(few, Program(), HOPPER, tiling=eight).tiling.most_rows == 8
+    with pytest.raises(ValueError, match="computes 8 rows"):
+        plan_forward(many, Program(), HOPPER, tiling=eight)
 
 
 def plan(

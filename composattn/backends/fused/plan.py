@@ -26,6 +26,7 @@ from .stretches import stretches_of
 from .strips import InStrips, in_strips
 from .target import Target
 from .tiling import ForwardTiling, Tiling
+from .traits import queries
 from .work import WorkTables
 
 
@@ -242,6 +243,8 @@ def plan_forward(
         if cut is not None and tiling is not None:
             strips, problem, program = cut.strips, cut.problem, cut.program
     tiling = tiling or architecture.forward_tiling(problem, program, target)
+    if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
+        raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of an image say which tiles of a strip's keys are seen, with no lists
     lists = None if strips else key_lists(problem, program, (tiling.queries, tiling.tile_n))
     if lists is not None and problem.schedule.batch_invariant:

@@ -103,6 +103,11 @@ class ForwardTiling(Tiling):
         )
 
     @property
+    def most_rows(self) -> int:
+        """Of a tile, that may be queries' heads."""
+        return self.tile_m
+
+    @property
     def computing_warps(self) -> int:
         """Of a block, that have rows of the output."""
         raise NotImplementedError(f"{self.kernel} has no shares")

@@ -24,6 +24,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .forward import (
         HopperForward,
         HopperForwardApart,
+        HopperForwardEightRows,
         HopperForwardFromFirst,
         HopperForwardGuessing,
         HopperForwardInOrder,
@@ -33,6 +34,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
 
     return {
         "forward": HopperForward,
+        "forward_eight_rows": HopperForwardEightRows,
         "forward_in_order": HopperForwardInOrder,
         "forward_apart": HopperForwardApart,
         "forward_guessing": HopperForwardGuessing,

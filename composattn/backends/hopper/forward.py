@@ -27,6 +27,7 @@ from .wgmma import (
     ROWS,
     WARPGROUP,
     WarpgroupProducts,
+    first_rows_shape,
     fragment_shape,
     get,
     issue,
@@ -87,9 +88,10 @@ class HopperForward(WarpgroupForward[HopperTiling]):
 
     consumes = Consume
     group_rows = GroupRows
+    fragment_of = staticmethod(fragment_shape)
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
-        super().__init__(plan, fragment_shape(plan.tiling.tile_n))
+        super().__init__(plan, self.fragment_of(plan.tiling.tile_n))
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
     def block(self, call):
@@ -110,6 +112,12 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         me.turns.start(me.number)
         self.consumes(self, call, me).run()
         me.drain_stores()
+
+
+class HopperForwardEightRows(HopperForward):
+    """The same for tiles of which only the first eight rows are queries: half of the softmax, and of what mods do."""
+
+    fragment_of = staticmethod(first_rows_shape)
 
 
 class HopperForwardInOrder(HopperForward):

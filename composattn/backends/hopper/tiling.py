@@ -88,6 +88,7 @@ BYTES_ON_THE_WAY = 128 << 10
 FULL_ROUNDS = 0.04  # of their places idle, up to which nothing is gained by equal shares
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
+EIGHT_ROWS = "forward_eight_rows"  # of a tile of few queries; not chosen, as it was not timed (59. of Forward)
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
@@ -144,6 +145,10 @@ class HopperTiling(ForwardTiling):
     @property
     def dealt(self) -> str:
         return super().dealt + ", O over Q" * self.output_over_q + ", O from registers" * self.output_direct
+
+    @property
+    def most_rows(self) -> int:
+        return 8 if self.kernel == EIGHT_ROWS else super().most_rows
 
     @property
     def computing_warps(self) -> int:

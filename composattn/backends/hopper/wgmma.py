@@ -112,6 +112,12 @@ def fragment_shape(columns: int) -> FragmentShape:
     return FragmentShape((0, 8), tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), lanes, block=16)
 
 
+def first_rows_shape(columns: int) -> FragmentShape:
+    """The same where of a product's rows only the first eight are of use: no thread's second one is."""
+    whole = fragment_shape(columns)
+    return FragmentShape(whole.row_offsets[:1], whole.column_offsets, whole.lanes, block=whole.block)
+
+
 def row_column_place(r: int, c: int) -> int:
     """Which register of a 64-row accumulator is at that row and column."""
     return 4 * (c // 2) + 2 * r + c % 2

@@ -86,7 +86,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         least, lag = mods.least_score, me.tiling.lag
         self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, lag)
-        self.rescale = cute.make_rmem_tensor(2, Float32)
+        self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
         self.softmax.reset()
@@ -128,8 +128,8 @@ class OutputRows(QueryRows[AnyForwardTiling]):
 
     def normalize(self) -> cute.Tensor:
         """The output's rows; gives LSE of each."""
-        normalizer = cute.make_rmem_tensor(2, Float32)
-        row_lse = cute.make_rmem_tensor(2, Float32)
+        normalizer = cute.make_rmem_tensor(self.shape.rows, Float32)
+        row_lse = cute.make_rmem_tensor(self.shape.rows, Float32)
         self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
         rescale_rows(self.output, normalizer)
         return row_lse
@@ -154,7 +154,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         columns, there = self.tiling.output_columns, self.me.plan.head_dim_v
         first = self.beside * columns
         blocks = smaller(columns, there - first) // 8 if there < self.tiling.dv else columns // 8
-        for r in range(2):
+        for r in range(self.shape.rows):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
             if self.tiling.output_direct and not self.me.plan.is_split:  # all columns, of 16 bits

@@ -1,5 +1,7 @@
 """What shares leave of a work tile's rows, and how others add it to their own."""
 
+import functools
+import operator
 from typing import Any
 
 import cutlass
@@ -101,8 +103,8 @@ class MetSums(LeftSums):
     def __init__(self, shares: EqualShares, rows: Any, portion: MetPortion) -> None:
         super().__init__(shares.left, rows)
         self.shares, self.portion = shares, portion
-        (_, _, inside), (_, _, other) = (rows.row_place(r) for r in range(2))
-        self.has_rows = cute.arch.vote_any_sync(inside | other)
+        inside = [rows.row_place(r)[2] for r in range(rows.shape.rows)]
+        self.has_rows = cute.arch.vote_any_sync(functools.reduce(operator.or_, inside))
         self.mine, self.others = portion.number - portion.first, portion.count - 1
         self.arrived = shares.arrived[portion.first, None].iterator + self.warp
         self.seen = read(self.arrived)
