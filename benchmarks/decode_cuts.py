@@ -28,21 +28,25 @@ from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import Target
+from composattn.backends.hopper.tiling import THREE_STAGES, few_registers
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8
+LEAVE = {"persistent": False, "shares": None, "q_stages": 1}
 STAY = {"persistent": True, "shares": "all", "q_stages": 2, "drawn": None}
 
 
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
     """Fields of the tilings that `hopper/tiling.py` chooses among."""
-    three: dict[str, Any] = {"tile_n": 64, "blocks": 3, "stages": 3, "consumer_registers": 120}
-    wide: dict[str, Any] = {"tile_n": 128 if dim == 64 else 64, "stages": {64: 3, 96: 4, 128: 3}[dim]}
-    two = wide | {"blocks": 2, "consumer_registers": 216}
-    one: dict[str, Any] = {"tile_n": 128, "blocks": 1, "stages": {64: 4, 96: 2, 128: 2}[dim], "consumer_registers": 240}
-    leave = {"persistent": False, "shares": None, "q_stages": 1}
-    found: dict[str, dict[str, Any]] = {"two": two | leave, "one": one | leave, "shares": one | STAY}
-    return found | ({"three": three | leave} if dim == 64 else {})
+
+    def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
+        cut = {"blocks": blocks, "tile_n": tile_n, "stages": stages, "consumer_registers": few_registers(blocks)}
+        return cut | (STAY if shared else LEAVE)
+
+    one = 128, {64: 4, 96: 2, 128: 2}[dim]
+    found = {"two": of(2, 128 if dim == 64 else 64, {64: 3, 96: 4, 128: 3}[dim]), "one": of(1, *one)}
+    three = {"three": of(3, 64, THREE_STAGES)} if dim == 64 else {}
+    return found | {"shares": of(1, *one, shared=True)} | three
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,18 @@ def drawn(plan: ForwardPlan, **changes: Any) -> ForwardPlan:
     return dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, **changes))
 
 
+def check_bits_of_a_block_per_tile(plan: ForwardPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Whichever way outputs leave where blocks draw their tiles."""
+    leaves = drawn(plan, persistent=False, drawn=None, output_over_q=False, output_direct=False)
+    out, lse = EmulatedForward(leaves)(q, k, v, 0.06)[:2]
+    assert lse is not None and not out.isnan().any()
+    for mode in (EAGER, LATE, random_mode(2)):
+        with emulating(mode):
+            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
+        assert its_lse is not None
+        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
+
+
 @pytest.mark.parametrize(("name", "guesses"), sampled(itertools.product(CASES, (False, True)), 5))
 def test_drawn_tiles_give_the_same_bits(
     name: str, guesses: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
@@ -105,13 +117,7 @@ def test_outputs_that_lie_over_queries_have_left_when_the_next_ones_come(name: s
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, program, dataclasses.replace(HOPPER, sms=1))
     assert plan.tiling.drawn == "late" and plan.tiling.output_over_q and not plan.tiling.separate_o  # type: ignore[attr-defined]
-    out, lse = EmulatedForward(drawn(plan, persistent=False, drawn=None, output_over_q=False))(q, k, v, 0.06)[:2]
-    assert lse is not None and not out.isnan().any()
-    for mode in (EAGER, LATE, random_mode(2)):
-        with emulating(mode):
-            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
-        assert its_lse is not None
-        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
+    check_bits_of_a_block_per_tile(plan, q, k, v)
 
 
 def test_only_blocks_that_draw_put_outputs_over_queries() -> None:
@@ -165,13 +171,7 @@ def test_the_next_queries_come_while_outputs_leave_from_registers(
     plan = drawn(plan, q_stages=1, output_direct=True, **changes)
     assert isinstance(plan.tiling, tiling.HopperTiling)
     assert plan.direct_store and not plan.tiling.frees_queries and not plan.tiling.separate_o
-    out, lse = EmulatedForward(drawn(plan, persistent=False, drawn=None, output_direct=False))(q, k, v, 0.06)[:2]
-    assert lse is not None and not out.isnan().any()
-    for mode in (EAGER, LATE, random_mode(2)):
-        with emulating(mode):
-            other, its_lse = EmulatedForward(plan)(q, k, v, 0.06)[:2]
-        assert its_lse is not None
-        assert torch.equal(out, other) and torch.equal(lse, its_lse), mode
+    check_bits_of_a_block_per_tile(plan, q, k, v)
 
 
 @pytest.mark.parametrize(

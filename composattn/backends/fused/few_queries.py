@@ -123,8 +123,9 @@ class TimeOfReading(Time):
     # of the time of as many full ones: least of a round by which some multiprocessors have one block more than others,
     # by how many they have room for
     SECOND: ClassVar = {2: 0.9, 3: 0.85}
-    FIRST, FURTHER, COMBINE = 4.0, 1.6, 2.0  # beginnings and ends: of the first round, of each further one, of parts
-    TWO_OF_128, THREE = 3.0, 2.0  # of the first round of two blocks of 128 keys; of parts by three blocks, besides
+    # beginnings and ends: of the first round, of the first one of two blocks of 128 keys, of each further one
+    FIRST, TWO_OF_128, FURTHER = 4.0, 3.0, 1.6
+    COMBINE: ClassVar = {1: 2.0, 2: 2.0, 3: 4.0}  # and of parts, by how many blocks a multiprocessor has room for
     OF_RATE = 0.96  # of what memory can give
     # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much. Where they don't,
     # twice as many keys, which can't, say that another choice would take 4 % less
@@ -151,8 +152,7 @@ class TimeOfReading(Time):
             idle = rounds * blocks - filled
             reading = max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
         first = self.TWO_OF_128 if (blocks, self.tiling.tile_n) == (2, 128) else self.FIRST
-        of_parts = self.COMBINE + self.THREE * (blocks == 3)
-        ends = first + self.FURTHER * (rounds - 1) + of_parts * (n > 1)
+        ends = first + self.FURTHER * (rounds - 1) + self.COMBINE[blocks] * (n > 1)
         return reading * -(-self.tiles // n) + ends
 
     def best(self) -> int:

@@ -77,10 +77,8 @@ LATE_KEYS = 4096  # up to which D 128 draws late
 # Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
 # only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
 MANY_FEW, MANY_KEYS = 3, 1024
-# Registers of a thread that computes, by blocks of few queries on a multiprocessor: what a block is launched with, of
-# which a copying one keeps 40
-FEW_REGISTERS = {1: 240, 2: 216, 3: 120}
-# Stages of K and V in each of three such blocks: a fourth one costs 1 to 4 % of most calls from 136 tiles on
+PAGE_REGISTERS = 40  # of a thread that copies: page numbers beside what all copies need
+# Stages of K and V in each of three blocks of few queries: a fourth one costs 1 to 4 % of most calls from 136 tiles on
 THREE_STAGES = 3
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
@@ -134,7 +132,7 @@ class HopperTiling(ForwardTiling):
             raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
         if self.output_direct and (self.output_over_q or self.q_stages > 1 or not self.drawn):
             raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
-        launched = min(HOPPER.registers // (128 * (self.warpgroups + 1) * self.blocks), 255) // 8 * 8
+        launched = launched_registers(self.warpgroups, self.blocks)
         if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
             raise ValueError(
                 f"threads would wait for ever for more than the {launched} registers they are launched with"
@@ -602,13 +600,23 @@ def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, bloc
         tile_n=tile_n,
         stages=min(most, room // (2 * tile_n * (d + dv))),
         warpgroups=1,
-        consumer_registers=FEW_REGISTERS[blocks],
-        producer_registers=40,  # page numbers beside what all copies need
+        consumer_registers=few_registers(blocks),
+        producer_registers=PAGE_REGISTERS,
         persistent=persistent,
         blocks=blocks,
         heads_together=problem.schedule.heads_together,
         kernel=_kernel(problem),
     )
+
+
+def launched_registers(warpgroups: int, blocks: int) -> int:
+    """Of a thread, where so many warpgroups of a block compute, one copies, and `blocks` run on a multiprocessor."""
+    return min(HOPPER.registers // (128 * (warpgroups + 1) * blocks), 255) // 8 * 8
+
+
+def few_registers(blocks: int) -> int:
+    """Of a thread that computes, where `blocks` of few queries run on a multiprocessor: what a copying one leaves."""
+    return min(240, 2 * launched_registers(1, blocks) - PAGE_REGISTERS)
 
 
 def in_equal_shares(tiling: HopperTiling) -> HopperTiling:

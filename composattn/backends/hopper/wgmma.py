@@ -115,7 +115,7 @@ def fragment_shape(columns: int) -> FragmentShape:
 def first_rows_shape(columns: int) -> FragmentShape:
     """The same where of a product's rows only the first eight are of use: no thread's second one is."""
     whole = fragment_shape(columns)
-    return FragmentShape(whole.row_offsets[:1], whole.column_offsets, whole.lanes, block=whole.block)
+    return dataclasses.replace(whole, row_offsets=whole.row_offsets[:1])
 
 
 def row_column_place(r: int, c: int) -> int:
