@@ -44,7 +44,7 @@ def drawn(plan: ForwardPlan, **changes: Any) -> ForwardPlan:
 
 def check_bits_of_a_block_per_tile(plan: ForwardPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Whichever way outputs leave where blocks draw their tiles."""
-    leaves = drawn(plan, persistent=False, drawn=None, output_over_q=False, output_direct=False)
+    leaves = drawn(plan, persistent=False, drawn=None, output_direct=False)
     out, lse = EmulatedForward(leaves)(q, k, v, 0.06)[:2]
     assert lse is not None and not out.isnan().any()
     for mode in (EAGER, LATE, random_mode(2)):
@@ -109,24 +109,6 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
         assert seen == [0, 0], sms
 
 
-@pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))
-def test_outputs_that_lie_over_queries_have_left_when_the_next_ones_come(name: str, generator: torch.Generator) -> None:
-    """Of D 256, 4 tiles for one block."""
-    q, k, v = (outlier_normal(1, h, 190, 256, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
-    program = ca.Attention(**CASES[name]).program
-    problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    plan = plan_forward(problem, program, dataclasses.replace(HOPPER, sms=1))
-    assert plan.tiling.drawn == "late" and plan.tiling.output_over_q and not plan.tiling.separate_o  # type: ignore[attr-defined]
-    check_bits_of_a_block_per_tile(plan, q, k, v)
-
-
-def test_only_blocks_that_draw_put_outputs_over_queries() -> None:
-    problem = Problem(1, 2, 2, 4096, 4096, 256, 256, torch.bfloat16, torch.device("cpu"))
-    tiling_of_all = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
-    with pytest.raises(ValueError, match="output_over_q"):
-        dataclasses.replace(tiling_of_all, drawn=None)  # type: ignore[type-var]
-
-
 def test_a_kernel_that_was_stopped_leaves_the_counter_at_zero(
     monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
@@ -154,13 +136,13 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
         assert chosen.output_direct == direct == chosen.persistent
     assert tiling.forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
     chosen = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
-    for refused in ({"drawn": None}, {"q_stages": 2}, {"output_over_q": True}):
+    for refused in ({"drawn": None}, {"q_stages": 2}):
         with pytest.raises(ValueError, match="output_direct"):
             dataclasses.replace(chosen, **refused)
 
 
 @pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))
-@pytest.mark.parametrize(("d", "changes"), [(256, {"output_over_q": False}), (192, {"tile_n": 112, "held": 64})])
+@pytest.mark.parametrize(("d", "changes"), [(256, {}), (192, {"tile_n": 112, "held": 64, "output_direct": True})])
 def test_the_next_queries_come_while_outputs_leave_from_registers(
     d: int, changes: dict[str, Any], name: str, generator: torch.Generator
 ) -> None:
@@ -168,9 +150,14 @@ def test_the_next_queries_come_while_outputs_leave_from_registers(
     q, k, v = (outlier_normal(1, h, 290, d, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, ca.Attention(**CASES[name]).program, dataclasses.replace(HOPPER, sms=2))
-    plan = drawn(plan, q_stages=1, output_direct=True, **changes)
+    plan = drawn(plan, q_stages=1, **changes)
     assert isinstance(plan.tiling, tiling.HopperTiling)
-    assert plan.direct_store and not plan.tiling.frees_queries and not plan.tiling.separate_o
+    assert (
+        plan.tiling.drawn == "late"
+        and plan.direct_store
+        and not plan.tiling.frees_queries
+        and not plan.tiling.separate_o
+    )
     check_bits_of_a_block_per_tile(plan, q, k, v)
 
 

@@ -11,7 +11,7 @@ from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.lag import WHATEVER_SUMS, Lag
 from .traits import reads_pairs
 
-STATISTICS = 8  # what a thread with two rows leaves besides their sums: of each the maximum, its sum, the largest score
+STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
 
 def slots(heads: int) -> int:

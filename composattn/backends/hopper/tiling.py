@@ -86,7 +86,7 @@ BYTES_ON_THE_WAY = 128 << 10
 FULL_ROUNDS = 0.04  # of their places idle, up to which nothing is gained by equal shares
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
-EIGHT_ROWS = "forward_eight_rows"  # of a tile of few queries; not chosen, as it was not timed (59. of Forward)
+EIGHT_ROWS = "forward_eight_rows"  # of a tile of few queries: 8 % of short calls, 0 to 2 % where memory is the limit
 APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
 FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
 # Keys above which documents by ids take two warpgroups that share K and V and pass by what only the other sees (D 128,
@@ -108,10 +108,9 @@ class HopperTiling(ForwardTiling):
     computed, not after it was accumulated. `lag`: how far a row's maximum may
     be below its largest score. `q_stages`: Q lies in a ring of so many; with two, in blocks that stay, the next work
     tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
-    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_over_q`: blocks
-    that draw their tiles put the output where Q is, and the next Q comes once it has left. `output_wait`: behind which
-    of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
-    compiler likes, which may be before any. `written`: how products are, see `fused/written.py`.
+    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_wait`: behind
+    which of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever
+    the compiler likes, which may be before any. `written`: how products are, see `fused/written.py`.
     """
 
     stages: int
@@ -125,12 +124,9 @@ class HopperTiling(ForwardTiling):
     held: int = 0
     written: Written = "whole"
     output_wait: Literal["first", "half"] | None = None
-    output_over_q: bool = dataclasses.field(default=False, repr=False)  # in the key by `dealt`
 
     def __post_init__(self) -> None:
-        if self.output_over_q and not (self.drawn and self.kernel in ("forward", "forward_in_order")):
-            raise ValueError("output_over_q is of blocks that draw their tiles and whose groups visit the same keys")
-        if self.output_direct and (self.output_over_q or self.q_stages > 1 or not self.drawn):
+        if self.output_direct and (self.q_stages > 1 or not self.drawn):
             raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
         launched = launched_registers(self.warpgroups, self.blocks)
         if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
@@ -142,7 +138,7 @@ class HopperTiling(ForwardTiling):
 
     @property
     def dealt(self) -> str:
-        return super().dealt + ", O over Q" * self.output_over_q + ", O from registers" * self.output_direct
+        return super().dealt + ", O from registers" * self.output_direct
 
     @property
     def most_rows(self) -> int:
@@ -155,7 +151,8 @@ class HopperTiling(ForwardTiling):
     @property
     def left_numbers(self) -> int:
         columns = self.dv + (SUMS if self.kernel == GUESSING else 0)
-        of_tile = self.tile_m * columns + 32 * self.computing_warps * STATISTICS
+        rows = self.tile_m // 2 if self.kernel == EIGHT_ROWS else self.tile_m  # of a thread's two rows one
+        of_tile = rows * (columns + 4 * STATISTICS)  # each row is four lanes'
         return of_tile if self.shares == "last" else 2 * of_tile  # of the tile it begins in, and ends in
 
     @property
@@ -165,7 +162,7 @@ class HopperTiling(ForwardTiling):
     @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent and not (self.output_over_q or self.output_direct or self.shares == "all")
+        return self.persistent and not (self.output_direct or self.shares == "all")
 
     @property
     def frees_queries(self) -> bool:
@@ -228,9 +225,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     registers = 160 if warpgroups == 3 else 240
     held = _held(problem, program, persistent)
     # 128 keys beside all of Q in registers, and two stages of them beside Q in shared memory
-    over_q = persistent and d == dv == 256
-    direct = persistent and d > dv and held == d and _by_registers(registers - held // 4, dv, program) >= 128
-    rows = d + dv if persistent and not (over_q or direct) else widest
+    holds_all = d > dv and held == d and _by_registers(registers - held // 4, dv, program) >= 128
+    direct = persistent and (holds_all or d == dv == 256)
+    rows = d + dv if persistent and not direct else widest
     by_registers, by_memory = _by_registers(registers, dv, program), _by_memory(target, tile_m, rows, d + dv)
     most = _most_read(widest, program) if gathers else MASKED_256 if widest > 192 and program.mask is not None else 128
     tile_n = asked or min(by_registers, by_memory, most)
@@ -252,7 +249,6 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         rescale_early=(warpgroups == 3 and not guesses) or dv > 128,
         persistent=persistent,
         drawn=_drawn(widest, problem) if persistent else None,
-        output_over_q=over_q,
         output_direct=direct,
         output_wait=_output_wait(widest, warpgroups, program, guesses),
         heads_together=_heads_together(problem, program),
@@ -272,7 +268,7 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
     """
     schedule, changed = problem.schedule, program.score is not None or program.keep is not None
     equal = _tiles_are_equal(problem, program)
-    can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.output_direct
+    can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.frees_queries
     if not (equal and can) or changed or schedule.batch_invariant:
         return False
     tiles = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
@@ -605,8 +601,14 @@ def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, bloc
         persistent=persistent,
         blocks=blocks,
         heads_together=problem.schedule.heads_together,
-        kernel=_kernel(problem),
+        kernel=EIGHT_ROWS if _are_eight(problem, heads) else _kernel(problem),
     )
+
+
+def _are_eight(problem: Problem, heads: int) -> bool:
+    """Whether eight rows of a tile are all queries' heads there can be; of packed sequences tensors say how many."""
+    schedule = problem.schedule
+    return problem.layout.q == "dense" and not schedule.batch_invariant and queries(problem) * slots(heads) <= 8
 
 
 def launched_registers(warpgroups: int, blocks: int) -> int:

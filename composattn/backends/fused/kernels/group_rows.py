@@ -65,9 +65,6 @@ class Load(Role):
                     before = at
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()
-        elif const_expr(self.tiling.output_over_q):  # zeros will lie there
-            self.start_queries(gQ, work, q_slot)
-            q_slot = q_slot.next()
         return q_slot, k_slot, v_slot
 
     def start_queries(self, gQ, work, q_slot) -> None:
@@ -117,18 +114,12 @@ class Consume(Role):
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
-            if const_expr(not (self.tiling.output_over_q or self.tiling.frees_queries)):
+            if const_expr(not self.tiling.frees_queries):
                 me.block.q_edge.release(q_slot, me.lane)
             q_slot = q_slot.next()
             rows.last_product(v_slot)
             v_slot = v_slot.next()
-        elif const_expr(self.tiling.output_over_q):
-            me.block.q_edge.wait(q_slot)
-            q_slot = q_slot.next()
         rows.finish(call)
-        if const_expr(self.tiling.output_over_q):
-            me.drain_stores()
-            me.block.q_edge.release(q_slot, me.lane)  # of the one stage there is
         return q_slot, k_slot, v_slot
 
     @cute.jit

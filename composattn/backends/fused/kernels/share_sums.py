@@ -17,34 +17,48 @@ from ..tiling import STATISTICS
 
 
 class LeftSums(Fixed):
-    """Of a thread's rows, in the order of their registers: each adds what the same one of another block left."""
+    """Of a thread's rows: each adds what the same one of another block left."""
 
     def __init__(self, left: cute.Tensor, rows: Any) -> None:
         self.left, self.rows, me = left, rows, rows.me
         self.warp, self.thread, self.lane = me.number * (THREADS // 32) + me.thread // 32, me.thread, me.lane
-        self.before = me.number * THREADS * (cute.size(rows.tOrO) + STATISTICS)
+        self.columns = cute.size(rows.output, mode=[1])
+        self.count, self.noted = (rows.shape.rows * n for n in (self.columns, STATISTICS))
+        self.before = me.number * THREADS * (self.count + self.noted)
+
+    def sums(self) -> cute.Tensor:
+        """The rows' own."""
+        found = cute.make_rmem_tensor(self.count, Float32)
+        for r in range(self.rows.shape.rows):
+            for c in range(self.columns):
+                found[self.index(r, c)] = self.rows.output[r, c]
+        return found
+
+    def index(self, r: int, c: int) -> int:
+        """Of a row's column among a thread's sums: pairs of columns, of each of its rows."""
+        return c // 2 * 2 * self.rows.shape.rows + 2 * r + c % 2  # type: ignore[no-any-return]
 
     def statistics(self) -> cute.Tensor:
         """The rows' own."""
-        softmax, found = self.rows.softmax, cute.make_rmem_tensor(STATISTICS, Float32)
+        softmax, found = self.rows.softmax, cute.make_rmem_tensor(self.noted, Float32)
         found.fill(0.0)
         kept = [softmax.maximum, softmax.total] + ([] if softmax.highest is None else [softmax.highest])
         for i, of_rows in enumerate(kept):
             for r in range(self.rows.shape.rows):
-                found[2 * i + r] = of_rows[r]
+                found[self.rows.shape.rows * i + r] = of_rows[r]
         return found
 
     def put(self, place: Int32) -> None:
         """The rows' sums to memory, by each warp."""
         statistics = self.statistics()
         sums, others = self._memory(place)
-        store_part(sums, self.rows.tOrO, 0, self.thread)
+        store_part(sums, self.sums(), 0, self.thread)
         store_part(others, statistics, 0, self.thread)
         cute.arch.sync_warp()
 
     def add(self, place: Int32) -> None:
         """What lies there to the rows."""
-        registers, statistics = cute.make_rmem_tensor_like(self.rows.tOrO), cute.make_rmem_tensor(STATISTICS, Float32)
+        registers, statistics = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.noted))
         self.get(place, registers, statistics)
         self.join(registers, statistics)
 
@@ -57,16 +71,15 @@ class LeftSums(Fixed):
     def join(self, registers: cute.Tensor, statistics: cute.Tensor) -> None:
         """Adds these sums to the rows, each by its maximum."""
         rows = self.rows
-        left = rows.products.rows_of(registers)
         for r in range(rows.shape.rows):
-            own, other = rows.softmax.join(r, *(statistics[2 * i + r] for i in range(3)))
-            for c in range(cute.size(left, mode=[1])):
-                rows.output[r, c] = rows.output[r, c] * own + left[r, c] * other
+            own, other = rows.softmax.join(r, *(statistics[rows.shape.rows * i + r] for i in range(3)))
+            for c in range(self.columns):
+                rows.output[r, c] = rows.output[r, c] * own + registers[self.index(r, c)] * other
 
     def _memory(self, place: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """The group's part of what was left: sums, statistics."""
         start = self.left[place, None].iterator + self.before
-        behind = start + THREADS * cute.size(self.rows.tOrO)
+        behind = start + THREADS * self.count
         numbers = cute.make_layout(1)
         return cute.make_tensor(start, numbers), cute.make_tensor(behind, numbers)
 
@@ -134,10 +147,8 @@ class MetSums(LeftSums):
     @cute.jit
     def add_all(self):
         """The sums of all portions, in their order."""
-        rows, statistics = self.rows, self.statistics()
-        own, registers = cute.make_rmem_tensor_like(rows.tOrO), cute.make_rmem_tensor_like(rows.tOrO)
-        of_others = cute.make_rmem_tensor(STATISTICS, Float32)
-        own.store(rows.tOrO.load())
+        rows, own, statistics = self.rows, self.sums(), self.statistics()
+        registers, of_others = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.noted))
         rows.softmax.reset()
         rows.tOrO.fill(0.0)
         for i in cutlass.range(self.portion.count, unroll=1):
