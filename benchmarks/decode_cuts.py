@@ -4,8 +4,8 @@
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4
 
 All calls of a row read the same memory, from CUDA graphs. A row's names: `planned`, what the plan chose; `three`,
-`two`, `one` and `shares`, three blocks a multiprocessor (D 64), two, one, and equal shares, with the number of parts
-behind; `torch cuDNN`.
+`two`, `one` and `shares`, three blocks a multiprocessor (D 64), two, one, and equal shares, `two/2` of two stages, with
+the number of parts behind; `torch cuDNN`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,15 @@ def cuts(dim: int) -> dict[str, dict[str, Any]]:
 
     one = 128, {64: 4, 96: 2, 128: 2}[dim]
     found = {"two": of(2, 128 if dim == 64 else 64, {64: 3, 96: 4, 128: 3}[dim]), "one": of(1, *one)}
-    three = {"three": of(3, 64, THREE_STAGES)} if dim == 64 else {}
-    return found | {"shares": of(1, *one, shared=True)} | three
+    if dim == 64:
+        found["three"] = of(3, 64, THREE_STAGES)
+    fewer = {
+        f"{kind}/{stages}": cut | {"stages": stages}
+        for kind, cut in found.items()
+        if cut["blocks"] > 1
+        for stages in range(2, cut["stages"])
+    }
+    return found | {"shares": of(1, *one, shared=True)} | fewer
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -54,7 +62,9 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[int], target: Target) -> dict[str, Call]:
+def calls(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kinds: str, parts: list[int], target: Target
+) -> dict[str, Call]:
     """Each checked against the first."""
     dim, tiles = q.shape[-1], q.shape[0] * KV_HEADS
     planned = ca.Attention()
@@ -65,6 +75,8 @@ def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: list[int], t
     }
     for (name, fields), n in itertools.product(cuts(dim).items(), parts):
         shares = name == "shares"
+        if not re.search(kinds, name):
+            continue
         if n * tiles > 12 * target.sms or (shares and (n > 1 or 2 * tiles < target.sms)):
             continue
         attention = ca.Attention(schedule=None if shares else ca.Schedule(split_kv=n))
@@ -88,6 +100,7 @@ def main() -> None:
         "--sequences", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10, 12, 14, 16, 17, 18, 20, 24, 28, 32, 34, 40, 64]
     )
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 12, 16, 32])
+    parser.add_argument("--kinds", default="", help="regular expression on the names of cuts")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -103,7 +116,9 @@ def main() -> None:
         k, v = (memory[i * numbers : (i + 1) * numbers].view(count, KV_HEADS, length, dim) for i in range(2))
         q = torch.randn(count, HEADS, 1, dim, device=device, dtype=torch.bfloat16)
         with torch.no_grad():
-            replays = {name: captured(call) for name, call in calls(q, k, v, options.parts, target).items()}
+            replays = {
+                name: captured(call) for name, call in calls(q, k, v, options.kinds, options.parts, target).items()
+            }
         times = interleaved(replays, Stopwatch(device), rounds=options.rounds, sample_ms=1.5)
         name, plan = f"decode B{count} kv{length} GQA {HEADS}/{KV_HEADS} D{dim}", chosen(q, k, v, target)
         result["rows"] += [{"row": name, "impl": i, "plan": plan, **dataclasses.asdict(t)} for i, t in times.items()]
