@@ -350,7 +350,7 @@ def _of_wide_heads() -> Iterable[Case]:
 
 def _of_serving() -> Iterable[Case]:
     """Short sequences and single queries."""
-    short = [(1, 128), *((16, length) for length in (128, 256, 512, 1024))]
+    short = [*((1, length) for length in (128, 512, 1024)), *((16, length) for length in (128, 256, 512, 1024))]
     for dim, (batch, length) in itertools.product((64, 128), short):
         name = f"forward D{dim} B{batch} S{length} causal, in a graph"
         yield Case(name, ("graph",), causal, batch=batch, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)

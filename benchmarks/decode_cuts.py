@@ -29,7 +29,7 @@ from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import Target
-from composattn.backends.hopper.tiling import THREE_STAGES, few_registers
+from composattn.backends.hopper.tiling import few_registers
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8
@@ -47,7 +47,7 @@ def cuts(dim: int) -> dict[str, dict[str, Any]]:
     one = 128, {64: 4, 96: 2, 128: 2}[dim]
     found = {"two": of(2, 128 if dim == 64 else 64, {64: 3, 96: 4, 128: 3}[dim]), "one": of(1, *one)}
     if dim == 64:
-        found["three"] = of(3, 64, THREE_STAGES)
+        found["three"] = of(3, 64, 3)
     fewer = {
         f"{kind}/{stages}": cut | {"stages": stages}
         for kind, cut in found.items()

@@ -201,7 +201,7 @@ PLANS = {
     "gqa4-d64": plan(32, 8, 1, 64),
     "gqa4-d64-in-threes": plan(384 * 4, 384, 1, 64),
     "gqa4-d128": plan(32, 8, 1, 128),
-    "gqa4-d128-in-equal-shares": plan(136 * 4, 136, 1, 128),
+    "gqa4-d128-in-equal-shares": plan(272 * 4, 272, 1, 128),
     "gqa4-d256": plan(32, 8, 1, 256),
     "mqa32-alibi-d128": plan(32, 1, 2, 128, alibi, late),
     "pages-of-16-d128": plan(32, 8, 1, 128, page_size=16),

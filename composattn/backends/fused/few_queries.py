@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -113,23 +112,24 @@ class TimeOfComputing(Time):
 class TimeOfReading(Time):
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
-    Fitted to 2,300 times of 382 calls (one H200, D 64, 96 and 128, 4 to 896 tiles of 512 to 131,072 keys, up to 32
-    parts, two blocks a multiprocessor, one, and equal shares): what it chooses takes 0.5 % more than the best that was
-    timed, at most 11. Of 114 of them counting rounds, as `TimeOfComputing` does, chose 3.7 % more, at most 19. Of 72
-    calls of D 64 with two blocks of 128 keys, or three, what it chooses takes 0.4 % more than the best, at most 6.
+    Fitted to 133 calls of eight rows, each cut in all ways there are (one H200, D 64, 96 and 128, 32 to 512 tiles of
+    1,024 to 8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.5 % more than the best that
+    was timed, at most 6.
     """
 
-    MADE_UP = 0.5  # of the time of idle places in the last round, as others' keys come faster
-    # of the time of as many full ones: least of a round by which some multiprocessors have one block more than others,
-    # by how many they have room for
-    SECOND: ClassVar = {2: 0.9, 3: 0.85}
-    # beginnings and ends: of the first round, of the first one of two blocks of 128 keys, of each further one
-    FIRST, TWO_OF_128, FURTHER = 4.0, 3.0, 1.6
-    COMBINE: ClassVar = {1: 2.0, 2: 2.0, 3: 4.0}  # and of parts, by how many blocks a multiprocessor has room for
-    OF_RATE = 0.96  # of what memory can give
-    # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much. Where they don't,
-    # twice as many keys, which can't, say that another choice would take 4 % less
-    KEPT, OF_L2 = 40 << 20, 1.3
+    MADE_UP = 0.85  # of the time of idle places in the last round, as others' keys come faster
+    # Least of a round by which some multiprocessors have one block more than others, of as many full ones: blocks that
+    # are far ahead take more than their share of what memory gives. Two stages share alike
+    SECOND = 0.9
+    SHALLOW = 1.05  # of the time, where a multiprocessor has one block of two stages alone
+    FIRST, FURTHER = 4.0, 1.2  # beginnings and ends of the first round, and of each further one
+    COMBINE, EACH_PART = 2.0, 0.05
+    OF_RATE = 0.96  # of what memory can give, to all multiprocessors
+    TO_FEW = 0.04  # of the time more, the fewer of them read
+    # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
+    KEPT, OF_L2 = 45 << 20, 1.6
+    # A tile by itself: a beginning, and of 64 keys the softmax of eight rows, or of all, and each 64 columns of K and V
+    BEGIN, EIGHT_ROWS, ALL_ROWS, COLUMNS = 0.13, 0.18, 0.24, 0.06
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
@@ -138,22 +138,26 @@ class TimeOfReading(Time):
         rate = self.OF_RATE * target.memory_rate * 1e3
         read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
         self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
-        # for one block with all of the memory's rate: so 32 of them took, to 3 %
-        self.alone = 0.17 + tiling.tile_n / 64 * (0.2245 + 0.05 * (tiling.d + tiling.dv) / 64)
+        # for one block with all of the memory's rate
+        softmax = self.EIGHT_ROWS if tiling.most_rows == 8 else self.ALL_ROWS
+        self.alone = self.BEGIN + tiling.tile_n / 64 * (softmax + self.COLUMNS * (tiling.d + tiling.dv) / 64)
 
     def in_parts(self, n: int) -> float:
-        blocks = self.tiling.blocks
         filled = self.work * n / self.target.sms
-        rounds = math.ceil(filled / blocks)
-        if filled <= blocks:
-            least = self.SECOND[blocks] * math.ceil(filled) if filled > 1 else 0.0
-            reading = max(filled * self.tile, least * self.tile, self.alone)
-        else:
+        rounds = math.ceil(filled / self.tiling.blocks)
+        ends = self.FIRST + self.FURTHER * (rounds - 1) + (self.COMBINE + self.EACH_PART * n) * (n > 1)
+        return self._of_rounds(filled, rounds) * -(-self.tiles // n) + ends
+
+    def _of_rounds(self, filled: float, rounds: int) -> float:
+        """For a tile of keys of each block; `filled`: blocks that there are, a multiprocessor."""
+        blocks, deep = self.tiling.blocks, self.tiling.reads_far_ahead
+        if filled > blocks:
             idle = rounds * blocks - filled
-            reading = max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
-        first = self.TWO_OF_128 if (blocks, self.tiling.tile_n) == (2, 128) else self.FIRST
-        ends = first + self.FURTHER * (rounds - 1) + self.COMBINE[blocks] * (n > 1)
-        return reading * -(-self.tiles // n) + ends
+            return max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
+        least = self.SECOND * math.ceil(filled) if filled > 1 and deep else 0.0
+        to_few = 1 + self.TO_FEW * max(0.0, 1 - filled)
+        reading = max(filled * self.tile * to_few, least * self.tile, self.alone)
+        return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not deep else 1.0)
 
     def best(self) -> int:
         return self.least_of(self.tiles)
@@ -162,7 +166,7 @@ class TimeOfReading(Time):
 class TimeOfSharing(TimeOfReading):
     """The same where all keys are shared alike: no place is idle."""
 
-    SHARING = 9.5  # beginnings and ends
+    SHARING = 7.8  # beginnings and ends
 
     def in_parts(self, n: int) -> float:
         return self.work * self.tiles * self.tile / self.target.sms + self.SHARING

@@ -108,6 +108,11 @@ class ForwardTiling(Tiling):
         return self.tile_m
 
     @property
+    def reads_far_ahead(self) -> bool:
+        """Whether more than the next tile of keys is on its way to a block."""
+        return True
+
+    @property
     def computing_warps(self) -> int:
         """Of a block, that have rows of the output."""
         raise NotImplementedError(f"{self.kernel} has no shares")

@@ -74,12 +74,10 @@ HELD_KEYS = 1024  # from which D 128 holds them
 # up to so many keys so many key/value heads of D 128: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
 SHORT_TOGETHER = ((256, 16), (512, 32))
 LATE_KEYS = 4096  # up to which D 128 draws late
-# Tiles of few queries with D 128 per multiprocessor, and keys, from which two stages keep memory busy, and a third one
-# only has more places read at once: 0.7 to 1.7 % of 64 sequences of 1,024 keys or more (of 8 it loses 3 %)
-MANY_FEW, MANY_KEYS = 3, 1024
 PAGE_REGISTERS = 40  # of a thread that copies: page numbers beside what all copies need
-# Stages of K and V in each of three blocks of few queries: a fourth one costs 1 to 4 % of most calls from 136 tiles on
-THREE_STAGES = 3
+# Stages of K and V in each of several blocks of few queries: with more, a multiprocessor's only block is far ahead of
+# two of another one, and all wait for these (D 128 4 to 9 % of 136 to 192 tiles up to 4k keys, D 64 to 6)
+EVEN_STAGES = 2
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
 BYTES_ON_THE_WAY = 128 << 10
@@ -143,6 +141,10 @@ class HopperTiling(ForwardTiling):
     @property
     def most_rows(self) -> int:
         return 8 if self.kernel == EIGHT_ROWS else super().most_rows
+
+    @property
+    def reads_far_ahead(self) -> bool:
+        return self.stages > EVEN_STAGES
 
     @property
     def computing_warps(self) -> int:
@@ -559,15 +561,16 @@ def _few_rows(problem: Problem, program: Program, target: Target, heads: int) ->
     small = widest == 64 and not in_order and program.keep is None  # dropout's words: 14 and 24 spilled
     tile_n = _keys_in_order(widest, program) if schedule.batch_invariant else 128 if small else 64
     blocks = 2 if widest <= (128 if tile_n == 64 else 96) and not schedule.persistent else 1
-    many = problem.batch * problem.kv_heads >= MANY_FEW * target.sms and keys(problem) >= MANY_KEYS
-    most = 2 if many and blocks == 2 and widest == 128 and problem.layout.is_dense else 8
-    several = _of_few_rows(problem, target, heads, tile_n, blocks, most)
-    if blocks == 1 or in_order:
-        return several
-    alone = _of_few_rows(problem, target, heads, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * (several.d + several.dv)))
-    cuts = [several, alone, *([in_equal_shares(alone)] if _has_equal_shares(problem, program, alone, target) else ())]
+    deep = _of_few_rows(problem, target, heads, tile_n, blocks, 8)
+    if blocks == 1:
+        return deep
+    cuts = [dataclasses.replace(deep, stages=EVEN_STAGES), deep]  # the first of those that take as long
     if small:
-        cuts.append(_of_few_rows(problem, target, heads, 64, 3, THREE_STAGES))
+        cuts.append(_of_few_rows(problem, target, heads, 64, 3, EVEN_STAGES))
+    if not in_order:
+        alone = _of_few_rows(problem, target, heads, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * (deep.d + deep.dv)))
+        shared = _has_equal_shares(problem, program, alone, target)
+        cuts += [alone, in_equal_shares(alone)] if shared else [alone]
     return min(cuts, key=lambda tiling: time_of(problem, tiling, target).least())
 
 
