@@ -68,6 +68,7 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if really:
             patch.setattr(tiling, "_is_short", lambda *_: False)
+            patch.setattr(tiling, "_run_at_once", lambda *_: False)
             patch.setattr(tiling, "FEW_KEYS_DRAWN", 0)
         yield
 

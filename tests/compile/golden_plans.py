@@ -56,6 +56,7 @@ LEARNED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]] = {
 }
 
 LONG, SHORT = (16384, 16384), (512, 512)  # calls whose queries see few keys are cut into small tiles
+SEVERAL_ROUNDS = 32, 32  # heads of which tiles of 64 queries do not run at once
 PACKED = Layout("packed", "packed")
 USED_Q = Layout("packed", "packed", used_q=True)
 USED = Layout("packed", "packed", used_q=True, used_kv=True)
@@ -120,10 +121,12 @@ PLANS: dict[str, Callable[[], Any]] = {
     **{f"forward-full-d{d}": forward(d=d) for d in (64, 96, 128, 192, 256)},
     "forward-causal-d64": forward(mask="causal", d=64),
     "forward-causal-d128-fp16": forward(mask="causal", dtype=torch.float16),
-    "forward-short-full-d96": forward(d=96, lengths=SHORT),
-    "forward-short-causal-d64": forward(mask="causal", d=64, lengths=SHORT),
-    "forward-short-softcap-causal-d64": forward("softcap", "causal", d=64, lengths=SHORT),
-    "forward-short-bias-d64": forward("bias", d=64, lengths=SHORT),
+    "forward-short-full-d96": forward(d=96, lengths=SHORT, heads=SEVERAL_ROUNDS),
+    "forward-short-causal-d64": forward(mask="causal", d=64, lengths=SHORT, heads=SEVERAL_ROUNDS),
+    "forward-short-softcap-causal-d64": forward("softcap", "causal", d=64, lengths=SHORT, heads=SEVERAL_ROUNDS),
+    "forward-short-bias-d64": forward("bias", d=64, lengths=SHORT, heads=SEVERAL_ROUNDS),
+    "forward-alone-causal-d128": forward(mask="causal", lengths=SHORT),
+    "forward-alone-softcap-d256": forward("softcap", d=256, lengths=SHORT),
     "forward-causal-documents-d128": forward(mask="causal-documents"),
     "forward-causal-d192-dv128": forward(mask="causal", d=192, dv=128),
     "forward-window-d128": forward(mask="window"),
@@ -133,7 +136,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-softcap-causal-d64": forward("softcap", "causal", d=64),
     "forward-bias-d128": forward("bias"),
     "forward-lists-grid-d64": forward(mask="grid", d=64),
-    "forward-lists-blocks-d128": forward(mask="blocks", lengths=(300, 300)),
+    "forward-lists-blocks-d128": forward(mask="blocks", lengths=(300, 300), heads=SEVERAL_ROUNDS),
     "forward-varlen-causal-d128": forward(mask="causal", layout=PACKED),
     "forward-varlen-used-alibi-window-d128": forward("alibi", "window", layout=USED_Q),
     "forward-persistent-causal-d128": forward(mask="causal", schedule=PERSISTENT),

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 
 FUZZED = int(os.environ.get("COMPOSATTN_FUZZ", "8"))
 DEVICE = "cuda"
+CUTS = pytest.mark.parametrize("cut", [False, True], ids=["short", "as a long one"])
 
 
 def slopes(heads: int) -> torch.Tensor:
@@ -94,21 +95,27 @@ class Suite:
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("score", SCORES)
-    def test_forward(self, score: str, mask: str, dtype: str, seed: int) -> None:
+    @CUTS
+    def test_forward(self, score: str, mask: str, dtype: str, cut: bool, seed: int) -> None:
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-        check(self.attention, case(seed, score=score, mask=mask, dtype=kind))
+        with cut_as_long_ones(cut):
+            check(self.attention, case(seed, score=score, mask=mask, dtype=kind))
 
     @pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 64), (72, 72), (80, 96), (96, 96), (128, 64), (104, 104),
                                       (192, 192), (192, 128), (64, 256), (256, 256), (248, 8)])  # fmt: skip
-    def test_head_dims(self, dims: tuple[int, int], seed: int) -> None:
-        check(self.attention, case(seed, mask="causal", dims=dims))
+    @CUTS
+    def test_head_dims(self, dims: tuple[int, int], cut: bool, seed: int) -> None:
+        with cut_as_long_ones(cut):
+            check(self.attention, case(seed, mask="causal", dims=dims))
 
     @pytest.mark.parametrize("lengths", [(1, 1), (1, 997), (997, 1), (2, 3), (64, 64), (127, 129), (128, 128),
                                          (129, 127), (191, 193), (509, 127), (1024, 2048), (2047, 1021)])  # fmt: skip
     @pytest.mark.parametrize("dim", [64, 128, 256])
-    def test_lengths(self, dim: int, lengths: tuple[int, int], seed: int) -> None:
+    @CUTS
+    def test_lengths(self, dim: int, lengths: tuple[int, int], cut: bool, seed: int) -> None:
         for mask in ("full", "causal"):
-            check(self.attention, case(seed, mask=mask, lengths=lengths, dims=(dim, dim), batch=1))
+            with cut_as_long_ones(cut):
+                check(self.attention, case(seed, mask=mask, lengths=lengths, dims=(dim, dim), batch=1))
 
     @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 1), (6, 2), (15, 5), (32, 4)])
     def test_groups(self, heads: tuple[int, int], seed: int) -> None:

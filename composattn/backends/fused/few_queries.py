@@ -92,7 +92,7 @@ class TimeOfComputing(Time):
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
-        few = queries(problem) * tiling.slots <= tiling.tile_m
+        few = queries(problem) * tiling.slots <= tiling.tile_m or self.work <= target.sms
         self.each = 1.0 if few or tiling.tile_m >= 128 else tiling.tile_m * tiling.tile_n / 128**2
         # fp32, written and read
         self.part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6

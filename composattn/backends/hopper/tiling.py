@@ -55,6 +55,11 @@ LONG_PERSISTENT = 16384  # queries up to which D 64 gains from blocks that stay
 # Keys up to which small blocks of D 64 stay, with 64 keys at a time (causal calls in a graph: 128, 256 and 512 gain 9,
 # 15 and 13 %)
 SHORT_SMALL = 512
+# Keys by head dimension, more than and up to which tiles of 64 queries that run at once beat larger ones, which would
+# leave multiprocessors idle: one sequence of 128 to 1,024 gains 17 to 30 % at D 128, 26 to 35 at D 192, of D 256 27 to
+# 35, of D 64 and 96 3 to 10, of 128 nothing. With a mask and wider than 128 by two rounds of half full ones too (15 to
+# 25 %). Longer ones, of which large blocks would take parts, were not timed, but 2,048 of D 256: 27 %
+AT_ONCE = {96: (128, 1024), 192: (0, 1024), 256: (0, 2048)}
 # Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
 # want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained
 ONE_HEAD = 8 << 20
@@ -208,6 +213,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
         return _few_rows(problem, program, target, heads)
     widest = max(d, dv)
     invariant = problem.schedule.batch_invariant
+    if _run_at_once(problem, program, target, heads):
+        return _alone(problem, program, target, heads)
     if widest == 128 and _has_long_documents(problem, program, heads):
         return _documents(problem, program, heads)
     # 128 keys of D 128 leave a multiprocessor room for one such block
@@ -493,6 +500,42 @@ def _is_short(problem: Problem, program: Program, widest: int) -> bool:
     guesses = _guesses(problem, program, packed_heads(problem, program, ROWS), mean_keys)
     few = next(few for d, few in (FEW_KEYS_GUESSED if guesses else FEW_KEYS).items() if widest <= d)
     return keys(problem) <= few or mean_keys() <= few
+
+
+def _run_at_once(problem: Problem, program: Program, target: Target, heads: int) -> bool:
+    """Whether tiles of 64 queries are so few, and keys too, that each has a multiprocessor of its own to its end."""
+    schedule, widest = problem.schedule, max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if not problem.layout.is_dense or schedule.batch_invariant or schedule.persistent:
+        return False
+    least, most = next(found for d, found in AT_ONCE.items() if widest <= d)
+    tiles = -(-queries(problem) * slots(heads) // ROWS) * (problem.q_heads // heads) * problem.batch
+    room = target.sms * (3 if widest > 128 and program.mask is not None else 2) // 2
+    return least < keys(problem) <= most and tiles <= room
+
+
+def _alone(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
+    """One warpgroup on a multiprocessor: blocks of two would leave half of them idle.
+
+    It takes 1.2 µs for a tile of 128 keys of D 128, two 1.3 for twice as many queries, and begins and ends sooner.
+    """
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    widest, gathers = max(d, dv), reads_pairs(program.score)
+    most = 64 if widest > 192 or keys(problem) <= 128 else _most_read(widest, program) if gathers else 128
+    return _tiling(
+        problem,
+        heads,
+        tile_m=ROWS,
+        tile_n=min(_by_registers(240, dv, program), _by_memory(target, ROWS, widest, d + dv), most),
+        stages=2,
+        warpgroups=1,
+        consumer_registers=240,
+        producer_registers=PAGE_REGISTERS,
+        rescale_early=dv > 128,
+        output_wait="first" if program.keep is None else None,
+        heads_together=_heads_together(problem, program),
+        kernel=_kernel(problem),
+        written=_written(d, dv, program, False),
+    )
 
 
 def _small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
