@@ -71,12 +71,14 @@ class StripSequence(WholeSequence):
         return self.tiles(tensor, h, tile, column), number
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:
-        """((columns, image rows),) of a plain tensor (B, H, S) of numbers for each query."""
-        rows, columns = tensor[self.b, h, None], self.of.columns
-        (row,) = rows.stride
-        shape, stride = ((self.of.wide, rows.shape[0] // columns),), ((row, row * columns),)
+        """((columns, image rows), ...) of a plain tensor (B, H, S, ...) of what each query has."""
+        beside = (None,) * (cute.rank(tensor) - 3)
+        index, columns = (self.b, h, None, *beside), self.of.columns
+        rows = tensor[index]
+        (row, *strides), (length, *sizes) = rows.stride, rows.shape
+        shape, stride = ((self.of.wide, length // columns), *sizes), ((row, row * columns), *strides)
         strip = cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=stride))
-        return cute.domain_offset(((self.strip * self.of.apart, 0),), strip)
+        return cute.domain_offset(((self.strip * self.of.apart, 0), *(0 for _ in beside)), strip)
 
 
 def in_copies(rows: Any, count: Any, columns: int) -> tuple[Any, int]:

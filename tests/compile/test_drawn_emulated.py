@@ -93,7 +93,8 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
     q, k, v = (outlier_normal(1, 2, 140, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program = ca.Attention().program
     for sms in (1, 3, 4, 20):
-        plan = plan_forward(Problem.of(q, k, v), program, dataclasses.replace(HOPPER, sms=sms))
+        problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
+        plan = plan_forward(problem, program, dataclasses.replace(HOPPER, sms=sms))
         forward = EmulatedForward(plan)
         seen = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -67,20 +68,29 @@ def drawn(
     return Case(q, k, v, mask_mod=mask, name=str(mask))
 
 
+@pytest.fixture
+def few() -> Iterator[None]:
+    """Multiprocessors, so that tiles do not all run at once."""
+    with on_few_multiprocessors(BACKEND):
+        yield
+
+
 def in_stretches(case: Case) -> bool:
     """Whether tiles begin with stretches."""
-    return plan_forward(Problem.of(case.q, case.k, case.v), case.program, HOPPER).has_stretches
+    target = dataclasses.replace(HOPPER, sms=3)
+    return plan_forward(Problem.of(case.q, case.k, case.v), case.program, target).has_stretches
 
 
+@pytest.mark.usefixtures("few")
 def test_causal_documents_of_each_sequence_in_groups_of_heads(generator: torch.Generator) -> None:
     """Lengths that are no multiples of tiles, documents of one token, blocks that stay for several tiles."""
     ids = torch.stack([documents(150, 1, 1, 99, 146), documents(300, 97)])
     case = drawn(generator, causal() & document(ids), 2, (2, 1), 397)
     assert in_stretches(case)
-    with on_few_multiprocessors(BACKEND):
-        check(ATTENTION, case)
+    check(ATTENTION, case)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("order", ["bshd", "sbhd"])
 def test_whole_documents_and_padding_that_sees_nothing(order: str, generator: torch.Generator) -> None:
     ids = torch.cat([documents(130, 201), torch.full((40,), -1)])
@@ -90,6 +100,7 @@ def test_whole_documents_and_padding_that_sees_nothing(order: str, generator: to
     check(ATTENTION, case)
 
 
+@pytest.mark.usefixtures("few")
 def test_a_short_document_behind_as_many_stretches_as_there_may_be(generator: torch.Generator) -> None:
     """Its rows lay in no tile, and their output was what memory had held before."""
     ids = documents(*[128] * 8, 9)
@@ -98,6 +109,7 @@ def test_a_short_document_behind_as_many_stretches_as_there_may_be(generator: to
     check(ATTENTION, case)
 
 
+@pytest.mark.usefixtures("few")
 def test_ids_may_be_written_to_and_lie_anyhow(generator: torch.Generator) -> None:
     ids = documents(140, 130, 60)
     case = drawn(generator, causal() & document(ids), 1, (1, 1), 330)
@@ -112,6 +124,7 @@ def test_ids_may_be_written_to_and_lie_anyhow(generator: torch.Generator) -> Non
         check(ATTENTION, dataclasses.replace(case, mask_mod=causal() & document(ids)))
 
 
+@pytest.mark.usefixtures("few")
 def test_sinks_and_dropout(generator: torch.Generator) -> None:
     case = drawn(generator, document(documents(140, 130)), 1, (2, 1), 270)
     check(ATTENTION, dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_()))
