@@ -532,6 +532,7 @@ def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys()
     assert [cut(128, length, causal()).drawn for length in (256, 4096, 8192, 16384)] == ["late", "late", "early", None]
     assert all(cut(128, length).persistent for length in (4096, 5000, 8192))
     assert not cut(128, 256, causal(), persistent=False).persistent
+    assert not plan(mask="causal", length=2048, heads=8).tiling.persistent, "128 tiles, one a multiprocessor"
     assert cut(64, 256, causal(), persistent=True).persistent
 
 

@@ -28,7 +28,7 @@ LONG = 4096  # of which all tilings are those that shares are for
 def shared(problem: Problem, program: Any, **changes: Any) -> HopperTiling:
     """The tiling of a long call, with tiles of few keys."""
     long = dataclasses.replace(problem, q_len=LONG, kv_len=LONG)
-    found = forward_tiling(long, program, HOPPER)
+    found = forward_tiling(long, program, FEW)
     assert isinstance(found, HopperTiling) and found.drawn
     return dataclasses.replace(found, shares="last", tile_n=32, **changes)
 

@@ -229,8 +229,11 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     tile_m = 64 * warpgroups
     mean_keys = functools.cache(lambda: keys_of_a_query(problem, program))  # asked for twice, some 20 operations
     guesses = _guesses(problem, program, heads, mean_keys)
-    asked_to_stay = problem.schedule.persistent
-    persistent = _stays(problem, program, warpgroups, guesses, mean_keys) if asked_to_stay is None else asked_to_stay
+    persistent = problem.schedule.persistent
+    if persistent is None:
+        # one tile a block at most: D 128 loses 2 to 4 % by drawing it
+        once = widest == 128 and _tiles(problem, heads, tile_m) <= target.sms
+        persistent = not once and _stays(problem, program, warpgroups, guesses, mean_keys)
     registers = 160 if warpgroups == 3 else 240
     held = _held(problem, program, persistent)
     # 128 keys beside all of Q in registers, and two stages of them beside Q in shared memory
@@ -508,9 +511,14 @@ def _run_at_once(problem: Problem, program: Program, target: Target, heads: int)
     if not problem.layout.is_dense or schedule.batch_invariant or schedule.persistent:
         return False
     least, most = next(found for d, found in AT_ONCE.items() if widest <= d)
-    tiles = -(-queries(problem) * slots(heads) // ROWS) * (problem.q_heads // heads) * problem.batch
+    tiles = _tiles(problem, heads, ROWS)
     room = target.sms * (3 if widest > 128 and program.mask is not None else 2) // 2
     return least < keys(problem) <= most and tiles <= room
+
+
+def _tiles(problem: Problem, heads: int, rows: int) -> int:
+    """Query tiles of so many rows, which `heads` of a key/value head share."""
+    return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads) * problem.batch
 
 
 def _alone(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
