@@ -124,8 +124,8 @@ class TimeOfReading(Time):
     SHALLOW = 1.02  # of the time, where a multiprocessor has one block of two stages alone
     FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
     COMBINE, EACH_PART = 2.65, 0.035
-    OF_RATE = 0.964  # of what memory can give, to all multiprocessors
-    TO_FEW = 0.08  # of the time more, the fewer of them read
+    OF_RATE = 0.964  # of what memory can give, where all multiprocessors read
+    TO_FEW = 0.08  # of the time, how much more it takes as fewer of them do
     # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
     KEPT, OF_L2 = 45 << 20, 1.7
     # A tile by itself: a beginning, and of 64 keys the softmax of eight rows, or of all, and each 64 columns of K and V
@@ -149,7 +149,7 @@ class TimeOfReading(Time):
         return self._of_rounds(filled, rounds) * -(-self.tiles // n) + ends
 
     def _of_rounds(self, filled: float, rounds: int) -> float:
-        """For a tile of keys of each block; `filled`: blocks that there are, a multiprocessor."""
+        """Of one tile of keys of each block; `filled`: blocks per multiprocessor."""
         blocks, deep = self.tiling.blocks, self.tiling.reads_far_ahead
         if filled > blocks:
             idle = rounds * blocks - filled
