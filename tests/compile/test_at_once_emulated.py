@@ -34,8 +34,8 @@ MODS: dict[str, dict[str, Any]] = {
 DIMS = ((64, 64), (96, 80), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
-def planned(mods: dict[str, Any], heads: int, length: int, dims: tuple[int, int], **how: Any) -> ForwardPlan:
-    problem = Problem(1, heads, 1, length, length, *dims, torch.bfloat16, torch.device("cpu"), **how)
+def planned(mods: dict[str, Any], length: int, dims: tuple[int, int]) -> ForwardPlan:
+    problem = Problem(1, 2, 1, length, length, *dims, torch.bfloat16, torch.device("cpu"))
     return plan_forward(problem, ca.Attention(**mods).program, HOPPER)
 
 
@@ -46,7 +46,7 @@ def test_rows_of_tiles_that_run_at_once_are_those_of_fp64(
     name: str, dims: tuple[int, int], generator: torch.Generator
 ) -> None:
     mods, length = MODS[name], 190
-    plan = planned(mods, 2, length, dims)
+    plan = planned(mods, length, dims)
     assert (plan.tiling.tile_m, plan.tiling.blocks) == (64, 1) and not plan.tiling.persistent
     draw = partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 2, length, dims[0]), draw(1, 1, length, dims[0]), draw(1, 1, length, dims[1])
@@ -61,7 +61,7 @@ def test_rows_of_tiles_that_run_at_once_are_those_of_fp64(
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("name", ["full", "causal", "window of a soft cap", "bias"])
 def test_blocks_of_one_warpgroup_compile_lean(name: str, dims: tuple[int, int]) -> None:
-    artifact = compile_offline(planned(MODS[name], 2, 1024, dims))
+    artifact = compile_offline(planned(MODS[name], 1024, dims))
     if artifact.registers is None:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0

@@ -11,7 +11,7 @@ from ...call.schedule import MOST_SPLITS
 from ...errors import InvalidSchedule
 from ...graph.expr import Dep
 from .target import Target
-from .tiling import ForwardTiling, slots
+from .tiling import ForwardTiling, query_tiles, slots
 from .traits import keys, queries
 
 
@@ -36,8 +36,7 @@ def packed_heads(problem: Problem, program: Program, rows: int) -> int:
 
 def _tiles(problem: Problem, heads: int, rows: int) -> int:
     """Query tiles of all heads of a batch entry."""
-    taken = queries(problem) * slots(heads)
-    return -(-taken // (rows if taken <= rows else 2 * rows)) * (problem.q_heads // heads)
+    return query_tiles(problem, heads, rows if queries(problem) * slots(heads) <= rows else 2 * rows)
 
 
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
@@ -62,8 +61,7 @@ class Time(abc.ABC):
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         self.problem, self.tiling, self.target = problem, tiling, target
-        of_heads = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads)
-        self.work = of_heads * problem.batch
+        self.work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
         self.tiles = -(-keys(problem) // tiling.tile_n)
 
     @abc.abstractmethod
@@ -92,8 +90,8 @@ class TimeOfComputing(Time):
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
-        few = queries(problem) * tiling.slots <= tiling.tile_m or self.work <= target.sms
-        self.each = 1.0 if few or tiling.tile_m >= 128 else tiling.tile_m * tiling.tile_n / 128**2
+        one_of_many = queries(problem) * tiling.slots > tiling.tile_m and self.work > target.sms
+        self.each = tiling.tile_m * tiling.tile_n / 128**2 if one_of_many and tiling.tile_m < 128 else 1.0
         # fp32, written and read
         self.part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6
 
@@ -139,7 +137,7 @@ class TimeOfReading(Time):
         read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
         self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
         # for one block with all of the memory's rate
-        softmax = self.EIGHT_ROWS if tiling.most_rows == 8 else self.ALL_ROWS
+        softmax = self.EIGHT_ROWS if tiling.most_rows < tiling.tile_m else self.ALL_ROWS
         self.alone = self.BEGIN + tiling.tile_n / 64 * (softmax + self.COLUMNS * (tiling.d + tiling.dv) / 64)
 
     def in_parts(self, n: int) -> float:

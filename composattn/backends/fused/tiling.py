@@ -7,9 +7,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from ...analysis.program import Program
+from ...call.problem import Problem
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.lag import WHATEVER_SUMS, Lag
-from .traits import reads_pairs
+from .traits import queries, reads_pairs
 
 STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
@@ -57,6 +58,11 @@ class Tiling(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
         """What only this architecture's kernels have, by what it is about, for people to read."""
+
+
+def query_tiles(problem: Problem, heads: int, rows: int) -> int:
+    """Of a batch entry: tiles of so many rows, which `heads` of a key/value head share."""
+    return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from ..fused.few_queries import packed_heads, time_of
 from ..fused.order import keys_of_a_query
 from ..fused.stretches import falls_apart
 from ..fused.target import HOPPER, Target
-from ..fused.tiling import STATISTICS, ForwardTiling, invariant_keys, slots
+from ..fused.tiling import STATISTICS, ForwardTiling, invariant_keys, query_tiles, slots
 from ..fused.traits import (
     bytes_at_pairs,
     has_bounded_documents,
@@ -232,7 +232,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     persistent = problem.schedule.persistent
     if persistent is None:
         # one tile a block at most: D 128 loses 2 to 4 % by drawing it
-        once = widest == 128 and _tiles(problem, heads, tile_m) <= target.sms
+        once = widest == 128 and query_tiles(problem, heads, tile_m) * problem.batch <= target.sms
         persistent = not once and _stays(problem, program, warpgroups, guesses, mean_keys)
     registers = 160 if warpgroups == 3 else 240
     held = _held(problem, program, persistent)
@@ -283,7 +283,7 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
     can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.frees_queries
     if not (equal and can) or changed or schedule.batch_invariant:
         return False
-    tiles = -(-queries(problem) // tiling.queries) * (problem.q_heads // tiling.packed_heads) * problem.batch
+    tiles = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
     idle = -tiles % target.sms / target.sms
     fits = 2 * target.sms**2 * -(-keys(problem) // tiling.tile_n) < 1 << 31  # what `Shares` multiplies
     return fits and tiles > 2 * target.sms and idle * keys(problem) > SHARED * tiling.tile_n
@@ -511,14 +511,9 @@ def _run_at_once(problem: Problem, program: Program, target: Target, heads: int)
     if not problem.layout.is_dense or schedule.batch_invariant or schedule.persistent:
         return False
     least, most = next(found for d, found in AT_ONCE.items() if widest <= d)
-    tiles = _tiles(problem, heads, ROWS)
+    tiles = query_tiles(problem, heads, ROWS) * problem.batch
     room = target.sms * (3 if widest > 128 and program.mask is not None else 2) // 2
     return least < keys(problem) <= most and tiles <= room
-
-
-def _tiles(problem: Problem, heads: int, rows: int) -> int:
-    """Query tiles of so many rows, which `heads` of a key/value head share."""
-    return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads) * problem.batch
 
 
 def _alone(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
