@@ -87,9 +87,14 @@ def calls(
 
 
 def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: Target) -> str:
-    """The name of what the plan chose."""
+    """The name of what the plan chose, and the number of its parts; "other" where none of these cuts is like it."""
     plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, target)
-    return f"{'shares' if plan.tiling.shares else ('one', 'two', 'three')[plan.tiling.blocks - 1]} {plan.splits}"
+    same = [
+        name
+        for name, fields in cuts(q.shape[-1]).items()
+        if all(getattr(plan.tiling, field) == fields[field] for field in ("blocks", "stages", "shares"))
+    ]
+    return f"{same[0] if same else 'other'} {plan.splits}"
 
 
 def main() -> None:

@@ -6,7 +6,5 @@ Which registers things lie in differs by it, and a kernel's time by a few percen
 from typing import Literal
 
 # "by steps": each step is an operation of the kernel language; "whole": all steps are one piece of assembly; "anew":
-# so, and a product that begins a sum names no registers of sums before, so that ptxas may place the scores elsewhere;
-# "uniform": whole, and the stage that it reads is said to be that of all lanes, where ptxas does not see it (not timed,
-# 58. of Forward in benchmarks/LOG.md)
-Written = Literal["by steps", "whole", "anew", "uniform"]
+# so, and a product that begins a sum names no registers of sums before, so that ptxas may place the scores elsewhere
+Written = Literal["by steps", "whole", "anew"]

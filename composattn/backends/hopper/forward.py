@@ -269,7 +269,7 @@ class Products(WarpgroupProducts):
     """
 
     def __init__(self, tiling, block, number):
-        self.q_stages, self.uniform = tiling.q_stages, tiling.written == "uniform"
+        self.q_stages = tiling.q_stages
         self.qk = product(block.dtype, tiling.tile_n, written=tiling.written)
         self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.written)
         self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
@@ -306,15 +306,11 @@ class Products(WarpgroupProducts):
         tSrQ = self.tSrQ[None, None, None, _stage(q_slot, self.q_stages)]
         steps = 0 if held is None else cute.size(held, mode=[2])
         parts = (self.held_qk, held, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
-        issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, self.stage(k_slot)])
+        issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, k_slot.index])
         return tSrS
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
-        issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, self.stage(slot)], True)
-
-    def stage(self, slot) -> Any:
-        """Which one; where each lane has its own for all ptxas knows, each instruction's address is moved twice."""
-        return cute.arch.make_warp_uniform(slot.index) if self.uniform else slot.index
+        issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
 
 
 class ProductsWithSums(Products):
@@ -330,7 +326,7 @@ class ProductsWithSums(Products):
         self.output_shape = self.pv_sums.get_slice(0).partition_shape_C((ROWS, tiling.dv + SUMS))
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
-        issue(self.pv_sums, tOrO, tOrP, self.tOrV[None, None, None, self.stage(slot)], True)
+        issue(self.pv_sums, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
 
     def without_sums(self, tOrO) -> cute.Tensor:
         """The registers of the output's own columns."""

@@ -52,7 +52,7 @@ class Anew(Whole):
     """The same, but a sum that begins names no registers of sums before."""
 
 
-OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew, "uniform": Whole}
+OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew}
 
 
 def product(
