@@ -23,7 +23,6 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
-from composattn.primitives.lag import NO_LAG, Lag
 from composattn.testing.tolerance import Case, check
 
 # In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
@@ -33,10 +32,21 @@ KEYS = 430
 HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
 
 
-def guessing(problem: Problem, program: Program) -> ForwardPlan:
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({}, id="again"),
+        pytest.param({"risen": "lifted"}, id="lifted", marks=pytest.mark.slow),
+        pytest.param({"risen": "lifted", "lag": BY_SUMS}, id="lifted, lag by sums"),
+    ],
+)  # of a tile whose guess was too low, and of those that look for maxima
+
+
+def guessing(problem: Problem, program: Program, **changes: Any) -> ForwardPlan:
     """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
-    cut = dataclasses.replace(forward_tiling(long, program, HOPPER), kernel=GUESSING, rescale_early=False, tile_n=32)
+    cut = forward_tiling(long, program, HOPPER)
+    cut = dataclasses.replace(cut, kernel=GUESSING, rescale_early=False, tile_n=32, **changes)
     return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
 
 
@@ -44,6 +54,7 @@ def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + HIDDEN[kv]
 
 
+@WAYS
 @pytest.mark.parametrize(
     ("grows", "d", "dtype", "mask"),
     [
@@ -58,7 +69,7 @@ def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     ],
 )
 def test_rows_come_out_right_however_far_they_rise(
-    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
+    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, way: dict[str, Any], generator: torch.Generator
 ) -> None:
     q, k, v = (torch.randn(1, 1, KEYS, d, generator=generator) for _ in range(3))
     most = {"not": 1.0, "steadily": 60.0, "beyond fp32's exponents": 3000.0}.get(grows, 20.0)
@@ -70,7 +81,7 @@ def test_rows_come_out_right_however_far_they_rise(
     asked = ca.Attention(score_mod=score, mask_mod=mask)
     exact = ca.Attention(score_mod=score, mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
-    plan = guessing(Problem.of(q, k, v), asked.program)
+    plan = guessing(Problem.of(q, k, v), asked.program, **way)
     captured = [c.tensor for c in asked.program.captures]
     found = []
     for mode in (EAGER, LATE, random_mode(1)):
@@ -85,8 +96,11 @@ def test_rows_come_out_right_however_far_they_rise(
         torch.testing.assert_close(out_highest.double(), highest.double(), atol=1e-3, rtol=1e-5)
 
 
+@WAYS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_guesses_begin_again_behind_those_that_fail(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_guesses_begin_again_behind_those_that_fail(
+    dtype: torch.dtype, way: dict[str, Any], generator: torch.Generator
+) -> None:
     """Keys of 41 tiles whose scores rise all the time: 8 tiles look for their maximum, later 16."""
     keys = 1300
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (70, keys, keys))
@@ -94,7 +108,7 @@ def test_guesses_begin_again_behind_those_that_fail(dtype: torch.dtype, generato
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wanted, lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
     with emulating(LATE):
-        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program()))(q, k, v, 0.125)
+        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program(), **way))(q, k, v, 0.125)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
     assert out_lse is not None
     torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
@@ -113,6 +127,7 @@ MODS: dict[str, Any] = {
 }
 
 
+@WAYS
 @pytest.mark.parametrize(
     ("mod", "d", "dtype", "mask"),
     [
@@ -124,7 +139,7 @@ MODS: dict[str, Any] = {
     ],
 )
 def test_with_a_score_mod_rows_are_those_of_fp64(
-    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
+    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, way: dict[str, Any], generator: torch.Generator
 ) -> None:
     """Two heads on one; a row whose scores are all below -2^25 sees nothing, whichever tile it was hidden in."""
     q = torch.randn(1, 2, KEYS, d, generator=generator).to(dtype)
@@ -133,7 +148,7 @@ def test_with_a_score_mod_rows_are_those_of_fp64(
     exact = ca.Attention(score_mod=MODS[mod], mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
     captured = [c.tensor for c in asked.program.captures]
-    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program))
+    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, **way))
     with emulating(LATE):
         out, out_lse, out_highest = forward(q, k, v, d**-0.5, captured)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
@@ -154,8 +169,16 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     assert torch.equal(out, wanted.bfloat16())
 
 
-@pytest.mark.parametrize(("kernel", "lag"), [(GUESSING, NO_LAG), ("forward", BY_SUMS)], ids=["guesses", "lag by sums"])
-def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(kernel: str, lag: Lag) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="guesses"),
+        pytest.param({"risen": "lifted"}, id="guesses lifted"),
+        pytest.param({"risen": "lifted", "lag": BY_SUMS}, id="guesses lifted, lag by sums"),
+        pytest.param({"kernel": "forward", "lag": BY_SUMS}, id="lag by sums"),
+    ],
+)
+def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(changes: dict[str, Any]) -> None:
     """Root mean square errors of plain rows; a largest probability that is rounded costs more the larger it may be.
 
     By guesses up to 2^64 they are 1.085 of those, with a lag of 2^8 1.19.
@@ -169,7 +192,7 @@ def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(kernel: st
     q, k, v = (x.bfloat16() for x in (q, k, v))
     wanted = ca.attention(q.double(), k.double(), v.double(), backend="reference")
     plan = guessing(Problem.of(q, k, v), ca.Attention().program)
-    cut = dataclasses.replace(plan.tiling, kernel=kernel, lag=lag)
+    cut = dataclasses.replace(plan.tiling, **changes)
     with emulating(EAGER):
         forward = EmulatedForward(plan_forward(Problem.of(q, k, v), ca.Attention().program, HOPPER, tiling=cut))
         out = forward(q, k, v, 0.125)[0]

@@ -72,24 +72,43 @@ class GuessingRows(GroupRows):
             self.block.k_edge.release(k_slot, choose(self.is_negative(scores), Int32(0), Int32(LANES)))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
-        narrow(self.tOrP, scores)
-        # the vote tells the compiler what the barrier does not: all lanes branch alike
-        again = cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(rises))
-        self.again_if(again, n, k_slot, before)
+        self.count_tile(False)
+        again = self.settle(tile, scores, rises, n, k_slot, before)
         self.block.k_edge.release(k_slot, self.me.lane)
         return again
+
+    def settle(self, tile, scores, rises, n, k_slot, before):
+        """Rounded probabilities of a tile, computed again if a row of the group `rises`; gives whether one does."""
+        narrow(self.tOrP, scores)
+        again = self.any_of_group(rises)
+        self.again_if(again, n, k_slot, before)
+        return again
+
+    def any_of_group(self, condition):
+        """Whether it holds for one; the vote tells the compiler what the barrier does not: all lanes branch alike."""
+        return cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(condition))
 
     @cute.jit
     def again_if(self, condition, n, k_slot, before: cutlass.Constexpr):
         """`before`: sums of rows without the tile."""
         if condition:
-            for r, total in enumerate(before):
-                self.softmax.total[r] = total
-            ahead = self.mods.read_ahead(self.tile(None, n))
-            tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
-            self.products.wait(0)
-            narrow(self.tOrP, self.probabilities(tSrS, n, ahead, False, None, first=False))
+            narrow(self.tOrP, self.again(n, k_slot, before))
             self.rescale_output()
+
+    def again(self, n, k_slot, before):
+        """The tile's probabilities, from the product on, by each row's own maximum; `before` as of `again_if`."""
+        for r, total in enumerate(before):
+            self.softmax.total[r] = total
+        self.summed[0] = self.summed[0] - 1
+        self.softmax.lag_no_more()
+        ahead = self.mods.read_ahead(self.tile(None, n))
+        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
+        self.products.wait(0)
+        return self.probabilities(tSrS, n, ahead, False, None, first=False)
+
+    def count_tile(self, first: bool) -> None:
+        """Sums are noted where the output is rescaled alone, so the tile behind the first one raises each maximum."""
+        super().count_tile(False)
 
     def normalize(self):
         normalizer = cute.make_rmem_tensor(2, Float32)

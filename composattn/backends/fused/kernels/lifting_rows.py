@@ -1,0 +1,40 @@
+"""Rows that guess a tile's maximum, and divide by it what came out too large: nothing is multiplied again."""
+
+import cutlass
+import cutlass.cute as cute
+
+from ....primitives.values import narrow
+from .guessing_rows import GuessingRows
+
+
+class LiftingRows(GuessingRows):
+    """A row's probabilities are divided by its largest one where that is above 1, and so is what was summed before.
+
+    So the largest one is 1 as by the tile's own maximum, and no other number is rounded twice. Only where a row of the
+    group rose beyond fp32, or saw nothing before, is the tile computed again.
+    """
+
+    def settle(self, tile, scores, rises, n, k_slot, before):
+        any_rises = self.any_of_group(rises)
+        self.lift_if(any_rises, tile, scores, n, k_slot, before)
+        narrow(self.tOrP, scores)
+        return any_rises
+
+    @cute.jit
+    def lift_if(
+        self,
+        condition,
+        tile: cutlass.Constexpr,
+        scores: cutlass.Constexpr,
+        n,
+        k_slot,
+        before: cutlass.Constexpr,
+    ):
+        if condition:
+            if self.any_of_group(self.softmax.is_too_far()):
+                found = self.again(n, k_slot, before)
+                for i in cutlass.range_constexpr(cute.size(scores.registers)):
+                    scores[i] = found[i]
+            else:
+                self.softmax.lift(tile, self.rescale)
+            self.rescale_output()
