@@ -319,7 +319,7 @@ def _of_training() -> Iterable[Case]:
 
 def _of_scores_that_deviate() -> Iterable[Case]:
     """Scores further apart than those of N(0, 1), as trained models have: maxima rise for longer."""
-    for dim, pattern, deviation in itertools.product((64, 128), (full, causal), (2, 3, 6)):
+    for dim, pattern, deviation in itertools.product((64, 96, 128, 192, 256), (full, causal), (2, 3, 6)):
         plain = _plain(dim, 8192, pattern, "forward", ("deviation",))
         name = f"forward D{dim} of deviation {deviation} S8192 {pattern.__name__}"
         yield dataclasses.replace(plain, name=name, deviation=deviation)

@@ -29,7 +29,7 @@ from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import Target
-from composattn.backends.hopper.tiling import few_registers
+from composattn.backends.hopper.few_rows import few_registers
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8
@@ -38,7 +38,7 @@ STAY = {"persistent": True, "shares": "all", "q_stages": 2, "drawn": None}
 
 
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
-    """Fields of the tilings that `hopper/tiling.py` chooses among."""
+    """Fields of the tilings that `hopper/few_rows.py` chooses among."""
 
     def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
         cut = {"blocks": blocks, "tile_n": tile_n, "stages": stages, "consumer_registers": few_registers(blocks)}

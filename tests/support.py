@@ -63,13 +63,13 @@ def has_kernel_toolchain() -> bool:
 @contextlib.contextmanager
 def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     """Inside, calls whose queries see few keys are cut as those of long sequences: tests are short."""
-    from composattn.backends.hopper import tiling
+    from composattn.backends.hopper import forward_choice, large_blocks
 
     with pytest.MonkeyPatch.context() as patch:
         if really:
-            patch.setattr(tiling, "_is_short", lambda *_: False)
-            patch.setattr(tiling, "_run_at_once", lambda *_: False)
-            patch.setattr(tiling, "FEW_KEYS_DRAWN", 0)
+            patch.setattr(forward_choice, "is_short", lambda *_: False)
+            patch.setattr(forward_choice, "run_at_once", lambda *_: False)
+            patch.setattr(large_blocks, "FEW_KEYS_DRAWN", 0)
         yield
 
 

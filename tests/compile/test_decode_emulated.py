@@ -20,7 +20,8 @@ from composattn.backends.fused.few_queries import splits
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import EIGHT_ROWS, forward_tiling
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.tiling import EIGHT_ROWS
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode

@@ -19,7 +19,9 @@ from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import tiling
+from composattn.backends.hopper import maxima
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -60,8 +62,8 @@ def test_drawn_tiles_give_the_same_bits(
 ) -> None:
     """Two sequences of 2 heads, one key/value head, 2 query tiles each: 8 tiles for 3 blocks."""
     if guesses:
-        monkeypatch.setattr(tiling, "MANY_KEYS_GUESSED", 0)
-        monkeypatch.setattr(tiling, "MANY_KEYS_LINE", 0)
+        monkeypatch.setattr(maxima, "MANY_KEYS_GUESSED", 0)
+        monkeypatch.setattr(maxima, "MANY_KEYS_LINE", 0)
     mods = CASES[name]
     q, k, v = (outlier_normal(2, h, 201, 128, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
     program = ca.Attention(**mods).program
@@ -76,7 +78,7 @@ def test_drawn_tiles_give_the_same_bits(
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, program, FEW)
-    if guesses and plan.tiling.kernel == tiling.GUESSING:
+    if guesses and plan.tiling.kernel == GUESSING:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
     assert plan.tiling.drawn == "late"
     out, lse = run(drawn(plan, persistent=False, drawn=None, q_stages=1))
@@ -133,10 +135,10 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
     problem = Problem.of(*(torch.zeros(1, 1, 8192, d, dtype=torch.bfloat16) for d in (192, 192, 128)))
     for mask, length, direct in ((None, 8192, True), (causal(), 8192, True), (causal(), 4096, False)):
         sized = dataclasses.replace(problem, q_len=length, kv_len=length)
-        chosen = tiling.forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
+        chosen = forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
         assert chosen.output_direct == direct == chosen.persistent
-    assert tiling.forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
-    chosen = tiling.forward_tiling(problem, ca.Attention().program, HOPPER)
+    assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
+    chosen = forward_tiling(problem, ca.Attention().program, HOPPER)
     for refused in ({"drawn": None}, {"q_stages": 2}):
         with pytest.raises(ValueError, match="output_direct"):
             dataclasses.replace(chosen, **refused)
@@ -152,7 +154,7 @@ def test_the_next_queries_come_while_outputs_leave_from_registers(
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, ca.Attention(**CASES[name]).program, dataclasses.replace(HOPPER, sms=2))
     plan = drawn(plan, q_stages=1, **changes)
-    assert isinstance(plan.tiling, tiling.HopperTiling)
+    assert isinstance(plan.tiling, HopperTiling)
     assert (
         plan.tiling.drawn == "late"
         and plan.direct_store

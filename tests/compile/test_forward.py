@@ -22,8 +22,9 @@ from composattn.backends.fused.compile import compile_offline, content_hash
 from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.lag import ALONE, BY_SUMS, BY_SUMS_WIDE
-from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.maxima import ALONE, BY_SUMS, BY_SUMS_WIDE
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule

@@ -17,8 +17,9 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.lag import BY_SUMS
-from composattn.backends.hopper.tiling import GUESSING, forward_tiling
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.maxima import BY_SUMS
+from composattn.backends.hopper.tiling import GUESSING
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask

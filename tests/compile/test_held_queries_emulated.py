@@ -15,7 +15,8 @@ import composattn as ca
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import AUTO
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode

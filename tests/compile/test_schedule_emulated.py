@@ -16,7 +16,8 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import tiling
+from composattn.backends.hopper import long_documents, small_blocks
+from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -71,7 +72,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     kernel: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
     """Documents of 1 to 130 rows, in tiles of 128 queries; of the last tile's rows one warpgroup has none."""
-    monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
+    monkeypatch.setattr(long_documents, "LONG_DOCUMENTS", 100)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 130, 99]))
     q, k, v = (outlier_normal(1, 2, 300, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     mask = causal() & document(ids)
@@ -81,7 +82,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     found = []
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
-        cut = dataclasses.replace(tiling.forward_tiling(problem, program, FEW), kernel=kernel)
+        cut = dataclasses.replace(forward_tiling(problem, program, FEW), kernel=kernel)
         plan = plan_forward(problem, program, FEW, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
@@ -113,9 +114,9 @@ def test_two_stages_of_queries_give_the_same_bits(
     q, k, v = (outlier_normal(1, 3, keys, dim, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
     if name == "guessing":
-        monkeypatch.setattr(tiling, "FEW_KEYS_GUESSED", {64: 100, 96: 100})
+        monkeypatch.setattr(small_blocks, "FEW_KEYS_GUESSED", {64: 100, 96: 100})
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    two = dataclasses.replace(tiling.forward_tiling(problem, program, HOPPER), **fields)
+    two = dataclasses.replace(forward_tiling(problem, program, HOPPER), **fields)
     assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)
     leaves = dataclasses.replace(two, persistent=False, q_stages=1)
     _, wanted = ca.attention(q, k, v, mask_mod=mask, scale=0.088, return_lse=True, backend="reference")

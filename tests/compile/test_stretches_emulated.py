@@ -19,7 +19,7 @@ from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import backward_keys_apart, tiling
+from composattn.backends.hopper import backward_keys_apart, long_documents
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
@@ -39,7 +39,7 @@ NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
-    monkeypatch.setattr(tiling, "LONG_DOCUMENTS", 100)
+    monkeypatch.setattr(long_documents, "LONG_DOCUMENTS", 100)
     monkeypatch.setattr(backward_keys_apart, "COMPLETE_AT_ONCE", 100)
 
 

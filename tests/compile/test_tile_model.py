@@ -17,7 +17,7 @@ from benchmarks.tile_model import Counted, long_cases
 from benchmarks.tilings import changes_of
 from composattn.backends.fused.inspect import machine_code
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.lag import BY_SUMS
+from composattn.backends.hopper.maxima import BY_SUMS
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.lag import Lag
 

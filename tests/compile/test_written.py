@@ -19,7 +19,8 @@ from composattn.backends.fused.emulated import EmulatedForward, emulating, text_
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.fused.written import Written
-from composattn.backends.hopper.tiling import GUESSING, HopperTiling, forward_tiling
+from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER
 from composattn.mods import causal

@@ -104,7 +104,7 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "the_registry_alone_knows_the_architectures": (
         imports_of_an_architecture,
-        File("composattn.explain", "def f():\n    from .backends.hopper.tiling import forward_tiling"),
+        File("composattn.explain", "def f():\n    from .backends.hopper.forward_choice import forward_tiling"),
     ),
     "hopper_never_imports_blackwell": (
         never_imports("composattn.backends.hopper", "composattn.backends.blackwell"),

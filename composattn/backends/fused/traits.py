@@ -99,3 +99,19 @@ def keys(problem: Problem) -> int:
     """Of a sequence, as of `queries`; in pages, as many as the page table has room for."""
     packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
     return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
+
+
+def sees_at_most(most: int, program: Program) -> bool:
+    """Whether constants of the mask leave a row so few."""
+    return program.limits is not None and program.limits.most is not None and program.limits.most <= most
+
+
+def tiles_are_equal(problem: Problem, program: Program) -> bool:
+    """Whether each work tile has all keys, and nobody asked for parts of them."""
+    return program.mask is None and problem.layout.is_dense and problem.schedule.split_kv == "auto"
+
+
+def may_pass(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether groups of a query tile's rows may visit other keys, neighbouring ones."""
+    apart = program.mask is not None and len(program.intervals) == 1
+    return apart and problem.layout.is_dense and heads == 1 and not problem.schedule.batch_invariant

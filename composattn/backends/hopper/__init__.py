@@ -9,7 +9,7 @@ import torch
 from ..fused.architecture import Architecture, Kernel
 from ..fused.target import HOPPER
 from .backward_choice import backward_tiling
-from .tiling import forward_tiling
+from .forward_choice import forward_tiling
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:

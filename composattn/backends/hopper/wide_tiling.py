@@ -11,7 +11,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling
 from ..fused.traits import reads_pairs
-from .lag import lag_of
+from .maxima import lag_of
 
 ROWS = 64  # of one warpgroup's product
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
