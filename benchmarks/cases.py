@@ -354,6 +354,9 @@ def _of_serving() -> Iterable[Case]:
     for dim, (batch, length) in itertools.product((64, 128), short):
         name = f"forward D{dim} B{batch} S{length} causal, in a graph"
         yield Case(name, ("graph",), causal, batch=batch, heads=HIDDEN // dim, q_len=length, dim=dim, in_graph=True)
+    for dim, length, heads in ((192, 1024, 10), (256, 1024, 8), (256, 2048, 4)):
+        name = f"forward D{dim} B1 S{length} {heads} heads causal, in a graph"
+        yield Case(name, ("graph",), causal, batch=1, heads=heads, q_len=length, dim=dim, in_graph=True)
     for (batch, kv_len), (heads, kv_heads) in itertools.product(DECODED, ((64, 8), (40, 8))):
         name = f"decode B{batch} q1 kv{kv_len} GQA {heads}/{kv_heads} D128, in a graph"
         yield Case(
