@@ -24,6 +24,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
+from composattn.primitives.lag import Lag
 from composattn.testing.tolerance import Case, check
 
 # In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
@@ -231,3 +232,10 @@ def test_heads_that_share_a_tile_guess_in_all_its_rows(
     assert (plan.tiling.kernel, plan.is_split) == (GUESSING, False) and plan.tiling.slots > 1
     asked = {"backend": "hopper-emulated", "schedule": ca.Schedule(split_kv=1)}
     check(partial(ca.attention, **asked), Case(q, k, v, name="no mask"))
+
+
+def test_a_maximum_that_was_guessed_too_low_may_not_lag_whatever_sums_are() -> None:
+    """Raised by nobody, it would have each tile behind it computed again."""
+    problem = Problem(1, 1, 1, KEYS, KEYS, 64, 64, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ValueError, match="may lag by sums alone"):
+        guessing(problem, Program(), lag=Lag(3.0))

@@ -52,6 +52,8 @@ class HopperTiling(ForwardTiling):
     def __post_init__(self) -> None:
         if self.output_direct and (self.q_stages > 1 or not self.drawn):
             raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
+        if self.kernel == GUESSING and self.lag.most and self.lag.share is None:
+            raise ValueError("rows that guess raise a maximum that was too low: it may lag by sums alone")
         launched = launched_registers(self.warpgroups, self.blocks)
         if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
             raise ValueError(
