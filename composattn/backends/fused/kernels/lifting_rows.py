@@ -15,9 +15,9 @@ class LiftingRows(GuessingRows):
     """
 
     def settle(self, tile, scores, rises, n, k_slot, before):
+        narrow(self.tOrP, scores)
         any_rises = self.any_of_group(rises)
         self.lift_if(any_rises, tile, scores, n, k_slot, before)
-        narrow(self.tOrP, scores)
         return any_rises
 
     @cute.jit
@@ -32,9 +32,8 @@ class LiftingRows(GuessingRows):
     ):
         if condition:
             if self.any_of_group(self.softmax.is_too_far()):
-                found = self.again(n, k_slot, before)
-                for i in cutlass.range_constexpr(cute.size(scores.registers)):
-                    scores[i] = found[i]
+                narrow(self.tOrP, self.again(n, k_slot, before))
             else:
                 self.softmax.lift(tile, self.rescale)
+                narrow(self.tOrP, scores)
             self.rescale_output()
