@@ -211,11 +211,13 @@ def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
         return report.Result(f"chip-{way}", {"machine": "one chip, 1 SM", "rows": rows})
 
     said = report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0)])
-    assert "forward, to the fastest other implementation of each row: median 1.25×, from 0.50× to 2.00×" in said
+    assert "forward, to the fastest other of each row: median 1.25×, from 0.50× to 2.00×" in said
     assert "slower in 1 of 3 rows" in said and "slower in 1 of 1 rows" in said
     assert "cuBLAS matrix product: median 0.50×" in said
     assert "both directions, 4 rows: median 1.02×, from 0.50× to 2.00×" in said
     assert report.headline([run_of("forward", 50.0)]) == ""
+    apart = report.headline([run_of("forward", 50.0), run_of("backward", 125.0), run_of("deviation", 125.0)])
+    assert "forward of scores that deviate by 2 to 6, to the fastest other of each row: median 0.80×" in apart
     newer = report.Result("cpu-forward", run_of("forward", 1.0).facts | {"machine": "x86_64 CPU, 1 threads"})
     assert report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0), newer]) == said
 
