@@ -116,7 +116,7 @@ class HopperTiling(ForwardTiling):
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
-        guess += ", lifted where that was too low" if self.risen == "lifted" else ""
+        guess += ", lifted where that was too low" if guess and self.risen == "lifted" else ""
         held = f"; {self.held} columns of Q in registers" if self.held else ""
         wait = "the first exponential" if self.output_wait == "first" else "half of the exponentials"
         held += f"; waits for O behind {wait}" if self.output_wait else ""

@@ -61,7 +61,7 @@ class GuessingRows(GroupRows):
         return i, k_slot, v_slot
 
     def guessed_step(self, n, k_slot, v_slot):
-        """As `step`; gives whether the tile was computed again."""
+        """As `step`; gives whether the guess was too low."""
         ahead, tSrS = self.issue(n, k_slot, v_slot)
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
         scores = self.products.remembered(tSrS)
@@ -73,30 +73,30 @@ class GuessingRows(GroupRows):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         self.count_tile(False)
-        again = self.settle(tile, scores, rises, n, k_slot, before)
-        self.block.k_edge.release(k_slot, self.me.lane)
-        return again
-
-    def settle(self, tile, scores, rises, n, k_slot, before):
-        """Rounded probabilities of a tile, computed again if a row of the group `rises`; gives whether one does."""
         narrow(self.tOrP, scores)
-        again = self.any_of_group(rises)
-        self.again_if(again, n, k_slot, before)
-        return again
+        fails = self.any_of_group(rises)
+        self.mend_if(fails, tile, scores, n, k_slot, before)
+        self.block.k_edge.release(k_slot, self.me.lane)
+        return fails
 
     def any_of_group(self, condition):
         """Whether it holds for one; the vote tells the compiler what the barrier does not: all lanes branch alike."""
         return cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(condition))
 
     @cute.jit
-    def again_if(self, condition, n, k_slot, before: cutlass.Constexpr):
-        """`before`: sums of rows without the tile."""
+    def mend_if(
+        self, condition, tile: cutlass.Constexpr, scores: cutlass.Constexpr, n, k_slot, before: cutlass.Constexpr
+    ):
         if condition:
-            narrow(self.tOrP, self.again(n, k_slot, before))
+            self.mend(tile, scores, n, k_slot, before)
             self.rescale_output()
 
+    def mend(self, tile, scores, n, k_slot, before):
+        """Rounded probabilities of a tile whose guess was too low; `before`: sums of rows without it."""
+        narrow(self.tOrP, self.again(n, k_slot, before))
+
     def again(self, n, k_slot, before):
-        """The tile's probabilities, from the product on, by each row's own maximum; `before` as of `again_if`."""
+        """The tile's probabilities, from the product on, by each row's own maximum."""
         for r, total in enumerate(before):
             self.softmax.total[r] = total
         self.summed[0] = self.summed[0] - 1

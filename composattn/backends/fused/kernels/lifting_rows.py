@@ -14,26 +14,10 @@ class LiftingRows(GuessingRows):
     group rose beyond fp32, or saw nothing before, is the tile computed again.
     """
 
-    def settle(self, tile, scores, rises, n, k_slot, before):
-        narrow(self.tOrP, scores)
-        any_rises = self.any_of_group(rises)
-        self.lift_if(any_rises, tile, scores, n, k_slot, before)
-        return any_rises
-
     @cute.jit
-    def lift_if(
-        self,
-        condition,
-        tile: cutlass.Constexpr,
-        scores: cutlass.Constexpr,
-        n,
-        k_slot,
-        before: cutlass.Constexpr,
-    ):
-        if condition:
-            if self.any_of_group(self.softmax.is_too_far()):
-                narrow(self.tOrP, self.again(n, k_slot, before))
-            else:
-                self.softmax.lift(tile, self.rescale)
-                narrow(self.tOrP, scores)
-            self.rescale_output()
+    def mend(self, tile: cutlass.Constexpr, scores: cutlass.Constexpr, n, k_slot, before: cutlass.Constexpr):
+        if self.any_of_group(self.softmax.is_too_far()):
+            super().mend(tile, scores, n, k_slot, before)
+        else:
+            self.softmax.lift(tile, self.rescale)
+            narrow(self.tOrP, scores)
