@@ -28,6 +28,11 @@ def invariant_keys(widest: int, program: Program) -> int:
     return 64 if widest > 128 or reads_pairs(program.score) else 128
 
 
+def whole_pages(most: int) -> int:
+    """Keys of a tile that are whole pages, or a part of one, up to so many: pages are powers of two."""
+    return 1 << most.bit_length() - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling(abc.ABC):
     """Tiles of `tile_m` query rows and `tile_n` keys.

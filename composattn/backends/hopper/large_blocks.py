@@ -11,7 +11,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
-from ..fused.tiling import query_tiles
+from ..fused.tiling import query_tiles, whole_pages
 from ..fused.traits import keys, may_pass, padded, queries, reads_pairs, tiles_are_equal
 from .forward_fields import (
     HELD,
@@ -83,7 +83,7 @@ def large(problem: Problem, program: Program, target: Target, heads: int) -> Hop
         problem,
         heads,
         tile_m=tile_m,
-        tile_n=_whole_pages(tile_n) if paged else tile_n,
+        tile_n=whole_pages(tile_n) if paged else tile_n,
         # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
         stages=3 if guesses and tile_n <= keys_by_memory(target, tile_m, rows, d + dv + 64, stages=3) else 2,
         warpgroups=warpgroups,
@@ -184,8 +184,3 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
     if (d == 128 and keys(problem) < HELD_KEYS) or (of_those_that_stay and not persistent):
         return 0
     return HELD.get((d, dv), 0) if problem.layout.is_dense else 0
-
-
-def _whole_pages(tile_n: int) -> int:
-    """Keys of a tile that are whole pages, or a part of one: pages are powers of two."""
-    return 1 << tile_n.bit_length() - 1
