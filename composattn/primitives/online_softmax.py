@@ -21,8 +21,6 @@ from .lanes import add
 from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
 
-FAR = 2.0**100  # sums of a tile up to which probabilities by a maximum before it are numbers of fp32
-
 
 class OnlineSoftmax(Fixed):
     """Row statistics of one thread; `scale` must be positive (a mask's -inf times 0 would be NaN).
@@ -93,31 +91,6 @@ class OnlineSoftmax(Fixed):
             self.total[r] = self.total[r] + added
         return rises
 
-    def is_too_far(self) -> Any:
-        """Whether `lift` can't tell how far a row of `by_maximum_before` rose: to fp32's end, or from nothing seen."""
-        found = Boolean(False)
-        for r in range(self.shape.rows):
-            found = found | (self.total[r] > FAR) | self._is_hidden(self.maximum[r])
-        return found
-
-    def lift(self, tile: ScoreTile, rescale: cute.Tensor) -> None:
-        """What `by_maximum_before` gave, with each row's maximum raised to its largest score, as if by `step`.
-
-        Scores are not needed for it: a probability has fp32's precision at any size.
-        """
-        log2_unit = cute.arch.rcp_approx(self.scale)
-        for r in range(tile.rows):
-            probabilities = [tile.values[r, c] for c in range(tile.columns)]
-            largest = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, chains(cute.arch.fmax, probabilities)))
-            largest = cute.arch.fmax(largest, Float32(1.0))
-            factor, rise = cute.arch.rcp_approx(largest), log2(largest)
-            for c, probability in enumerate(self.arithmetic.times(probabilities, factor)):
-                tile.values[r, c] = probability
-            self.scaled_shift[r] = self.scaled_shift[r] + rise
-            self.maximum[r] = self.maximum[r] + rise * log2_unit
-            self.lower(r, factor)
-            rescale[r] = factor
-
     def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
 
@@ -169,11 +142,6 @@ class OnlineSoftmax(Fixed):
             # -inf of a row that has seen nothing: any score is above it
             lag = log2(self.shape.along_row(add, self.total[r]) * share)
             self.limit[r] = self.maximum[r] + cute.arch.fmin(lag, Float32(self.lag.most)) * log2_unit
-
-    def lag_no_more(self) -> None:
-        """Every maximum is raised, until sums are noted again."""
-        if self.limit is not None:
-            self.limit.fill(-Float32.inf)
 
     def exponentials(
         self, tile: ScoreTile, r: int, columns: Sequence[int], units: ExponentialUnits | None = None

@@ -24,7 +24,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
-from composattn.primitives.lag import Lag
+from composattn.primitives.lag import NO_LAG
 from composattn.testing.tolerance import Case, check
 
 # In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
@@ -34,21 +34,14 @@ KEYS = 430
 HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
 
 
-WAYS = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param({}, id="again"),
-        pytest.param({"risen": "lifted"}, id="lifted", marks=pytest.mark.slow),
-        pytest.param({"risen": "lifted", "lag": BY_SUMS}, id="lifted, lag by sums"),
-    ],
-)  # of a tile whose guess was too low, and of those that look for maxima
+WAYS = pytest.mark.parametrize("early", [True, False], ids=["early", "late"])  # when the output is rescaled
 
 
 def guessing(problem: Problem, program: Program, **changes: Any) -> ForwardPlan:
     """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
     cut = forward_tiling(long, program, HOPPER)
-    cut = dataclasses.replace(cut, kernel=GUESSING, rescale_early=False, tile_n=32, **changes)
+    cut = dataclasses.replace(cut, kernel=GUESSING, tile_n=32, **{"lag": NO_LAG} | changes)
     return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
 
 
@@ -71,7 +64,7 @@ def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     ],
 )
 def test_rows_come_out_right_however_far_they_rise(
-    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, way: dict[str, Any], generator: torch.Generator
+    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, early: bool, generator: torch.Generator
 ) -> None:
     q, k, v = (torch.randn(1, 1, KEYS, d, generator=generator) for _ in range(3))
     most = {"not": 1.0, "steadily": 60.0, "beyond fp32's exponents": 3000.0}.get(grows, 20.0)
@@ -83,7 +76,7 @@ def test_rows_come_out_right_however_far_they_rise(
     asked = ca.Attention(score_mod=score, mask_mod=mask)
     exact = ca.Attention(score_mod=score, mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
-    plan = guessing(Problem.of(q, k, v), asked.program, **way)
+    plan = guessing(Problem.of(q, k, v), asked.program, rescale_early=early)
     captured = [c.tensor for c in asked.program.captures]
     found = []
     for mode in (EAGER, LATE, random_mode(1)):
@@ -101,7 +94,7 @@ def test_rows_come_out_right_however_far_they_rise(
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_guesses_begin_again_behind_those_that_fail(
-    dtype: torch.dtype, way: dict[str, Any], generator: torch.Generator
+    dtype: torch.dtype, early: bool, generator: torch.Generator
 ) -> None:
     """Keys of 41 tiles whose scores rise all the time: 8 tiles look for their maximum, later 16."""
     keys = 1300
@@ -110,7 +103,7 @@ def test_guesses_begin_again_behind_those_that_fail(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wanted, lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
     with emulating(LATE):
-        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program(), **way))(q, k, v, 0.125)
+        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program(), rescale_early=early))(q, k, v, 0.125)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
     assert out_lse is not None
     torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
@@ -141,7 +134,7 @@ MODS: dict[str, Any] = {
     ],
 )
 def test_with_a_score_mod_rows_are_those_of_fp64(
-    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, way: dict[str, Any], generator: torch.Generator
+    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, early: bool, generator: torch.Generator
 ) -> None:
     """Two heads on one; a row whose scores are all below -2^25 sees nothing, whichever tile it was hidden in."""
     q = torch.randn(1, 2, KEYS, d, generator=generator).to(dtype)
@@ -150,7 +143,7 @@ def test_with_a_score_mod_rows_are_those_of_fp64(
     exact = ca.Attention(score_mod=MODS[mod], mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
     captured = [c.tensor for c in asked.program.captures]
-    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, **way))
+    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, rescale_early=early))
     with emulating(LATE):
         out, out_lse, out_highest = forward(q, k, v, d**-0.5, captured)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
@@ -175,8 +168,6 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     "changes",
     [
         pytest.param({}, id="guesses"),
-        pytest.param({"risen": "lifted"}, id="guesses lifted"),
-        pytest.param({"risen": "lifted", "lag": BY_SUMS}, id="guesses lifted, lag by sums"),
         pytest.param({"kernel": "forward", "lag": BY_SUMS}, id="lag by sums"),
     ],
 )
@@ -234,8 +225,8 @@ def test_heads_that_share_a_tile_guess_in_all_its_rows(
     check(partial(ca.attention, **asked), Case(q, k, v, name="no mask"))
 
 
-def test_a_maximum_that_was_guessed_too_low_may_not_lag_whatever_sums_are() -> None:
-    """Raised by nobody, it would have each tile behind it computed again."""
+def test_no_maximum_lags_where_others_are_guessed() -> None:
+    """A guess below the largest score so far would fail."""
     problem = Problem(1, 1, 1, KEYS, KEYS, 64, 64, torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(ValueError, match="may lag by sums alone"):
-        guessing(problem, Program(), lag=Lag(3.0))
+    with pytest.raises(ValueError, match="none may lag"):
+        guessing(problem, Program(), lag=BY_SUMS)

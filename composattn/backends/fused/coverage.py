@@ -14,7 +14,7 @@ from .order import exchanged, mirror
 from .plan import extent_of
 from .stretches import falls_apart
 from .tiling import BackwardTiling
-from .traits import bounds_queries, has_bounded_documents, has_costly_test, padded
+from .traits import bounds_queries, changes_weights, has_bounded_documents, has_costly_test, padded
 from .work import fixed_visits
 
 
@@ -61,7 +61,7 @@ def has_documents_apart(problem: Problem, program: Program) -> bool:
     Of ids that come again later lists say what is visited.
     """
     square = padded(problem.head_dim) == padded(problem.head_dim_v)
-    alone = program.score is None and program.keep is None and has_costly_test(program.mask)
+    alone = not changes_weights(program) and has_costly_test(program.mask)
     if not (square and alone and falls_apart(problem, program)):
         return False
     return reason_for_lists(QueryLists, program.mask, extent_of(problem), (128, 128)) is None

@@ -11,7 +11,7 @@ from ...call.schedule import MOST_SPLITS
 from ...errors import InvalidSchedule
 from ...graph.expr import Dep
 from .target import Target
-from .tiling import ForwardTiling, query_tiles, slots
+from .tiling import ForwardTiling, key_tiles, query_tiles, slots
 from .traits import keys, queries
 
 
@@ -62,7 +62,7 @@ class Time(abc.ABC):
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         self.problem, self.tiling, self.target = problem, tiling, target
         self.work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
-        self.tiles = -(-keys(problem) // tiling.tile_n)
+        self.tiles = key_tiles(problem, tiling.tile_n)
 
     @abc.abstractmethod
     def in_parts(self, n: int) -> float: ...

@@ -10,7 +10,8 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.lag import WHATEVER_SUMS, Lag
-from .traits import queries, reads_pairs
+from .target import Target
+from .traits import keys, queries, reads_pairs
 
 STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
@@ -31,6 +32,12 @@ def invariant_keys(widest: int, program: Program) -> int:
 def whole_pages(most: int) -> int:
     """Keys of a tile that are whole pages, or a part of one, up to so many: pages are powers of two."""
     return 1 << most.bit_length() - 1
+
+
+def keys_by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2) -> int:
+    """Keys of a tile for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory."""
+    free = target.shared_memory - 1024 - tile_m * rows * 2
+    return free // (2 * stages * keys) // 16 * 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,11 @@ class Tiling(abc.ABC):
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:
     """Of a batch entry: tiles of so many rows, which `heads` of a key/value head share."""
     return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads)
+
+
+def key_tiles(problem: Problem, columns: int) -> int:
+    """Of a sequence: tiles of so many keys."""
+    return -(-keys(problem) // columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

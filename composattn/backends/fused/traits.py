@@ -101,6 +101,11 @@ def keys(problem: Problem) -> int:
     return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
 
 
+def changes_weights(program: Program) -> bool:
+    """Whether a score mod or dropout leaves no weight as the scores have it; what a mask lets through it leaves."""
+    return program.score is not None or program.keep is not None
+
+
 def sees_at_most(most: int, program: Program) -> bool:
     """Whether constants of the mask leave a row so few."""
     return program.limits is not None and program.limits.most is not None and program.limits.most <= most

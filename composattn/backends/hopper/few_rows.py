@@ -8,8 +8,8 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.few_queries import time_of
 from ..fused.target import Target
-from ..fused.tiling import slots
-from ..fused.traits import keys, padded, queries, reads_along_keys, tiles_are_equal
+from ..fused.tiling import key_tiles, slots
+from ..fused.traits import padded, queries, reads_along_keys, tiles_are_equal
 from .forward_fields import PAGE_REGISTERS, kernel_of, keys_in_order, tiling_of
 from .tiling import EIGHT_ROWS, EVEN_STAGES, ROWS, HopperTiling, in_equal_shares, launched_registers
 
@@ -54,7 +54,7 @@ def _has_equal_shares(problem: Problem, program: Program, tiling: HopperTiling, 
     tiles = problem.q_heads // tiling.packed_heads * problem.batch
     few = 2 * tiles >= target.sms  # as one warp adds up all portions
     idle = -tiles % target.sms
-    counted = (tiles * -(-keys(problem) // tiling.tile_n) + 1) * target.sms < 1 << 31  # what `EqualShares` multiplies
+    counted = (tiles * key_tiles(problem, tiling.tile_n) + 1) * target.sms < 1 << 31  # what `EqualShares` multiplies
     return few and idle >= FULL_ROUNDS * (tiles + idle) and counted
 
 

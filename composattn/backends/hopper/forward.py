@@ -20,7 +20,6 @@ from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
 from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
 from ..fused.kernels.guessing_rows import GuessingRows
-from ..fused.kernels.lifting_rows import LiftingRows
 from ..fused.plan import ForwardPlan
 from .tiling import SUMS, HopperTiling
 from .wgmma import (
@@ -159,15 +158,10 @@ class HopperForwardApart(HopperForward):
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < work.queries.end, leaves.kv_len, 0))
 
 
-ROWS_RISEN = {"again": GuessingRows, "lifted": LiftingRows}
-
-
 class HopperForwardGuessing(HopperForwardApart):
     """The same with probabilities by the maximum before their tile, which V's columns of ones sum."""
 
-    def __init__(self, plan: ForwardPlan[HopperTiling]):
-        super().__init__(plan)
-        self.group_rows = ROWS_RISEN[plan.tiling.risen]
+    group_rows = GuessingRows
 
     def block(self, call):
         return BlockWithOnes(self.tiling, self.dtype, call)

@@ -114,9 +114,3 @@ def keys_by_registers(registers: int, dv: int, program: Program) -> int:
         other += 12  # of a test that is no bound: 25 spilled and read again with D 64 and 128 columns
     free = registers - other - dv // 2
     return free * 4 // 3 // 16 * 16
-
-
-def keys_by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2) -> int:
-    """Columns for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory."""
-    free = target.shared_memory - 1024 - tile_m * rows * 2
-    return free // (2 * stages * keys) // 16 * 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.stretches import falls_apart
-from ..fused.traits import has_bounded_documents, keys, may_pass, padded
+from ..fused.traits import changes_weights, has_bounded_documents, keys, may_pass, padded
 from ..fused.work import captured_decide
 from .forward_fields import HELD, keys_by_registers, tiling_of
 from .tiling import FROM_FIRST, ROWS, HopperTiling
@@ -16,7 +16,7 @@ LONG_DOCUMENTS = 4096
 
 
 def has_long_documents(problem: Problem, program: Program, heads: int) -> bool:
-    plain = program.score is None and program.keep is None and may_pass(problem, program, heads)
+    plain = not changes_weights(program) and may_pass(problem, program, heads)
     return plain and captured_decide(program.intervals) and keys(problem) > LONG_DOCUMENTS
 
 

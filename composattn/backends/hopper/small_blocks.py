@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from ...analysis.program import Program
@@ -9,14 +10,13 @@ from ...call.problem import Problem
 from ..fused.few_queries import packed_heads
 from ..fused.order import keys_of_a_query
 from ..fused.target import Target
-from ..fused.tiling import query_tiles
-from ..fused.traits import keys, padded, reads_any, reads_pairs, sees_at_most
+from ..fused.tiling import keys_by_memory, query_tiles
+from ..fused.traits import changes_weights, keys, padded, reads_any, reads_pairs, sees_at_most
 from ..fused.work import captured_decide
 from .forward_fields import (
     PAGE_REGISTERS,
     heads_together,
     kernel_of,
-    keys_by_memory,
     keys_by_registers,
     keys_in_order,
     most_read,
@@ -24,7 +24,7 @@ from .forward_fields import (
     with_next_queries,
     written,
 )
-from .maxima import rows_guess
+from .maxima import BY_SUMS_AT_ONCE, rows_guess
 from .tiling import ROWS, HopperTiling
 
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -80,7 +80,7 @@ def alone(problem: Problem, program: Program, target: Target, heads: int) -> Hop
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     widest, gathers = max(d, dv), reads_pairs(program.score)
     most = 64 if widest > 192 or keys(problem) <= 128 else most_read(widest, program) if gathers else 128
-    return tiling_of(
+    tiling = tiling_of(
         problem,
         heads,
         tile_m=ROWS,
@@ -95,6 +95,7 @@ def alone(problem: Problem, program: Program, target: Target, heads: int) -> Hop
         kernel=kernel_of(problem),
         written=written(d, dv, program, False),
     )
+    return tiling if tiling.lag.share is None else dataclasses.replace(tiling, lag=BY_SUMS_AT_ONCE)
 
 
 def small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
@@ -137,6 +138,6 @@ def small(problem: Problem, program: Program, target: Target, heads: int) -> Hop
 
 def _is_short_and_plain(problem: Problem, program: Program) -> bool:
     """Whether small blocks stay, and have 64 keys at a time."""
-    plain = program.score is None and program.keep is None and not reads_any(program.mask)
+    plain = not changes_weights(program) and not reads_any(program.mask)
     plain = plain and problem.layout.is_dense and not problem.schedule.batch_invariant
     return plain and max(padded(problem.head_dim), padded(problem.head_dim_v)) == 64 and keys(problem) <= SHORT_SMALL

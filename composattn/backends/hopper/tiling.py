@@ -26,14 +26,12 @@ class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
 
     `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
-    computed, not after it was accumulated. `lag`: how far a row's maximum may be below its largest score. `q_stages`: Q
-    lies in a ring of so many; with two, in blocks that stay, the next work tile's is copied while this one is computed.
-    `held`: so many columns of Q wait in registers for all tiles of keys, so that the matrix unit reads only the other
-    ones from shared memory. `output_wait`: behind which of a thread's exponentials the output's product is waited for,
-    the first one or half of them; None: wherever the compiler likes, which may be before any. `written`: how products
-    are, see `fused/written.py`. `risen`: a tile whose guess was too low is computed again, or lifted
-    (`kernels/lifting_rows.py`; of no default, as a lag beside guesses: not timed yet, 62. of Forward in
-    benchmarks/LOG.md).
+    computed, not after it was accumulated (where rows guess, in tiles that look for their maximum). `lag`: how far a
+    row's maximum may be below its largest score. `q_stages`: Q lies in a ring of so many; with two, in blocks that
+    stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
+    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_wait`: behind which
+    of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
+    compiler likes, which may be before any. `written`: how products are, see `fused/written.py`.
     """
 
     stages: int
@@ -47,13 +45,12 @@ class HopperTiling(ForwardTiling):
     held: int = 0
     written: Written = "whole"
     output_wait: Literal["first", "half"] | None = None
-    risen: Literal["again", "lifted"] = "again"
 
     def __post_init__(self) -> None:
         if self.output_direct and (self.q_stages > 1 or not self.drawn):
             raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
-        if self.kernel == GUESSING and self.lag.most and self.lag.share is None:
-            raise ValueError("rows that guess raise a maximum that was too low: it may lag by sums alone")
+        if self.kernel == GUESSING and self.lag.most:
+            raise ValueError("rows that guess begin with their largest score so far: none may lag behind it")
         launched = launched_registers(self.warpgroups, self.blocks)
         if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
             raise ValueError(
@@ -116,7 +113,6 @@ class HopperTiling(ForwardTiling):
         apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
-        guess += ", lifted where that was too low" if guess and self.risen == "lifted" else ""
         held = f"; {self.held} columns of Q in registers" if self.held else ""
         wait = "the first exponential" if self.output_wait == "first" else "half of the exponentials"
         held += f"; waits for O behind {wait}" if self.output_wait else ""

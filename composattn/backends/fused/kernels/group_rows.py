@@ -233,9 +233,8 @@ class GroupRows(OutputRows[Any]):
             v_slot = v_slot.next()
         return k_slot, v_slot
 
-    def issue(self, n, k_slot, v_slot):
+    def issue(self, n, k_slot, v_slot, early):
         """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
-        early = self.tiling.rescale_early
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
@@ -251,7 +250,7 @@ class GroupRows(OutputRows[Any]):
     def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         seen = self.look(n) if tested else None
-        ahead, tSrS = self.issue(n, k_slot, v_slot)
+        ahead, tSrS = self.issue(n, k_slot, v_slot, self.tiling.rescale_early)
         if self.tiling.output_wait is None:
             self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)

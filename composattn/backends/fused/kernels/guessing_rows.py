@@ -58,11 +58,18 @@ class GuessingRows(GroupRows):
             i += 1
             k_slot = k_slot.next()
             v_slot = v_slot.next()
+        if const_expr(self.tiling.rescale_early):
+            self.settle()
         return i, k_slot, v_slot
 
+    def settle(self):
+        """The output is that of the maxima: a guess raises none."""
+        self.rescale_output()
+        self.rescale.fill(1.0)
+
     def guessed_step(self, n, k_slot, v_slot):
-        """As `step`; gives whether the guess was too low."""
-        ahead, tSrS = self.issue(n, k_slot, v_slot)
+        """As `step`; gives whether the tile was computed again."""
+        ahead, tSrS = self.issue(n, k_slot, v_slot, early=False)
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
         scores = self.products.remembered(tSrS)
         tile = self.tile(scores, n)
@@ -72,43 +79,24 @@ class GuessingRows(GroupRows):
             self.block.k_edge.release(k_slot, choose(self.is_negative(scores), Int32(0), Int32(LANES)))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
-        self.count_tile(False)
         narrow(self.tOrP, scores)
-        fails = self.any_of_group(rises)
-        self.mend_if(fails, tile, scores, n, k_slot, before)
+        # the vote tells the compiler what the barrier does not: all lanes branch alike
+        again = cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(rises))
+        self.again_if(again, n, k_slot, before)
         self.block.k_edge.release(k_slot, self.me.lane)
-        return fails
-
-    def any_of_group(self, condition):
-        """Whether it holds for one; the vote tells the compiler what the barrier does not: all lanes branch alike."""
-        return cute.arch.vote_any_sync(self.block.of_groups[self.me.number].meet_and_ask(condition))
+        return again
 
     @cute.jit
-    def mend_if(
-        self, condition, tile: cutlass.Constexpr, scores: cutlass.Constexpr, n, k_slot, before: cutlass.Constexpr
-    ):
+    def again_if(self, condition, n, k_slot, before: cutlass.Constexpr):
+        """`before`: sums of rows without the tile."""
         if condition:
-            self.mend(tile, scores, n, k_slot, before)
-            self.rescale_output()
-
-    def mend(self, tile, scores, n, k_slot, before):
-        """Rounded probabilities of a tile whose guess was too low; `before`: sums of rows without it."""
-        narrow(self.tOrP, self.again(n, k_slot, before))
-
-    def again(self, n, k_slot, before):
-        """The tile's probabilities, from the product on, by each row's own maximum."""
-        for r, total in enumerate(before):
-            self.softmax.total[r] = total
-        self.summed[0] = self.summed[0] - 1
-        self.softmax.lag_no_more()
-        ahead = self.mods.read_ahead(self.tile(None, n))
-        tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
-        self.products.wait(0)
-        return self.probabilities(tSrS, n, ahead, False, None, first=False)
-
-    def count_tile(self, first: bool) -> None:
-        """Sums are noted where the output is rescaled alone, so the tile behind the first one raises each maximum."""
-        super().count_tile(False)
+            for r, total in enumerate(before):
+                self.softmax.total[r] = total
+            ahead = self.mods.read_ahead(self.tile(None, n))
+            tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
+            self.products.wait(0)
+            narrow(self.tOrP, self.probabilities(tSrS, n, ahead, False, None, first=False))
+            self.settle()
 
     def normalize(self):
         normalizer = cute.make_rmem_tensor(2, Float32)
