@@ -180,8 +180,11 @@ def spread(result: Result) -> str:
 
 def elsewhere(result: Result) -> str:
     """Rows of another commit than the file's, in words; none where there are none."""
-    rows = {row["row"]: row["commit"] for row in result.facts["rows"] if "commit" in row}
-    return "".join(f" {row}: commit `{commit[:12]}`." for row, commit in rows.items())
+    of_commits: dict[str, dict[str, None]] = {}
+    for row in result.facts["rows"]:
+        if "commit" in row:
+            of_commits.setdefault(row["commit"], {})[row["row"]] = None
+    return "".join(f" Of commit `{commit[:12]}`: {'; '.join(rows)}." for commit, rows in of_commits.items())
 
 
 def section(result: Result, plots: Iterable[str]) -> str:
