@@ -38,7 +38,8 @@ class Loop:
         """What a warp carries out of the body for a tile: the shortest way through it, or the longest if `tested`.
 
         No way leaves out a product or an exponential that another takes, nor takes what a warp's vote skips that has
-        none: a rescale, which few tiles need.
+        none: a rescale, which few tiles need. What a vote skips that has a product is a tile computed again, as its
+        maximum was guessed too low.
         """
         sign = -1 if tested else 1
         best: dict[int, tuple[int, int, int]] = {self.stop + 1: (0, 0, -1)}  # less of both is better; and what follows
@@ -58,8 +59,10 @@ class Loop:
         """Instructions of the body that may follow number n; jumps out of it wait, and come back to it."""
         i = self.code[n]
         ahead = i.target is not None and n < i.target <= self.stop
-        if ahead and self._is_voted(n) and not any(map(_works, self.code[n : i.target])):
-            return [i.target]  # type: ignore[list-item]
+        if ahead and self._is_voted(n):
+            skipped = self.code[n : i.target]
+            if any(j.name in MATRIX for j in skipped) or not any(map(_works, skipped)):
+                return [i.target]  # type: ignore[list-item]
         always = ahead and not _may_fall_through(i)
         return ([] if always else [n + 1]) + ([i.target] if ahead else [])  # type: ignore[list-item]
 
@@ -109,8 +112,8 @@ class Loop:
 class Role:
     """The loops of warps that do the same job: one after the other, or one within a loop over work tiles.
 
-    `plain` is that of tiles that need no test, which selects the least, `tested` the one that selects the most; the
-    shorter and the longer one of equals.
+    `plain` is that of tiles that need no test, which selects the least, `tested` the one that selects the most; of
+    equals that with the shorter and the longer way through it.
     """
 
     job: str
@@ -118,11 +121,11 @@ class Role:
 
     @property
     def plain(self) -> Loop:
-        return min(self.loops, key=lambda loop: (loop.selects, len(loop.body)))
+        return min(self.loops, key=lambda loop: (loop.selects, len(loop.path(False))))
 
     @property
     def tested(self) -> Loop:
-        return max(self.loops, key=lambda loop: (loop.selects, len(loop.body)))
+        return max(self.loops, key=lambda loop: (loop.selects, len(loop.path(True))))
 
     def path(self, tested: bool) -> tuple[Instruction, ...]:
         """What a warp carries out for a tile."""

@@ -170,6 +170,32 @@ def test_the_way_of_an_untested_tile_skips_tests_and_rescales_but_no_work() -> N
     assert len(tested) == len(plain) + 2 == len(first.body) - 3
 
 
+def test_a_tile_that_is_computed_again_is_on_no_way() -> None:
+    """As its maximum was guessed too low; tiles that look for theirs have a loop of their own, which is longer."""
+    found = f"""
+    1:
+    HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+    {EXPONENTIALS}
+    {PADDING}
+    @P2 BRA `(.L_x_1)
+    2:
+    HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+    {EXPONENTIALS}
+    VOTE.ANY P0, P0
+    @!P0 BRA `(.L_x_3)
+    HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+    {EXPONENTIALS}
+    3:
+    @P2 BRA `(.L_x_2)
+    BRA `(.L_x_1)
+    EXIT
+    """
+    (working,) = roles(code(found))
+    looks, guesses = working.loops
+    assert (working.plain, working.tested) == (guesses, looks)
+    assert len(guesses.path(False)) == len(guesses.path(True)) < len(looks.body) < len(guesses.body)
+
+
 def test_instructions_keep_the_units_of_the_table_busy() -> None:
     given = code(
         """
