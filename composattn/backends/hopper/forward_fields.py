@@ -8,7 +8,7 @@ from typing import Any
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...primitives.lag import NO_LAG
+from ...primitives.lag import NO_LAG, Lag
 from ..fused.target import Target
 from ..fused.tiling import invariant_keys
 from ..fused.traits import bytes_at_pairs, has_opaque_test, keys, padded, reads_any, reads_by, reads_pairs, sees_at_most
@@ -30,15 +30,15 @@ PAGE_REGISTERS = 40  # of a thread that copies: page numbers beside what all cop
 HELD = {(192, 192): 128, (128, 128): 128, (192, 128): 192}  # 8k causal 1 %; D 256 gains nothing
 
 
-def tiling_of(problem: Problem, heads: int, kernel: str, **chosen: Any) -> HopperTiling:
-    """With what hangs on the problem and the kernel alone."""
+def tiling_of(problem: Problem, heads: int, kernel: str, lag: Lag | None = None, **chosen: Any) -> HopperTiling:
+    """With what hangs on the problem and the kernel alone, and the lag too if none is given."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     return HopperTiling(
         d=d,
         dv=dv,
         kernel=kernel,
         # where maxima are guessed, few tiles look for their own
-        lag=NO_LAG if kernel == GUESSING else lag_of(problem),
+        lag=NO_LAG if kernel == GUESSING else lag or lag_of(problem),
         l2=32 << 20,
         packed_heads=heads,
         **chosen,

@@ -109,10 +109,9 @@ def _shares(problem: Problem, program: Program, tiling: HopperTiling, target: Ta
     Not three warpgroups, whose loops have no register to spare (D 64 loses 2 to 4 %), nor with all of Q in registers
     (192/128: 16 spilled). With score mods it was not timed.
     """
-    schedule, changed = problem.schedule, changes_weights(program)
-    equal = tiles_are_equal(problem, program)
+    plain = tiles_are_equal(problem, program) and not changes_weights(program)
     can = tiling.drawn is not None and tiling.warpgroups == 2 and not tiling.frees_queries
-    if not (equal and can) or changed or schedule.batch_invariant:
+    if not (plain and can) or problem.schedule.batch_invariant:
         return False
     tiles = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
     idle = -tiles % target.sms / target.sms

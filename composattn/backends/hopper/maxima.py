@@ -17,18 +17,22 @@ BY_SUMS, BY_SUMS_WIDE = Lag(8.0, share=1 / 32), Lag(8.0, share=1 / 16)
 BY_SUMS_AT_ONCE = Lag(8.0, share=1 / 64)
 ALONE = Lag(3.0)
 FEW_KEYS_ALONE = 1024  # up to which noting a row's sums takes 1 to 5 % of a call
-# Keys of a query, on average, from which D 128 guesses: 8k and 16k gain 1 %, causal 2k and windows of 1,024 nothing
+# Keys of a query, on average, from which D 128 guesses: of N(0, 1) 4k and 8k gain 7 and 8 %, causal 8k 4, causal 2k, 4k
+# and windows of 1,024 nothing; scores that deviate by 3 and 6 lose 3 to 6
 MANY_KEYS_GUESSED = 2304
 # The same with a score mod: ALiBi gains 10 % of causal 2k, 11 % of 8k
 MANY_KEYS_LINE = 1024
 
 
-def lag_of(problem: Problem) -> Lag:
-    """A warp notes sums of all its rows when one is rescaled: a row's bits depend on those beside it."""
+def lag_of(problem: Problem, by_sums: Lag | None = None) -> Lag:
+    """By sums as asked for, but where rows have few keys or may not depend on others.
+
+    A warp notes sums of all its rows when one is rescaled: a row's bits depend on those beside it.
+    """
     few = keys(problem) <= FEW_KEYS_ALONE
     if few or problem.schedule.batch_invariant:
         return ALONE
-    return BY_SUMS if problem.head_dim_v <= 128 else BY_SUMS_WIDE
+    return by_sums or (BY_SUMS if problem.head_dim_v <= 128 else BY_SUMS_WIDE)
 
 
 def rows_guess(problem: Problem, program: Program, heads: int, mean_keys: Callable[[], float]) -> bool:

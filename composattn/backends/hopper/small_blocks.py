@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 from ...analysis.program import Program
@@ -24,7 +23,7 @@ from .forward_fields import (
     with_next_queries,
     written,
 )
-from .maxima import BY_SUMS_AT_ONCE, rows_guess
+from .maxima import BY_SUMS_AT_ONCE, lag_of, rows_guess
 from .tiling import ROWS, HopperTiling
 
 # Keys of a query, on average, up to which several small blocks beat a large one: they fill each other's beginnings and
@@ -80,7 +79,7 @@ def alone(problem: Problem, program: Program, target: Target, heads: int) -> Hop
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     widest, gathers = max(d, dv), reads_pairs(program.score)
     most = 64 if widest > 192 or keys(problem) <= 128 else most_read(widest, program) if gathers else 128
-    tiling = tiling_of(
+    return tiling_of(
         problem,
         heads,
         tile_m=ROWS,
@@ -90,12 +89,12 @@ def alone(problem: Problem, program: Program, target: Target, heads: int) -> Hop
         consumer_registers=240,
         producer_registers=PAGE_REGISTERS,
         rescale_early=dv > 128,
+        lag=lag_of(problem, BY_SUMS_AT_ONCE),
         output_wait="first" if program.keep is None else None,
         heads_together=heads_together(problem, program),
         kernel=kernel_of(problem),
         written=written(d, dv, program, False),
     )
-    return tiling if tiling.lag.share is None else dataclasses.replace(tiling, lag=BY_SUMS_AT_ONCE)
 
 
 def small(problem: Problem, program: Program, target: Target, heads: int) -> HopperTiling:
