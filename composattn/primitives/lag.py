@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,10 +13,14 @@ class Lag:
     Where there is a `share`, the score's probability is also at most this share of what the row's sum will be if the
     tiles to come add as much as those before. For a probability that is no power of 2 is rounded, as the largest one by
     an exact maximum, which is 1, is not; and a row notices it where it is much of the sum.
+
+    `noted`: sums are known behind the first tile, and again whenever a warp was rescaled, or whenever twice as many
+    tiles were summed; a maximum that rises in between lags no more until then.
     """
 
     most: float
     share: float | None = None
+    noted: Literal["rescaled", "doubled"] = "rescaled"
 
     def __str__(self) -> str:
         if not self.most:

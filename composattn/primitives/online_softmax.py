@@ -253,11 +253,12 @@ def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor, then: cutlass.Constexpr):
+def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor, then: cutlass.Constexpr = None):
     """`rescale_rows`, and what is done `then`, left out by warps where no row needs it."""
     needed = factors[0] != 1.0
     for r in cutlass.range_constexpr(1, cute.size(factors)):
         needed = needed | (factors[r] != 1.0)
     if cute.arch.vote_any_sync(needed):
         rescale_rows(accumulator, factors)
-        then()
+        if cutlass.const_expr(then is not None):
+            then()

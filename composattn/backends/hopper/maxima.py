@@ -11,8 +11,9 @@ from ..fused.traits import is_line, keys, may_pass, padded
 
 # With outliers, errors by sums are 1.00 to 1.01 of those with no lag, by 2^8 whatever sums are 1.06 to 1.13, by 2^3
 # 1.02 to 1.04. Of N(0, 1) a warp is rescaled in one tile of 50 and less, in causal calls of 2k in one of 7 to 10; twice
-# the share makes half of that, and errors by 0.4 % larger where the output is wide
-BY_SUMS, BY_SUMS_WIDE = Lag(8.0, share=1 / 32), Lag(8.0, share=1 / 16)
+# the share makes half of that, and errors by 0.4 % larger where the output is wide. There sums are noted at doublings:
+# scores that deviate by 3 and 6 gain 1 to 4 %; narrow outputs lose 0.4 by it
+BY_SUMS, BY_SUMS_WIDE = Lag(8.0, share=1 / 32), Lag(8.0, share=1 / 16, noted="doubled")
 # Where all tiles run at once D 256 of 2k takes 32.1 µs by 1/64 as by 1/16, whose errors are 1.01 to 1.02 there
 BY_SUMS_AT_ONCE = Lag(8.0, share=1 / 64)
 ALONE = Lag(3.0)

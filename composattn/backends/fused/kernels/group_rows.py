@@ -244,6 +244,7 @@ class GroupRows(OutputRows[Any]):
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
+        self.note_sums_if_doubled()  # under both products, which wait for nothing of it
         self.products.wait(1)
         return ahead, tSrS
 

@@ -97,14 +97,19 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     def count_tile(self, first: bool) -> None:
         """One more of the tiles was summed; behind the first one it is known how large sums are."""
         self.summed[0] = self.summed[0] + 1
-        if first:
+        if first and self.me.tiling.lag.noted == "rescaled":
             self.note_sums()
 
     def rescale_output(self) -> None:
-        if self.me.tiling.lag.most:
-            rescale_rows_if_needed(self.output, self.rescale, self.note_sums)
+        lag = self.me.tiling.lag
+        if lag.most:
+            rescale_rows_if_needed(self.output, self.rescale, self.note_sums if lag.noted == "rescaled" else None)
         else:
             rescale_rows(self.output, self.rescale)
+
+    def note_sums_if_doubled(self) -> None:
+        if self.me.tiling.lag.noted == "doubled":
+            _if((self.summed[0] & (self.summed[0] - 1)) == 0, self.note_sums)
 
     def note_sums(self) -> None:
         """So that maxima lag by what sums will be; of a first tile with a mask, half is visible on average."""
@@ -167,6 +172,12 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         if self.tiling.persistent:
             self.me.drain_stores()
             self.me.sync_group()
+
+
+@cute.jit
+def _if(condition: Boolean, then: cutlass.Constexpr):
+    if condition:
+        then()
 
 
 @cute.jit
