@@ -18,7 +18,7 @@ from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.maxima import BY_SUMS
+from composattn.backends.hopper.maxima import BY_SUMS, BY_SUMS_WIDE
 from composattn.backends.hopper.tiling import GUESSING
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -169,6 +169,7 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     [
         pytest.param({}, id="guesses"),
         pytest.param({"kernel": "forward", "lag": BY_SUMS}, id="lag by sums"),
+        pytest.param({"kernel": "forward", "lag": BY_SUMS_WIDE}, id="lag by sums, noted at doublings"),
     ],
 )
 def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(changes: dict[str, Any]) -> None:

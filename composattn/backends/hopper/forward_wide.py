@@ -307,7 +307,6 @@ class SharedRows(OutputRows[WideTiling]):
         cute.arch.fence_view_async_shared()
         if not first:
             self.rescale_output()
-        self.note_sums_if_doubled()
         self.me.sync_consumers()
 
     def maxima(self, tile, first):

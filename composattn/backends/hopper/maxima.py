@@ -14,6 +14,7 @@ from ..fused.traits import is_line, keys, may_pass, padded
 # the share makes half of that, and errors by 0.4 % larger where the output is wide. There sums are noted at doublings:
 # scores that deviate by 3 and 6 gain 1 to 4 %; narrow outputs lose 0.4 by it
 BY_SUMS, BY_SUMS_WIDE = Lag(8.0, share=1 / 32), Lag(8.0, share=1 / 16, noted="doubled")
+BY_SUMS_WIDEST = Lag(8.0, share=1 / 16)  # in shared memory nothing lies under the softmax: D 512 loses 0 to 2 % by it
 # Where all tiles run at once D 256 of 2k takes 32.1 µs by 1/64 as by 1/16, whose errors are 1.01 to 1.02 there
 BY_SUMS_AT_ONCE = Lag(8.0, share=1 / 64)
 ALONE = Lag(3.0)

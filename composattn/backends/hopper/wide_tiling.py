@@ -11,7 +11,7 @@ from ..fused.few_queries import packed_heads
 from ..fused.target import Target
 from ..fused.tiling import ForwardTiling
 from ..fused.traits import reads_pairs
-from .maxima import lag_of
+from .maxima import BY_SUMS_WIDEST, lag_of
 
 ROWS = 64  # of one warpgroup's product
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
@@ -85,7 +85,7 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
         producer_registers=40 if paged else 24,
         l2=32 << 20,
         packed_heads=packed_heads(problem, program, ROWS),
-        lag=lag_of(problem),
+        lag=lag_of(problem, BY_SUMS_WIDEST),
         heads_together=problem.schedule.heads_together,
         persistent=problem.schedule.persistent or False,
     )
