@@ -23,7 +23,7 @@ from composattn.backends.fused.inspect import Artifact
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.maxima import ALONE, BY_SUMS, BY_SUMS_WIDE
+from composattn.backends.hopper.maxima import ALONE, BY_SUMS, BY_SUMS_WIDE, BY_SUMS_WIDEST
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
@@ -416,24 +416,31 @@ def test_maxima_lag_by_sums_but_for_few_keys_and_where_a_row_knows_no_others() -
     """Rows that guess take every tile's own maximum where they look for one."""
     assert {cut(d, 8192, mask).lag for d in (64, 128) for mask in (None, causal())} == {NO_LAG}
     assert {cut(d, 2048, causal()).lag for d in (64, 128)} == {BY_SUMS}
-    assert {cut(d, 2048).lag for d in (192, 256, 512)} == {BY_SUMS_WIDE}  # more to rescale
+    assert {cut(d, 2048).lag for d in (192, 256)} == {BY_SUMS_WIDE}  # more to rescale
+    assert cut(512, 2048).lag == BY_SUMS_WIDEST
     assert {cut(d, 1024, causal()).lag for d in (64, 128)} == {ALONE}
     assert {cut(d, 8192, batch_invariant=True).lag for d in (64, 128, 256, 512)} == {ALONE}
 
 
-@pytest.mark.parametrize("d", [192, 256])
-def test_sums_are_noted_only_by_warps_that_rescale(d: int, folder: Path) -> None:
-    """Their logarithms stand behind the vote that tells; ahead of it are the rows' maxima alone."""
-    artifact = compile_offline(plan(d=d, length=8192), folder)
+@pytest.mark.parametrize(("d", "length"), [(128, 2048), (192, 8192), (256, 8192)])
+def test_sums_are_noted_by_warps_that_rescale_or_of_wide_outputs_under_both_products(
+    d: int, length: int, folder: Path
+) -> None:
+    """Their logarithms, and two shuffles a row, stand behind a branch that few tiles take."""
+    artifact = compile_offline(plan(d=d, length=length), folder)
     if not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     (loop,) = [loop for loop in inner_loops(artifact.instructions) if loop.multiplies]
     names = [instruction.name for instruction in loop.body]
     (vote,) = [at for at, name in enumerate(names) if name == "VOTE"]
-    skips = next(at for at in range(vote, len(names)) if loop.body[at].predicate and names[at] == "BRA")
+    behind = vote if d == 128 else max(at for at, name in enumerate(names) if name == "HGMMA")
+    skips = next(at for at in range(behind, len(names)) if loop.body[at].predicate and names[at] == "BRA")
     noted = [at for at, instruction in enumerate(loop.body) if "LG2" in instruction.text]
     assert len(noted) == 2 and min(noted) > skips
-    assert names.count("SHFL") == 8 and sum(at > skips for at, name in enumerate(names) if name == "SHFL") >= 4
+    assert names.count("SHFL") == 8 and sum(skips < at < max(noted) for at, n in enumerate(names) if n == "SHFL") == 4
+    if d != 128:  # the scores are waited for behind it
+        waits = next(at for at in range(behind, len(names)) if "DEPBAR" in loop.body[at].text)
+        assert max(noted) < waits
 
 
 @pytest.mark.parametrize("score", ["softcap", "bias", "chosen", "key"])
