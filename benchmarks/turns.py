@@ -32,6 +32,7 @@ if __package__ in (None, ""):
     # A process of an older tree, which need not have this file: everything else is that tree's.
     sys.path[0] = os.getcwd()
 
+from benchmarks.candidates import NAMES, Candidate
 from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import (
     DETERMINISTIC,
@@ -47,11 +48,13 @@ from benchmarks.implementations import (
 )
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
+from benchmarks.shapes import every_shape
 from benchmarks.tilings import Variant
 from benchmarks.timing import Call, Stopwatch, balanced_orders, summary
 
 Message = dict[str, Any]
 SAMPLE_MS = 10.0
+LONGEST_ANSWER_S = 240.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Named:
     """A variant by the name that its row has."""
 
     name: str
-    _variant: Variant
+    _variant: Variant | Candidate
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         return self._variant.prepare(case, pattern, inputs)
@@ -93,13 +96,15 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    by_name = {case.name: case for case in CASES}
+    by_name = {case.name: case for case in (*CASES, *every_shape())}
     kept: dict[str, Prepared] = {}
 
     def implementation(name: str) -> Implementation:
         kind, _, fields = name.partition(": ")
         of = next(i for i in available(device) if i.name == kind)
-        return Named(name, Variant(fields, of)) if fields else of
+        if not fields:
+            return of
+        return Named(name, Candidate(fields, of) if fields in NAMES else Variant(fields, of))
 
     def answer(asked: Message) -> Message:
         name = asked["case"]
@@ -143,6 +148,15 @@ class Process:
         )
 
     def ask(self, **message: Any) -> Message:
+        """The answer; a process that gives none for minutes, as behind a kernel that never ends, is ended."""
+        guard = threading.Timer(LONGEST_ANSWER_S, self._process.kill)
+        guard.start()
+        try:
+            return self._asked(message)
+        finally:
+            guard.cancel()
+
+    def _asked(self, message: Message) -> Message:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
@@ -154,6 +168,10 @@ class Process:
             raise Raised(told["raised"])
         return told
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def stop(self) -> None:
         self._process.kill()
 
@@ -161,28 +179,36 @@ class Process:
 Holders = dict[str, Process]  # by tree
 
 
-def prepare(
-    cases: list[Case], trees: dict[str, Path], wanted: Callable[[Case, bool], list[str]], options: argparse.Namespace
-) -> tuple[dict[str, Holders], dict[str, dict[str, Message]], list[Process]]:
-    """Each case's processes and what they said, by tree; cases left when the time is over are named and left out."""
-    stop_at = time.monotonic() + options.prepare
-    holders: dict[str, Holders] = {case.name: {} for case in cases}
-    told: dict[str, dict[str, Message]] = {case.name: {} for case in cases}
-    processes: list[Process] = []
+class Team:
+    """Processes of each tree that prepare cases side by side, and keep them until they are timed."""
 
-    def work(tree: str, folder: Path, waiting: queue.SimpleQueue[Case]) -> None:
-        with options.log.open("a") as log:
-            process: Process | None = None
+    def __init__(self, trees: dict[str, Path], workers: int, log: Path) -> None:
+        self._trees, self._log = trees, log
+        self._processes: dict[tuple[str, int], Process] = {}
+        self._places = [(tree, n) for tree in trees for n in range(workers)]
+
+    def prepare(
+        self, cases: list[Case], wanted: Callable[[Case, bool], list[str]], options: argparse.Namespace
+    ) -> tuple[dict[str, Holders], dict[str, dict[str, Message]]]:
+        """Each case's processes and what they said, by tree. Cases left when the time is over are left out."""
+        stop_at = time.monotonic() + options.prepare
+        holders: dict[str, Holders] = {case.name: {} for case in cases}
+        told: dict[str, dict[str, Message]] = {case.name: {} for case in cases}
+        waiting: dict[str, queue.SimpleQueue[Case]] = {tree: queue.SimpleQueue() for tree in self._trees}
+        for queued in waiting.values():
+            for case in cases:
+                queued.put(case)
+
+        def work(place: tuple[str, int]) -> None:
+            tree = place[0]
             while time.monotonic() < stop_at:
                 try:
-                    case = waiting.get_nowait()
+                    case = waiting[tree].get_nowait()
                 except queue.Empty:
                     return
-                if process is None:
-                    process = Process(folder, log)
-                    processes.append(process)
-                names = wanted(case, tree == next(iter(trees)))
+                names = wanted(case, tree == next(iter(self._trees)))
                 try:
+                    process = self._process(place)
                     answer = process.ask(do="prepare", case=case.name, implementations=names, seed=options.seed)
                 except Raised as error:
                     print(f"    {tree}: {case.name}: {error}", flush=True)
@@ -190,19 +216,25 @@ def prepare(
                 holders[case.name][tree] = process
                 told[case.name][tree] = answer
 
-    threads = []
-    for tree, folder in trees.items():
-        waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
-        for case in cases:
-            waiting.put(case)
-        for _ in range(options.workers):
-            threads.append(threading.Thread(target=work, args=(tree, folder, waiting)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    in_order = {name: {tree: said[tree] for tree in trees if tree in said} for name, said in told.items()}
-    return holders, in_order, processes
+        threads = [threading.Thread(target=work, args=(place,)) for place in self._places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        in_order = {name: {tree: said[tree] for tree in self._trees if tree in said} for name, said in told.items()}
+        return holders, in_order
+
+    def _process(self, place: tuple[str, int]) -> Process:
+        """Of this place, begun with its first case, and again where it ended."""
+        process = self._processes.get(place)
+        if process is None or process.ended:
+            with self._log.open("a") as log:
+                process = self._processes[place] = Process(self._trees[place[0]], log)
+        return process
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.stop()
 
 
 def timed(case: Case, processes: Holders, told: dict[str, Message], options: argparse.Namespace) -> list[Row]:
@@ -286,7 +318,8 @@ def main() -> None:
 
     cases = [case for case in CASES if re.search(options.cases, case.name) and case.measure in ("tflops", "tbps")]
     start = time.monotonic()
-    holders, told, processes = prepare(cases, trees, wanted, options)
+    team = Team(trees, options.workers, options.log)
+    holders, told = team.prepare(cases, wanted, options)
     ready = [case for case in cases if holders[case.name]]
     print(f"{len(ready)} of {len(cases)} cases are ready after {time.monotonic() - start:.0f} s", flush=True)
     while options.wait_for is not None and not options.wait_for.exists():
@@ -306,8 +339,7 @@ def main() -> None:
         show(case, rows, ours)
         result["rows"] += rows
         save(result, options.out)
-    for process in processes:
-        process.stop()
+    team.stop()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""Shapes that nobody chose for being fast: half of models, half drawn. One part is to fit choices on, one held out.
+
+`drawn(direction, part)` gives the cases of a part, the same in every run. What is fitted on the part "fit" is judged on
+the part "held-out", whose shapes have other lengths, batches and, of those that are drawn, other head dimensions too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from typing import Literal
+
+from benchmarks.cases import (
+    Case,
+    Direction,
+    PatternFactory,
+    alibi,
+    causal,
+    dilated,
+    documents,
+    full,
+    pair_bias,
+    prefix,
+    relative,
+    softcap,
+    window,
+)
+
+Part = Literal["fit", "held-out"]
+SEEDS: dict[Part, int] = {"fit": 1, "held-out": 2}
+COUNTS: dict[Direction, int] = {"forward": 200, "backward": 120}
+# of a call's products: 0.03 to 2 ms at 600 TFLOP/s, so that a sweep of some hundred shapes takes minutes
+LEAST_FLOPS, MOST_FLOPS = 2e10, 1.2e12
+MOST_NUMBERS = 3 << 28  # of q, k, v and the output together: 1.6 GB of 16 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Attention of a published model. `lengths`: of queries; `keys`: how many keys, if other."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    dim: int
+    lengths: tuple[int, ...]
+    pattern: PatternFactory = full
+    keys: int = 0
+    v_dim: int = 0
+
+
+TEXT = (512, 1024, 2048, 3000, 4096, 8192)
+LAYERS = (
+    Layer("LLaMA 3 8B", 32, 8, 128, TEXT, causal),
+    Layer("LLaMA 3 70B", 64, 8, 128, TEXT, causal),
+    Layer("LLaMA 3.2 1B", 32, 8, 64, TEXT, causal),
+    Layer("LLaMA 2 7B", 32, 32, 128, (1024, 2048, 4096), causal),
+    Layer("Qwen 2.5 7B", 28, 4, 128, TEXT, causal),
+    Layer("Qwen 2.5 0.5B", 14, 2, 64, TEXT, causal),
+    Layer("Mistral 7B", 32, 8, 128, (4096, 6000, 8192), functools.partial(window, width=4096)),
+    Layer("Gemma 2 9B", 16, 8, 256, (1024, 4096, 8192), functools.partial(softcap, cap=50.0)),
+    Layer("Gemma 3 4B, local", 8, 4, 256, (2048, 4096, 8192), functools.partial(window, width=1024)),
+    Layer("Gemma 3 4B, global", 8, 4, 256, (2048, 4096, 8192), causal),
+    Layer("GPT-OSS 20B, local", 64, 8, 64, (2048, 4096, 8192), functools.partial(window, width=128)),
+    Layer("GPT-OSS 20B, global", 64, 8, 64, (2048, 4096, 8192), causal),
+    Layer("DeepSeek V3, prefill", 128, 128, 192, (1024, 2048, 4096), causal, v_dim=128),
+    Layer("Phi 3 mini", 32, 32, 96, TEXT, causal),
+    Layer("StableLM 3B", 32, 32, 80, (1024, 2048, 4096), causal),
+    Layer("GPT-J 6B", 16, 16, 256, (1024, 2048), causal),
+    Layer("MPT 7B", 32, 32, 128, (1024, 2048, 4096), alibi),
+    Layer("BLOOM 560M", 16, 16, 64, (1024, 2048), alibi),
+    Layer("T5 base", 12, 12, 64, (512, 1024), relative),
+    Layer("BERT base", 12, 12, 64, (128, 384, 512)),
+    Layer("packed pretraining", 32, 8, 128, (4096, 8192), documents),
+    Layer("ViT-B/16", 12, 12, 64, (197, 577)),
+    Layer("ViT-H/14", 16, 16, 80, (257, 577)),
+    Layer("CLIP bigG", 16, 16, 104, (257,)),
+    Layer("SigLIP so400m", 16, 16, 72, (256, 729, 1024)),
+    Layer("DINOv2 L", 16, 16, 64, (1370,)),
+    Layer("DINOv2 g", 24, 24, 64, (1370,)),
+    Layer("SAM H", 16, 16, 80, (4096,)),
+    Layer("Whisper large, encoder", 20, 20, 64, (1500,)),
+    Layer("Whisper large, cross", 20, 20, 64, (448,), keys=1500),
+    Layer("SD 1.5, 64x64", 8, 8, 40, (4096,)),
+    Layer("SD 1.5, 32x32", 8, 8, 80, (1024,)),
+    Layer("SD 1.5, 16x16", 8, 8, 160, (256,)),
+    Layer("SDXL, 64x64", 10, 10, 64, (4096,)),
+    Layer("SDXL, 32x32", 20, 20, 64, (1024,)),
+    Layer("SDXL, cross 64x64", 10, 10, 64, (4096,), keys=77),
+    Layer("SDXL, cross 32x32", 20, 20, 64, (1024,), keys=77),
+    Layer("Flux", 24, 24, 128, (1536, 4608)),
+    Layer("Wan 1.3B", 12, 12, 128, (7800, 14040)),
+    Layer("Wan, cross", 12, 12, 128, (7800,), keys=512),
+    Layer("PixArt, cross", 16, 16, 72, (1024, 4096), keys=300),
+)
+
+DIMS = (40, 48, 56, 64, 64, 72, 80, 88, 96, 104, 112, 128, 128, 128, 144, 160, 192, 192, 224, 256, 256)
+HEADS = ((8, 8), (12, 12), (16, 16), (16, 2), (24, 3), (28, 4), (32, 8), (40, 8), (64, 8), (8, 1))
+# a third full, a third causal, the rest of the gallery
+PATTERNS: tuple[tuple[int, PatternFactory], ...] = (
+    (8, full), (8, causal), (1, functools.partial(window, width=256)), (1, functools.partial(window, width=1024)),
+    (1, alibi), (1, softcap), (1, relative), (1, pair_bias), (1, documents), (1, prefix), (1, dilated),
+)  # fmt: skip
+
+
+def drawn(direction: Direction, part: Part) -> list[Case]:
+    """The shapes of a part, models first."""
+    generator = random.Random(f"{direction} {SEEDS[part]}")
+    taken = {case.name for case in drawn(direction, "fit")} if part == "held-out" else set()
+    count = COUNTS[direction]
+    found: dict[str, Case] = {}
+    for turn in itertools.count():
+        if len(found) == count:
+            return list(found.values())
+        of_models = len(found) < count // 2
+        case = (
+            _of_layer(LAYERS[turn % len(LAYERS)], direction, generator)
+            if of_models
+            else _of_nobody(direction, generator)
+        )
+        if case.name not in taken:
+            found[case.name] = case
+    raise AssertionError("unreachable")
+
+
+def every_shape() -> list[Case]:
+    """Of both directions and parts."""
+    return [case for direction in COUNTS for part in SEEDS for case in drawn(direction, part)]
+
+
+def _of_layer(layer: Layer, direction: Direction, generator: random.Random) -> Case:
+    length = generator.choice(layer.lengths)
+    return _case(
+        direction, generator, layer.model, layer.pattern, layer.heads, layer.kv_heads, length, layer.keys or length,
+        layer.dim, layer.v_dim or layer.dim,
+    )  # fmt: skip
+
+
+def _of_nobody(direction: Direction, generator: random.Random) -> Case:
+    heads, kv_heads = generator.choice(HEADS)
+    dim = generator.choice(DIMS)
+    length = round(math.exp(generator.uniform(math.log(128), math.log(8192))))
+    (pattern,) = generator.choices([p for _, p in PATTERNS], [weight for weight, _ in PATTERNS])
+    keys = length
+    if pattern is full and generator.random() < 0.4:  # masks here are aligned to the first key
+        keys = round(math.exp(generator.uniform(math.log(64), math.log(8192))))
+    return _case(direction, generator, "drawn", pattern, heads, kv_heads, length, keys, dim, dim)
+
+
+def _case(
+    direction: Direction, generator: random.Random, kind: str, pattern: PatternFactory, heads: int, kv_heads: int,
+    length: int, keys: int, dim: int, v_dim: int,
+) -> Case:  # fmt: skip
+    """With as many sequences as make a call of a drawn size, as far as memory goes."""
+    products = 2 if direction == "forward" else 5
+    one = products * heads * length * keys * (dim + v_dim)
+    wanted = math.exp(generator.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS)))
+    numbers = (heads * length + kv_heads * keys) * (dim + v_dim)
+    batch = max(1, min(round(wanted / one), MOST_NUMBERS // numbers, 512))
+    of_keys = f" on {keys}" if keys != length else ""
+    of_heads = f"{heads}/{kv_heads}" if heads != kv_heads else f"{heads}"
+    of_values = f"/{v_dim}" if v_dim != dim else ""
+    pattern_name = _name(pattern)
+    name = f"{direction} {kind}: B{batch} S{length}{of_keys} H{of_heads} D{dim}{of_values} {pattern_name}"
+    return Case(
+        name, (f"{direction} shapes",), pattern, batch, heads, length, dim, kv_heads=kv_heads, kv_len=keys, v_dim=v_dim,
+        direction=direction,
+    )  # fmt: skip
+
+
+def _name(pattern: PatternFactory) -> str:
+    """What a case's name says of its pattern, with the arguments that it does not have as a rule."""
+    if isinstance(pattern, functools.partial):
+        return " ".join([pattern.func.__name__, *map("{:g}".format, pattern.keywords.values())])
+    return pattern.__name__

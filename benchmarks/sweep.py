@@ -1,0 +1,153 @@
+"""How good choices are where nobody chose: drawn shapes, every candidate and the peers in turns.
+
+    python -m benchmarks.sweep forward --part fit --out benchmarks/results/sweeps/h200-forward-fit.json
+    python -m benchmarks.sweep --report benchmarks/results/sweeps/*.json
+
+Of each shape (`shapes.py`) it times what is chosen, the other candidates (`candidates.py`), flash-attn-4 and cuDNN, or
+FlexAttention where these serve no such mods; all are checked against fp64 before. **Regret** is the time of what is
+chosen over that of the fastest candidate. Shapes of the part "fit" are what choices are fitted to; those of "held-out"
+judge them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import turns
+from benchmarks.candidates import CANDIDATES
+from benchmarks.cases import Case, Pattern
+from benchmarks.implementations import OURS, available
+from benchmarks.provenance import provenance
+from benchmarks.run import Row, save
+from benchmarks.shapes import drawn
+
+PEERS = ("torch cuDNN", "flash-attn-4")
+OTHERWISE = "FlexAttention"  # seconds to compile: where no other peer serves
+BYTES_AT_ONCE = 60 << 30  # of shapes that are ready to be timed
+COPIES = 5  # of a shape's tensors, in the layouts of all implementations, with outputs and gradients
+
+
+def wanted(case: Case, peers: list[str]) -> list[str]:
+    """Who is timed for a case, by the names that `turns` knows."""
+    pattern: Pattern = case.pattern(case, torch.device("cpu"))
+    served = pattern.is_plain or pattern.left_window is not None or bool(pattern.softcap or pattern.document_starts)
+    served = served or (pattern.alibi_slopes is not None and case.direction == "forward")
+    beside = [peer for peer in (PEERS if served else (OTHERWISE,)) if peer in peers]
+    return [OURS, *beside, *(f"{OURS}: {name}" for name in CANDIDATES[case.direction])]
+
+
+def waves(cases: list[Case]) -> Iterator[list[Case]]:
+    """As many cases at a time as memory has room for."""
+    wave: list[Case] = []
+    room = BYTES_AT_ONCE
+    for case in cases:
+        rows = case.batch * (case.heads * case.q_len + case.kv_heads * case.kv_len)
+        takes = COPIES * rows * (case.dim + case.v_dim) * case.dtype.itemsize
+        if wave and takes > room:
+            yield wave
+            wave, room = [], BYTES_AT_ONCE
+        wave.append(case)
+        room -= takes
+    if wave:
+        yield wave
+
+
+def judged(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Of each shape: its regret, the fastest candidate, and the ratio to the best peer, by its name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(row["row"] for row in rows):
+        times = {row["impl"]: row["ms"] for row in rows if row["row"] == name and "ms" in row}
+        if OURS not in times:
+            continue
+        ours = {impl: ms for impl, ms in times.items() if impl == OURS or impl.startswith(f"{OURS}: ")}
+        best = min(ours, key=lambda impl: ours[impl])
+        peer = min((ms for impl, ms in times.items() if impl not in ours), default=math.nan)
+        found[name] = {
+            "regret": times[OURS] / ours[best], "best": best.removeprefix(f"{OURS}: "), "to peer": peer / times[OURS],
+        }  # fmt: skip
+    return found
+
+
+def report(rows: list[Row]) -> None:
+    """Prints what the shapes say together, and those that say most."""
+    found = judged(rows)
+    if not found:
+        print("no shape was timed")
+        return
+    regrets = [said["regret"] for said in found.values()]
+    ratios = [said["to peer"] for said in found.values() if not math.isnan(said["to peer"])]
+    print(
+        f"{len(found)} shapes: regret {statistics.fmean(regrets) - 1:.2%} in the mean, {max(regrets) - 1:.1%} at most"
+    )
+    if ratios:
+        behind = sum(ratio < 1 for ratio in ratios)
+        print(
+            f"to the best peer {statistics.geometric_mean(ratios):.3f} in the geometric mean, {min(ratios):.3f} at "
+            f"least, behind in {behind} of {len(ratios)}"
+        )
+    for name, said in sorted(found.items(), key=lambda item: -item[1]["regret"])[:25]:
+        print(f"    regret {said['regret'] - 1:6.1%}  {said['best']:24} {said['to peer']:6.3f}  {name}")
+    for name, said in sorted(found.items(), key=lambda item: item[1]["to peer"])[:25]:
+        print(f"    to peer {said['to peer']:6.3f}  regret {said['regret'] - 1:6.1%}  {name}")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("direction", nargs="?", choices=list(CANDIDATES), default="forward")
+    made.add_argument("--part", choices=["fit", "held-out"], default="fit")
+    made.add_argument("--only", default="", help="shapes with this in their name")
+    made.add_argument("--report", nargs="+", type=Path, help="say what these results say, and run nothing")
+    made.add_argument("--workers", type=int, default=14, help="processes that compile")
+    made.add_argument("--rounds", type=int, default=8)
+    made.add_argument("--sample", type=float, default=3.0, help="milliseconds of a sample")
+    made.add_argument("--budget", type=float, default=520.0, help="seconds after which no shape is begun")
+    made.add_argument("--out", type=Path)
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.report:
+        report([row for path in options.report for row in json.loads(path.read_text())["rows"]])
+        return
+    turns.SAMPLE_MS = options.sample
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peers = [i.name for i in available(device)]
+    end = time.monotonic() + options.budget
+    for name, value in {"seed": int(time.time()), "log": Path("/tmp/composattn-sweep.log")}.items():
+        setattr(options, name, value)
+    result: dict[str, Any] = {**provenance(device), "part": options.part, "rows": []}
+    cases = [case for case in drawn(options.direction, options.part) if options.only in case.name]
+    team = turns.Team({"this": Path.cwd()}, options.workers, options.log)
+    for wave in waves(cases):
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"the budget is spent before {wave[0].name}", flush=True)
+            break
+        options.prepare = left
+        holders, told = team.prepare(wave, lambda case, _: wanted(case, peers), options)
+        ready = [case for case in wave if holders[case.name]]
+        print(f"{len(ready)} of {len(wave)} are ready, {end - time.monotonic():.0f} s left", flush=True)
+        for case in ready:
+            if time.monotonic() > end:
+                break
+            try:
+                result["rows"] += turns.timed(case, holders[case.name], told[case.name], options)
+            except turns.Raised as error:
+                print(f"{case.name}: {error}", flush=True)
+        save(result, options.out)
+    team.stop()
+    report(result["rows"])
+
+
+if __name__ == "__main__":
+    main()
