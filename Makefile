@@ -16,13 +16,14 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-all bench lint wheel docs vllm fix clean
+.PHONY: help demo recipes test test-all durations bench lint wheel docs vllm fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
 	@echo "make recipes   every recipe, one after the other"
 	@echo "make test      the tests; those of the GPU too where there is one"
 	@echo "make test-all  the slow and the nightly ones as well"
+	@echo "make durations measures what each test takes: the slowest wait for the night"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
 	@echo "make wheel     dist/, looked through, installed into an environment of its own, and the demo run there"
@@ -46,6 +47,10 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(SAY) 'all tests, $(WORKERS) at a time'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m '' $(ARGS)
+
+durations: $(VENV)/.test
+	$(SAY) 'what each test takes, for tests/durations.json'
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal --record-durations
 
 bench: $(VENV)/.bench
 	$(PY) benchmarks/run.py $(ARGS)

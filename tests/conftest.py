@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests import durations
 from tests.dealing import dealt
 from tests.support import has_gpu_backend, has_kernel_toolchain
 
@@ -26,7 +27,7 @@ NEEDS = {
     "compile": (has_kernel_toolchain, "nvidia-cutlass-dsl is not installed (extra: gpu)"),
 }
 
-AT_NIGHT = frozenset(line for line in (HERE / "at_night.txt").read_text().splitlines() if not line.startswith("#"))
+AT_NIGHT = durations.waits_for_the_night(durations.measured())
 
 for profile in ("fixed", "random"):
     hypothesis.settings.register_profile(
@@ -40,6 +41,7 @@ for profile in ("fixed", "random"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="a number, the same inputs at each run; or random, others at each run")
+    parser.addoption("--record-durations", action="store_true", help="keep what each test took in tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,17 +76,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (HERE / "gpu") in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        if item.nodeid in AT_NIGHT:
+        if item.nodeid in AT_NIGHT and not config.getoption("--record-durations"):
             item.add_marker(pytest.mark.slow)
     if not any("::" in argument for argument in config.args):
         there, files = {item.nodeid for item in items}, {item.nodeid.split("::")[0] for item in items}
         gone = sorted(name for name in AT_NIGHT - there if name.split("::")[0] in files)
         if gone:
-            raise pytest.UsageError(f"tests/at_night.txt names tests that are not there: {', '.join(gone)}")
+            raise pytest.UsageError(f"tests/durations.json names tests that are not there: {', '.join(gone)}")
     yield  # what was not asked for is left out
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         items[:] = dealt(items, workers, lambda item: item.path, lambda item: (HERE / "compile") in item.path.parents)
+
+
+TAKEN: dict[str, float] = {}  # seconds of each test that ran, by node id
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TAKEN[report.nodeid] = TAKEN.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+        durations.keep(TAKEN)
 
 
 def pytest_collection_finish() -> None:

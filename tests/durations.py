@@ -1,0 +1,50 @@
+"""Which tests wait for the night: the slowest, by what they took when last measured, until the day's fit a budget.
+
+`make durations` runs all of them and writes `durations.json`: seconds of one core for each test of a second or more,
+and for all others together.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE = Path(__file__).with_name("durations.json")
+# of two cores together: 12 minutes, less what workers wait at the end and take to collect
+BUDGET_S = 1300.0
+OTHERS = "others"  # all tests that took less than `LEAST_S`, together
+LEAST_S = 1.0
+
+
+def measured() -> dict[str, float]:
+    """Seconds of each test, by its node id, and of the others."""
+    found: dict[str, float] = json.loads(FILE.read_text())
+    return found
+
+
+def waits_for_the_night(seconds: Mapping[str, float], budget: float = BUDGET_S) -> frozenset[str]:
+    """The slowest tests, as many as leave the others within the budget.
+
+    Of a test with several parameters one stays by day, the quickest: what it tests is tested each day.
+    """
+    left = collections.Counter(name.split("[")[0] for name in seconds if name != OTHERS)
+    total = sum(seconds.values())
+    found = set()
+    for name in sorted((name for name in seconds if name != OTHERS), key=lambda name: (-seconds[name], name)):
+        if total <= budget:
+            break
+        function = name.split("[")[0]
+        if left[function] > 1:
+            left[function] -= 1
+            total -= seconds[name]
+            found.add(name)
+    return frozenset(found)
+
+
+def keep(taken: Mapping[str, float]) -> None:
+    """Writes what the tests of a whole run took."""
+    slow = {name: round(time, 1) for name, time in sorted(taken.items()) if time >= LEAST_S}
+    others = round(sum(time for time in taken.values() if time < LEAST_S), 1)
+    FILE.write_text(json.dumps({OTHERS: others} | slow, indent=0) + "\n")
