@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ..graph.expr import DEEP, Capture, Dep, DType, Expr, captures, const
+from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.linear import slopes
 from .program import Program
@@ -142,18 +142,13 @@ class GradientProgram(Program):
         self.totals = {c: Capture(torch.empty(1, dtype=torch.int64)) for c in reads}
         self.units = Capture(torch.empty(1, dtype=torch.float32))
 
-    @cached_property
-    def roots(self) -> tuple[Expr, ...]:
-        found = list(super().roots)
-        for number, reads in enumerate(self.reads.values()):
-            for read in reads:
-                kind = const(list(Pattern).index(read.pattern))
-                found += [const(number), kind, read.leaf, const(1.0) if read.factor is None else read.factor]
-        return tuple(found)
+    @property
+    def content(self) -> dict[str, object]:
+        return {**super().content, "reads": tuple(self.reads.values())}
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
-        return (*captures(*self.roots), *self.totals.values(), self.units)
+        return (*super().captures, *self.totals.values(), self.units)
 
 
 def unit_counts(

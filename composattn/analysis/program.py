@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
 
 from ..graph.balanced import balanced
-from ..graph.expr import Capture, Expr, const, content_key, inputs, score
+from ..graph.expr import Capture, Expr, const, inputs, score
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .row_limits import RowLimits
 
@@ -18,7 +17,6 @@ class Program:
     `sink` depends on head and sequence alone: each row's sum of exponentials has exp(sink) more, which has no value.
     `keep`: which pairs dropout keeps, an operation "kept"; weights of others are 0 behind the softmax.
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
-    `key` is what the graphs compute, without tensors: programs with equal keys share a kernel.
     """
 
     def __init__(
@@ -92,6 +90,8 @@ class Program:
     def scalars(self) -> tuple[Any, ...]:
         return self._inputs[1]
 
-    @cached_property
-    def key(self) -> Hashable:
-        return content_key(self.score, self.mask, *self.roots)
+    @property
+    def content(self) -> dict[str, object]:
+        """Graphs by name: programs that say the same by `graph.content` share a kernel, whatever tensors they read."""
+        mods = {"score": self.score, "mask": self.mask, "sink": self.sink, "keep": self.keep}
+        return {**mods, "intervals": self.intervals, "limits": self.limits}

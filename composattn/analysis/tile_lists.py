@@ -147,6 +147,11 @@ class TileLists(ABC):
         self._own = _OfThread(self._compute, extent.device)
         self._in_graphs: dict[int, list[T]] = {}  # read by CUDA graphs, which outlive the threads that recorded them
 
+    @property
+    def content(self) -> dict[str, object]:
+        """Nothing but their kind: kernels find what else there is in the tensors of a call."""
+        return {}
+
     def of_call(
         self,
         given: Mapping[Capture, T] | None = None,

@@ -15,6 +15,8 @@ from ..graph.linear import MOST
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen
 
+HINT = {"why": "plans look at it, kernels do not"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -31,9 +33,9 @@ class Layout:
     page_size: int = 0
     used_q: bool = False
     used_kv: bool = False
-    max_q_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
-    max_kv_len: int | None = dataclasses.field(default=None, compare=False, repr=False)
-    keys_lie_as_queries: bool = dataclasses.field(default=False, compare=False, repr=False)
+    max_q_len: int | None = dataclasses.field(default=None, compare=False, repr=False, metadata=HINT)
+    max_kv_len: int | None = dataclasses.field(default=None, compare=False, repr=False, metadata=HINT)
+    keys_lie_as_queries: bool = dataclasses.field(default=False, compare=False, repr=False, metadata=HINT)
 
     @property
     def is_dense(self) -> bool:

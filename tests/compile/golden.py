@@ -35,6 +35,7 @@ from composattn.backends.fused.compile import content_hash, uncollected
 from composattn.backends.fused.emulated import text_of
 from composattn.backends.fused.passes import switches
 from composattn.backends.fused.plan import Plan
+from tests.compared import bare
 from tests.compile.golden_plans import PLANS
 
 RECORD = Path(__file__).with_name("golden.json")
@@ -80,17 +81,25 @@ class _Traced(Exception):
     """Ends a compilation before its passes; holds the module and the passes, as text."""
 
 
-@uncollected()
 def traced(name: str) -> str:
-    """What tracing makes of a plan, and the passes that would follow: all that its PTX is made from."""
+    """Of the plan by name, see `traced_form`."""
+    return traced_form(PLANS[name]())
+
+
+@uncollected()
+def traced_form(plan: Plan) -> str:
+    """What tracing makes of a plan, and the passes that would follow: all that its PTX is made from.
+
+    Of the plan it sees what names the kernel: `AssertionError` where it reads a field that is not compared.
+    """
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import Compiler, ExtraCompilerOpts
 
     def stop(self: object, module: Any, pipeline: str, *given: object, **named: object) -> None:
         raise _Traced(f"{pipeline}\n{module.operation.get_asm(enable_debug_info=False)}")
 
-    plan, whole = PLANS[name](), Compiler.compile
-    function, arguments = kernel_of(plan)
+    whole = Compiler.compile
+    function, arguments = kernel_of(bare(plan))
     Compiler.compile = stop
     try:
         options = cute.GPUArch(plan.target.arch), ExtraCompilerOpts(switches(plan))
@@ -109,8 +118,8 @@ def seal(traced: str, kernel: Kernel) -> str:
 
 
 def key_of(plan: Plan) -> list[str]:
-    """The plan's key, field by field."""
-    return re.split(r"(?<=\)), (?=\(')", plan.key)
+    """The plan's key, a field or a node of its graphs each."""
+    return plan.key.splitlines()
 
 
 def measured(name: str, text: str) -> Kernel:

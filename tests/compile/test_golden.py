@@ -15,8 +15,22 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-from tests.compile.golden import Kernel, Record, compiler, is_kept, is_traced_as_recorded, measured, ptx, seal, traced
+from composattn.backends.fused.plan import ForwardPlan
+from composattn.backends.fused.plan_backward import BackwardPlan
+from tests.compile.golden import (
+    Kernel,
+    Record,
+    compiler,
+    is_kept,
+    is_traced_as_recorded,
+    measured,
+    ptx,
+    seal,
+    traced,
+    traced_form,
+)
 from tests.compile.golden_plans import PLANS
+from tests.plan_kinds import PLANS as KINDS
 
 RECORD = Record.read()
 
@@ -43,6 +57,12 @@ def test_the_kernel_is_the_recorded_one(name: str) -> None:
     assert not differences, "\n    ".join([f"{name}, against golden.json:", *differences])
 
 
+@pytest.mark.parametrize("name", ["blackwell-forward", "blackwell-backward", "blackwell-backward-query-pair"])
+def test_kernels_that_are_not_recorded_read_nothing_that_is_not_compared_either(name: str) -> None:
+    (plan,) = (plan for plan in KINDS[name]() if isinstance(plan, (ForwardPlan, BackwardPlan)))
+    assert "gpu.module" in traced_form(plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORD.seals)
 def test_an_equal_traced_form_makes_the_recorded_ptx(name: str) -> None:
@@ -60,12 +80,12 @@ def test_a_seal_holds_for_one_traced_form_and_one_record() -> None:
 
 
 def test_a_difference_says_what_changed() -> None:
-    was = Kernel(["('head_dim', 64)", "('listed', False)"], "a", {"instructions": 90, "bar": 4})
+    was = Kernel(["head_dim=64", "listed=False"], "a", {"instructions": 90, "bar": 4})
     assert list(was.differences(was)) == []
-    other = Kernel(["('head_dim', 64)", "('listed', True)"], "b", {"instructions": 97, "bar": 4})
+    other = Kernel(["head_dim=64", "listed=True"], "b", {"instructions": 97, "bar": 4})
     assert list(other.differences(was)) == [
-        "its plan: - ('listed', False)",
-        "its plan: + ('listed', True)",
+        "its plan: - listed=False",
+        "its plan: + listed=True",
         "its PTX is another",
         "instructions: 97, was 90",
     ]

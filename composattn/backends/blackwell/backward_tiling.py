@@ -111,7 +111,8 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     do_stages: int
     in_halves: bool = False
     roles: BackwardRoles
-    blocks: str = dataclasses.field(default="", compare=False, repr=False)  # for a tile of keys, for people to read
+    # of a tile of keys
+    blocks: str = dataclasses.field(default="", compare=False, metadata={"why": "for people to read"})
 
     def __post_init__(self) -> None:
         _ = self.columns  # refuses a map that does not fit

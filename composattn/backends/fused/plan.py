@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Generic, NoReturn, TypedDict, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from ...analysis.strips import KEYS, Strips
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
 from ...errors import InvalidSchedule
+from ...graph.content import content
 from ...graph.expr import Capture, DType, index
 from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
@@ -29,13 +30,17 @@ from .tiling import ForwardTiling, Tiling
 from .traits import queries
 from .work import WorkTables
 
+# why a kernel is the same whatever a field says
+FOR_PEOPLE = {"why": "for people to read"}
+TABLES = {"why": "tensors of a call; `has_order_table` says whether there are any"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(abc.ABC):
     """A kernel, named by content: plans with equal `key` are served by one compiled kernel.
 
     Lengths, batch, heads, strides and the scale's value are run-time. What a plan's fields say is compiled in, but for
-    those that are not compared.
+    those that are not compared, which say why.
     """
 
     target: Target
@@ -54,9 +59,8 @@ class Plan(abc.ABC):
 
     @property
     def key(self) -> str:
-        """Content of the plan as text, the same in every process."""
-        fields = [f for f in dataclasses.fields(self) if f.compare]
-        return f"{self.step} {[(f.name, getattr(self, f.name)) for f in fields]!r}"
+        """All that the plan says as text, see `graph.content`."""
+        return f"{self.step}\n{content(self)}"
 
     def __str__(self) -> str:
         return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, Dv {self.head_dim_v}"
@@ -85,11 +89,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
-    has_stretches: bool = dataclasses.field(default=False, compare=False)  # in the key of those that have them
-
-    @property
-    def key(self) -> str:
-        return super().key + " in stretches" * self.has_stretches
+    has_stretches: bool = False
 
     @property
     def numbers_told(self) -> int:
@@ -121,20 +121,14 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[DType, ...]  # what run-time numbers are
-    program_key: Hashable
-    program: Program = dataclasses.field(compare=False, repr=False)
-    lists: KeyLists | None = dataclasses.field(compare=False, repr=False)  # of kv tiles; None: bands say which
-    order: str = dataclasses.field(compare=False)  # of the query tiles, and why, for people to read
-    work: WorkTables | None = dataclasses.field(compare=False, repr=False)
+    program: Program = dataclasses.field(repr=False)
+    lists: KeyLists | None = dataclasses.field(repr=False)  # of kv tiles; None: bands say which
+    order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the query tiles, and why
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
     return_max_scores: bool = False
     is_split: bool = False
-    splits: int = dataclasses.field(default=1, compare=False)
-    strips: Strips | None = dataclasses.field(default=None, compare=False)  # in the key of those that have them
-
-    @property
-    def key(self) -> str:
-        in_strips = f" {self.strips}" if self.strips else ""
-        return super().key + (f" {self.tiling.dealt}" if self.tiling.drawn or self.tiling.shares else "") + in_strips
+    splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
+    strips: Strips | None = None
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -268,7 +262,6 @@ def plan_forward(
         intervals=tuple(interval_shape(i) for i in program.intervals) if lists is None else (),
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in read),
         scalars=tuple(s.expr.dtype for s in program.scalars),
-        program_key=program.key,
         program=program,
         lists=lists,
         order=order,

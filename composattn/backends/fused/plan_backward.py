@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
 from typing import Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -14,14 +13,14 @@ from ...analysis.program import Program
 from ...analysis.row_limits import RowLimits
 from ...analysis.tile_lists import QueryLists, made_lists
 from ...call.problem import Problem
-from ...graph.expr import Capture, DType, Expr, content_key
+from ...graph.expr import Capture, DType, Expr
 from ...graph.expr import captures as captures_of
 from ...primitives.stretch_entry import told_numbers
 from .architecture import architecture_of
 from .coverage import has_documents_apart
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
-from .plan import TiledPlan, compiled_in, extent_of
+from .plan import FOR_PEOPLE, TABLES, TiledPlan, compiled_in, extent_of
 from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
@@ -45,15 +44,16 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     deterministic: bool  # dQ's parts are added in a fixed order
     captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
     scalars: tuple[DType, ...]  # what run-time numbers are
-    program_key: Hashable
-    program: Program = dataclasses.field(compare=False, repr=False)
-    intervals: tuple[TileInterval, ...] = dataclasses.field(compare=False, repr=False)
-    limits: RowLimits | None = dataclasses.field(compare=False, repr=False)  # of the queries that see a key
-    lists: QueryLists | None = dataclasses.field(compare=False, repr=False)  # of query tiles; None: intervals say which
-    order: str = dataclasses.field(compare=False)  # of the tiles, and why, for people to read
-    work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of `Sequences`, mirrored for tiles of keys
-    told: Told | None = dataclasses.field(compare=False, repr=False)  # by the table, of tiles that begin with stretches
-    cut: Cut | None = dataclasses.field(compare=False)  # None: no tile of keys is cut
+    program: Program = dataclasses.field(repr=False)
+    intervals: tuple[TileInterval, ...] = dataclasses.field(repr=False)
+    limits: RowLimits | None = dataclasses.field(repr=False)  # of the queries that see a key
+    lists: QueryLists | None = dataclasses.field(repr=False)  # of query tiles; None: intervals say which
+    order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the tiles, and why
+    # of `Sequences`, mirrored for tiles of keys
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
+    told: Told | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with stretches
+    # None: no tile of keys is cut
+    cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
     has_row_table: bool  # of tiles of queries
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class PreprocessPlan(TiledPlan[AnyTiling]):
     step = "preprocess"
     has_dlse: bool
     sinks: SinkForm | None
-    work: WorkTables | None = dataclasses.field(compare=False, repr=False)  # of query tiles
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)  # of query tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,6 @@ def plan_backward(
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
         scalars=tuple(s.expr.dtype for s in program.scalars),
-        program_key=content_key(program.score, program.mask, *program.roots, *ends),
         program=program,
         intervals=intervals,
         limits=limits,

@@ -8,6 +8,8 @@ import torch
 
 from ...errors import BackendUnavailable
 
+CHOOSES = {"why": "a tiling is chosen by it, whose fields say what came of it"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -24,20 +26,20 @@ class Target:
     the results of products also gives the largest of them.
     """
 
-    gpu: str = dataclasses.field(compare=False, repr=False)
+    gpu: str = dataclasses.field(compare=False, metadata={"why": "for people to read"})
     backend: str
     arch: str
     sms: int
     shared_memory: int
     registers: int
     exp2_per_clock: int
-    matrix_per_clock: int = dataclasses.field(repr=False)  # these name no kernel: a tiling says what came of them
-    special_per_clock: int = dataclasses.field(default=16, repr=False)
-    fma_per_clock: int = dataclasses.field(default=128, repr=False)
-    alu_per_clock: int = dataclasses.field(default=64, repr=False)
-    issue_per_clock: int = dataclasses.field(default=128, repr=False)
-    maximum_by_load: bool = dataclasses.field(default=False, repr=False)
-    memory_rate: int = dataclasses.field(default=4800, repr=False)
+    matrix_per_clock: int = dataclasses.field(compare=False, metadata=CHOOSES)
+    special_per_clock: int = dataclasses.field(default=16, compare=False, metadata=CHOOSES)
+    fma_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
+    alu_per_clock: int = dataclasses.field(default=64, compare=False, metadata=CHOOSES)
+    issue_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
+    maximum_by_load: bool = dataclasses.field(default=False, compare=False, metadata=CHOOSES)
+    memory_rate: int = dataclasses.field(default=4800, compare=False, metadata=CHOOSES)
 
     @staticmethod
     def of(device: torch.device) -> Target:

@@ -100,9 +100,9 @@ class ForwardTiling(Tiling):
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
-    drawn: Literal["early", "late"] | None = dataclasses.field(default=None, repr=False)  # in the key of those it is of
-    output_direct: bool = dataclasses.field(default=False, repr=False)  # likewise, by `dealt`
-    shares: Literal["last", "all"] | None = dataclasses.field(default=None, repr=False)  # likewise
+    drawn: Literal["early", "late"] | None = None
+    output_direct: bool = False
+    shares: Literal["last", "all"] | None = None
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,54 @@
+"""Plans of every kind, with tilings of every kind, on both architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from composattn.analysis.program import Program
+from composattn.backends.fused.plan import plan_forward
+from composattn.backends.fused.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.target import BLACKWELL, HOPPER, Target
+from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
+from composattn.mods import causal, document, neighborhood
+from composattn.mods.mask import Mask
+
+LONG, SHORT = 8192, 512
+DOCUMENTS = document(torch.arange(LONG) // 1000) & causal()
+NEIGHBOURS = neighborhood((96, 96), (7, 7))
+
+
+def forward(target: Target, d: int = 128, length: int = LONG, mask: Mask | None = None, **how: Any) -> list[Any]:
+    problem = Problem(1, 4, 2, length, length, d, d, torch.bfloat16, torch.device("cpu"), **how)
+    plan = plan_forward(problem, Program(None, None if mask is None else mask.expr), target)
+    return [plan, plan.combine] if plan.is_split else [plan]
+
+
+def backward(
+    target: Target, d: int = 128, dv: int = 0, length: int = SHORT, mask: Mask | None = None, **how: Any
+) -> list[Any]:
+    problem = Problem(1, 4, 2, length, length, d, dv or d, torch.bfloat16, torch.device("cpu"))
+    plans = plan_backward(problem, Program(None, None if mask is None else mask.expr), target, **how)
+    return [p for p in (plans.preprocess, plans.main, plans.postprocess, plans.gather) if p is not None]
+
+
+PLANS: dict[str, Callable[[], list[Any]]] = {
+    "hopper-forward": lambda: forward(HOPPER),
+    "hopper-forward-split": lambda: forward(HOPPER, schedule=Schedule(split_kv=2)),
+    "hopper-forward-stretches": lambda: forward(HOPPER, mask=DOCUMENTS),
+    "hopper-forward-strips": lambda: forward(HOPPER, length=96 * 96, mask=NEIGHBOURS),
+    "hopper-forward-wide": lambda: forward(HOPPER, d=512),
+    "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
+    "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
+    "hopper-backward-stretches": lambda: backward(HOPPER, length=LONG, mask=DOCUMENTS),
+    "hopper-backward-exchange": lambda: backward(HOPPER, d=256, mask=causal()),
+    "hopper-backward-pair": lambda: backward(HOPPER, d=512, mask=causal()),
+    "blackwell-backward": lambda: backward(BLACKWELL, d=64, mask=causal()),
+    "blackwell-backward-pair": lambda: backward(BLACKWELL, d=128, length=LONG),
+    "blackwell-backward-wide": lambda: backward(BLACKWELL, d=192, length=128),
+    "blackwell-backward-wide-pair": lambda: backward(BLACKWELL, d=192, dv=128, length=LONG),
+    "blackwell-backward-query-pair": lambda: backward(BLACKWELL, d=256, length=LONG),
+}
