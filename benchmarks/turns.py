@@ -316,7 +316,8 @@ def main() -> None:
     def wanted(case: Case, first: bool) -> list[str]:
         return [*(names if first else kinds), *variants]
 
-    cases = [case for case in CASES if re.search(options.cases, case.name) and case.measure in ("tflops", "tbps")]
+    cases = [case for case in (*CASES, *every_shape()) if re.search(options.cases, case.name)]
+    cases = [case for case in cases if case.measure in ("tflops", "tbps")]
     start = time.monotonic()
     team = Team(trees, options.workers, options.log)
     holders, told = team.prepare(cases, wanted, options)
