@@ -563,6 +563,7 @@ def test_pairs_of_blocks_with_half_of_the_columns_match_fp64(
 
 EXCHANGE_CASES: dict[str, tuple[Any, ...]] = {
     "plain-ragged-d256": ("plain", torch.bfloat16, 2, 1, 100, 150, 256, 256, True, False),
+    "plain-ragged-d144": ("plain", torch.bfloat16, 1, 1, 100, 150, 144, 144, True, False),
     "causal-gqa2-d192-dv128": ("causal", torch.bfloat16, 4, 2, 150, 300, 192, 128, True, False),
     "window-d192-dv128": ("window", torch.float16, 2, 2, 200, 200, 192, 128, False, False),
     "hidden-d192-dv128": ("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 128, True, False),
