@@ -45,7 +45,7 @@ class StripWords:
         at = Evaluator(self.mods.mods, self.mods.leaves, tile, self.mods.work)
         shown: Any = Int32(0)
         for c in range(self.width):
-            shown = shown | choose(_all(at, self.of_columns, r, c), Int32(1 << c), Int32(0))
+            shown = shown | choose(_all(_values(at, self.of_columns, r, c)), Int32(1 << c), Int32(0))
             at.forget_element()
         return _unknown(shown * sum(1 << first for first in range(0, WORD, self.width)))
 
@@ -58,7 +58,7 @@ class StripWords:
             for word in range(0, tile.columns, WORD):
                 rows: Any = Int32(0)
                 for c in range(word, min(word + WORD, tile.columns), self.width):
-                    seen = _all(at, self.of_rows, r, c) & (tile.shape.column_offsets[c] < end)
+                    seen = _all([*_values(at, self.of_rows, r, c), tile.shape.column_offsets[c] < end])
                     rows = rows | choose(seen, Int32(((1 << self.width) - 1) << (c - word)), Int32(0))
                     at.forget_element()
                 words.append(self.columns[r] & rows)
@@ -74,6 +74,11 @@ def _unknown(word: Int32) -> Any:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
-def _all(at: Evaluator, some: list[Expr], r: int, c: int) -> Any:
-    """Whether all of `some` are true of an element."""
-    return functools.reduce(lambda x, y: x & y, (at.value(term, r, c) for term in some))
+def _values(at: Evaluator, some: list[Expr], r: int, c: int) -> list[Any]:
+    """Of an element; masks may have terms of rows, or of columns, alone."""
+    return [at.value(term, r, c) for term in some]
+
+
+def _all(conditions: list[Any]) -> Any:
+    """Whether all of them hold; known when compiling where there is none."""
+    return functools.reduce(lambda x, y: x & y, conditions) if conditions else True

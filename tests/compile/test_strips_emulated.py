@@ -27,6 +27,9 @@ from tests.support import on_few_multiprocessors
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+SAME_COLUMN = Mask.of(lambda b, h, q, kv: q % 48 == kv % 48)  # of all rows
+
+
 @pytest.fixture
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small images have few tiles to leave out."""
@@ -59,6 +62,7 @@ def planned(problem: Problem, **mods: Any) -> ForwardPlan:
     [
         ((1, 9 * 48, 64, 64), BF16, neighborhood((9, 48), 5), None),
         ((2, 10 * 32, 128, 128), BF16, neighborhood((10, 32), (3, 17)), None),
+        ((1, 9 * 48, 64, 64), BF16, SAME_COLUMN, None),
         pytest.param(
             (2, 10 * 48, 64, 48),
             FP16,
