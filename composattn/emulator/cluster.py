@@ -383,6 +383,7 @@ class Cluster:
         whole.unfenced = 0
         for g in gangs:
             whole.unfenced |= g.unfenced
+            whole.copy(tuple((to, origin) for to, origin in g.copies.items() if whole.copies.get(to) != origin))
         at = self.gangs.index(first)
         for g in gangs:
             g.done = True

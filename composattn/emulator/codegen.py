@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,7 @@ class Writer:
         self.views: set[str] = set()
         self.reads = 0  # bit i: row i of the 32-bit bank
         self.writes = 0
+        self.copies: dict[int, int] = {}  # to accumulators of wgmma: from what, as bits
         self._guards = 0
 
     def name(self, prefix: str, value: Any) -> str:
@@ -94,9 +97,11 @@ class Writer:
             raise UnknownInstruction(f"no row for {instr.op}; {instr.where()}")
         if len(instr.args) != len(row.inputs) + 1:
             raise UnknownInstruction(f"{instr.op} takes {len(row.inputs) + 1} operands; {instr.where()}")
+        target, before = instr.args[0], self.reads
         sources = [self.source(t, a) for t, a in zip(row.inputs, instr.args[1:], strict=True)]
         fn = self.name("f", row.fn)
-        target = instr.args[0]
+        if instr.op.startswith("mov.") and self._copies(target, instr.args[1]):
+            self.reads = before
         if isinstance(target, Sink):
             return
         if isinstance(target, Pair):
@@ -107,6 +112,14 @@ class Writer:
             self.lines.append(f"{fn}({', '.join(sources)}, out={dest}, where={mask})")
         else:
             self.lines.append(f"copyto({dest}, {fn}({', '.join(sources)}){convert}, where={mask})")
+
+    def _copies(self, target: Operand, source: Operand) -> bool:
+        """Whether it is the only use of an accumulator in this run of arithmetic so far; notes what is copied there."""
+        dest = _bit(target)
+        if not dest & self.rows.accumulators or dest & (self.reads | self.writes):
+            return False
+        self.copies[dest] = _bit(source)
+        return True
 
     def _two(self, row: Alu, fn: str, sources: list[str], target: Pair, mask: str) -> None:
         """setp p|q: q is the comparison's complement."""
@@ -161,12 +174,18 @@ class Writer:
         self.lines.append("")
         self._touch_at = len(self.lines) - 1
         self.reads = self.writes = 0
+        self.copies = {}
 
     def end_touch(self, first: Instr) -> None:
         if self.reads | self.writes:
-            used = self.name("u", self.reads | self.writes)
-            reads, writes, at = self.name("r", self.reads), self.name("w", self.writes), self.name("i", first)
-            self.lines[self._touch_at] = f"g.unfenced |= {used}\n    if g.in_flight: g.touch({reads}, {writes}, {at})"
+            copied = sum(self.copies)
+            used = self.name("u", self.reads | self.writes & ~copied)
+            reads = self.name("r", self.reads | functools.reduce(operator.or_, self.copies.values(), 0))
+            writes, at = self.name("w", self.writes), self.name("i", first)
+            noted = f"g.unfenced |= {used}"
+            if copied:
+                noted += f"; g.copy({self.name('c', tuple(self.copies.items()))})"
+            self.lines[self._touch_at] = f"{noted}\n    if g.in_flight: g.touch({reads}, {writes}, {at})"
 
     def finish(self, name: str) -> Callable[[Any, Mask], None]:
         body = [line for line in self.lines if line] or ["pass"]
@@ -182,6 +201,11 @@ class Writer:
 def row_of(instr: Instr) -> Alu | None:
     """The row of an opcode; one that takes two or three operands has a row for each."""
     return OPCODES.get(f"{instr.op}:{len(instr.args) - 1}") or OPCODES.get(instr.op)
+
+
+def _bit(operand: Operand) -> int:
+    """Of a 32-bit register; 0 of what is none."""
+    return sum(1 << r for r in _rows(operand))
 
 
 def _uses(instr: Instr) -> tuple[int, int]:

@@ -65,6 +65,7 @@ class Gang:
         self.lane_warp = np.repeat(np.arange(low, high), 32)
         self.in_flight = False
         self.unfenced = -1  # 32-bit registers used since the last wgmma.fence, as bits; before the first: all
+        self.copies: dict[int, int] = {}  # registers copied to since, and from which, as bits; not in `unfenced` so far
         self.views = block.views(low, high)
 
     def __str__(self) -> str:
@@ -97,6 +98,21 @@ class Gang:
             if group.busy_results & (reads | writes) or group.busy_inputs & writes:
                 raise RegisterInFlight("a register of a wgmma that was not waited for is used", where)
 
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Notes (to, from) of plain copies to accumulators, which are uses unless nobody sees what was copied."""
+        for target, origin in copies:
+            if target in self.copies:
+                self.unfenced |= target | self.copies[target]
+            self.copies[target] = origin
+
+    def used_beside(self, unseen: int) -> int:
+        """Registers used since the last wgmma.fence, but for copies to `unseen` ones, which are written now."""
+        self.copies = {target: origin for target, origin in self.copies.items() if not target & unseen}
+        used = self.unfenced
+        for target, origin in self.copies.items():
+            used |= target | origin
+        return used
+
     def look_in_flight(self) -> None:
         """Something has finished: whether registers are still in use is asked again."""
         block = self.block
@@ -125,6 +141,7 @@ class Gang:
             stack = [Path(stack[-1].node, True, NOWHERE)]
         out = Gang(self.block, low, high, stack)
         out.in_flight, out.unfenced, out.meeting = self.in_flight, self.unfenced, self.meeting
+        out.copies = dict(self.copies)
         return out
 
     def remove(self, mask: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from composattn.emulator.findings import UnknownInstruction
-from composattn.emulator.ptx import Imm, Kernel, Operand, Reg, Special, Sym
+from composattn.emulator.ptx import Imm, Kernel, Operand, Reg, Special, Sym, Vec
 
 # View of each bank as each type: name of the type -> (bank, numpy type).
 VIEWS: dict[str, tuple[str, Any]] = {
@@ -69,6 +70,13 @@ class Rows:
 
     def __post_init__(self) -> None:
         self.count = dict(self.kernel.banks)
+
+    @cached_property
+    def accumulators(self) -> int:
+        """32-bit registers that a wgmma of the kernel sums in, as bits."""
+        products = [i.args[0] for i in self.kernel.code if i.op.startswith("wgmma.mma_async.")]
+        results = {r.index for p in products if isinstance(p, Vec) for r in p.items if isinstance(r, Reg)}
+        return sum(1 << r for r in results)
 
     def _new(self, bank: str) -> int:
         row = self.count[bank]

@@ -103,7 +103,14 @@ def multiply(instr: Instr, program: Any) -> Handler:
         wait = together(g, m, instr)
         if wait is not None:
             return wait
-        if g.unfenced & (results | inputs):
+        accumulate = True
+        if keep is not None:
+            kept = keep(g)
+            if (kept != kept[0]).any():
+                raise CollectiveMismatch("scale-d differs between the lanes of a warpgroup")
+            accumulate = bool(kept[0])
+        # what was copied to sums that begin anew nobody reads: PTX of dead values, which ptxas leaves out
+        if g.used_beside(0 if accumulate else results) & (results | inputs):
             raise MissingWgmmaFence("registers of this wgmma were used by others after the last wgmma.fence")
         block = g.block
         unit = block.units[g.low // 4]
@@ -115,12 +122,6 @@ def multiply(instr: Instr, program: Any) -> Handler:
             a = Operand(_descriptor(desc_a(g)), 64, kind_a, not trans_a)
             _read(g, unit, a)
         _read(g, unit, b)
-        accumulate = True
-        if keep is not None:
-            kept = keep(g)
-            if (kept != kept[0]).any():
-                raise CollectiveMismatch("scale-d differs between the lanes of a warpgroup")
-            accumulate = bool(kept[0])
         unit.open.append(WarpgroupMultiply(rows, accumulate, a, b, negate, results, inputs, instr))
         unit.busy_results |= results
         unit.busy_inputs |= inputs
@@ -150,6 +151,7 @@ def fence(instr: Instr, program: Any) -> Handler:
         wait = together(g, m, instr)
         if wait is None:
             g.unfenced = 0
+            g.copies.clear()
         return wait
 
     return run

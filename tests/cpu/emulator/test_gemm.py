@@ -131,6 +131,34 @@ def test_planted_bug(name: str) -> None:
             multiply(kernel, "bf16", 128, 64, 512, mode, text)
 
 
+# between a fence and the products behind it: r153 is 0, r156 one of their sums, r51 written next
+BEHIND_THE_FENCE = {
+    "a copy": "mov.b32 %r156, %r153;",
+    "a copy of a sum": "mov.b32 %r156, %r157;",
+    "a copy that is read": "mov.b32 %r156, %r153; add.s32 %r51, %r156, %r153;",
+    "a copy of what was copied": "mov.b32 %r156, %r153; mov.b32 %r157, %r156; add.s32 %r51, %r157, %r153;",
+    "a sum that is read": "add.s32 %r51, %r156, %r153;",
+    "a sum that is computed": "add.s32 %r156, %r153, %r153;",
+}
+
+
+@pytest.mark.parametrize("what", BEHIND_THE_FENCE)
+def test_a_copy_to_sums_that_begin_anew_needs_no_fence_and_any_other_use_does(what: str) -> None:
+    """Compilers copy dead values there, which ptxas leaves out."""
+    kernel = captured()
+    fence = "wgmma.fence.sync.aligned;"
+    text = kernel.text.replace(fence, f"{fence}\n{BEHIND_THE_FENCE[what]}")
+    assert text != kernel.text and "{%r156, %r157," in text
+    if what in ("a copy", "a copy of a sum"):
+        got, want = multiply(kernel, "bf16", 128, 64, 64, EAGER, text)
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-3)
+    else:
+        with pytest.raises(findings.MissingWgmmaFence):
+            multiply(kernel, "bf16", 128, 64, 64, EAGER, text)
+    with pytest.raises(findings.MissingWgmmaFence):  # the second product goes on from these sums
+        multiply(kernel, "bf16", 128, 64, 512, EAGER, text)
+
+
 def test_two_kernels_of_equal_argument_types_keep_their_own_text() -> None:
     a, b = captured("bf16", 2, 64, 64, 2), captured("bf16", 2, 64, 64, 3)
     assert a.text != b.text
