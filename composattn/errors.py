@@ -168,6 +168,10 @@ class MaximumExceeded(InvalidArgument):
     """A sequence longer than max_seqlen says; found under `debug_checks`."""
 
 
+class TooManyBlocks(InvalidArgument):
+    """A call of more tiles than a generated kernel can be launched for at once."""
+
+
 class InvalidSchedule(InvalidArgument):
     """A field of a Schedule with a value that it does not take."""
 

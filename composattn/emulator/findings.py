@@ -21,6 +21,10 @@ class Livelock(Finding):
     """Warps go round without end: the step limit was reached, or pollers see nothing change."""
 
 
+class LaunchRefused(Finding):
+    """More blocks, threads or shared memory are asked for than any launch on the device gets."""
+
+
 class OutOfBounds(Finding):
     """An access outside every tensor of the call, or outside the block's shared memory."""
 

@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .seqlen import DenseSequence, PackedSequence, Sequence
-from .tile_scheduler import Stretch
 from .values import Fixed
 
 
@@ -80,7 +79,7 @@ def rounded_of(
 def shares_of(
     workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, sums: Any, work: Any
 ) -> cute.Tensor:
-    """fp32 (`sums`, blocks that have a part of each), of all blocks of `query_grid`: behind all else.
+    """fp32 (`sums`, blocks that have a part of each), of all blocks of `QueryBlocks`: behind all else.
 
     `flags`: numbers before it, for each head.
     """
@@ -100,49 +99,11 @@ def counter_of(workspace: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout(1))
 
 
-# --- kernels with a block per tile of queries --------------------------------------------------------------------
-
-
-def query_grid(workspace: cute.Tensor, work: cute.Tensor | None, parts: int = 1) -> tuple[Any, Any, Any]:
-    """A block for each tile and head of a workspace (B, H, tiles, ...), or for each entry of `work` and head.
-
-    So many for each, if tiles come in `parts`.
-    """
-    entries, heads, tiles = workspace.shape[:3]
-    return (tiles * parts, heads, entries) if work is None else (work.shape[0] * parts, heads, 1)
-
-
-def query_tile(work: cute.Tensor | None, parts: int = 1) -> tuple[Int32, Int32, Int32]:
-    """(number of the tile, or part, in its sequence, head, sequence) of this block; sequence -1: there is no work.
-
-    The last heads come first: the main kernel goes from the first to the last, and what was written before it, or is
-    read behind it, is in L2 so far as it fits.
-    """
-    number, head, b = cute.arch.block_idx()
-    _, heads, entries = cute.arch.grid_dim()
-    head, b = heads - 1 - head, entries - 1 - b
-    if work is None:
-        return number, head, b
-    if parts == 1:
-        return work[number, 1], head, work[number, 0]
-    entry = number // parts
-    return work[entry, 1] * parts + number % parts, head, work[entry, 0]
-
-
-def query_stretch(work: cute.Tensor, parts: int = 1) -> Stretch | None:
-    """The stretch of which that tile is, if tiles begin with stretches."""
-    number, _, _ = cute.arch.block_idx()
-    return Stretch.of(work, number // parts)
-
-
 __all__ = [
     "PaddedTiles",
     "claims_of",
     "cleared_of",
     "counter_of",
-    "query_grid",
-    "query_stretch",
-    "query_tile",
     "rounded_of",
     "shares_of",
     "statistics_of",

@@ -90,6 +90,7 @@ class EmulatedKernel:
     def __call__(self, *arguments: Any) -> None:
         target, kernel = self.plan.target, self.kernel
         launch = kernel.launch(*arguments, dynamic_shared=self.plan.shared_memory, sms=target.sms)
+        launch.shared_memory = target.shared_memory
         found = _stream.run(kernel.program, launch, _mode.get())
         self._ran = found.visits, found.blocks, found.seconds
 

@@ -15,7 +15,7 @@ from ...analysis.program import Program
 from ...analysis.strips import KEYS, Strips
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
-from ...errors import InvalidSchedule
+from ...errors import InvalidSchedule, TooManyBlocks
 from ...graph.content import content
 from ...graph.expr import Capture, DType, index
 from ...graph.ops import apply
@@ -28,7 +28,10 @@ from .strips import InStrips, in_strips
 from .target import Target
 from .tiling import ForwardTiling, Tiling
 from .traits import queries
-from .work import WorkTables
+from .work import WorkTables, entries
+
+MOST_ACROSS = 65535  # blocks in the second and in the third dimension of a grid
+MOST_BLOCKS = 2**31 - 1  # in the first one
 
 # why a kernel is the same whatever a field says
 FOR_PEOPLE = {"why": "for people to read"}
@@ -72,6 +75,7 @@ class CombinePlan(Plan):
 
     step = "combine"
     return_lse: bool
+    in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
 
 
 AnyTiling = TypeVar("AnyTiling", bound=Tiling)
@@ -129,6 +133,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     is_split: bool = False
     splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
     strips: Strips | None = None
+    many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -166,7 +171,13 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def combine(self) -> CombinePlan:
         """The kernel that makes one output of those of the parts."""
-        return CombinePlan(target=self.target, dtype=self.dtype, head_dim_v=self.head_dim_v, return_lse=self.return_lse)
+        return CombinePlan(
+            target=self.target,
+            dtype=self.dtype,
+            head_dim_v=self.head_dim_v,
+            return_lse=self.return_lse,
+            in_one_row=self.many_heads,
+        )
 
     def __str__(self) -> str:
         t = self.tiling
@@ -252,6 +263,7 @@ def plan_forward(
     else:
         order, work = order_in_stretches(problem, stretches, tiling.queries, heads, target.sms)
     parts = splits(problem, tiling, target)
+    check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,
@@ -270,6 +282,7 @@ def plan_forward(
         is_split=parts > 1,
         splits=parts,
         strips=strips,
+        many_heads=problem.q_heads > MOST_ACROSS,
     )
 
 
@@ -289,6 +302,15 @@ def invariant(program: Program) -> Program:
         _refuse_order(f"rows of this mask see {len(program.intervals)} runs of keys")
     score = None if program.score is None else apply("whole", program.score)
     return Program(score, program.mask, program.sink, program.keep)
+
+
+def check_blocks(problem: Problem, blocks: int) -> None:
+    """Refuses, before compiling, more blocks than a launch takes."""
+    if blocks > MOST_BLOCKS:
+        raise TooManyBlocks(
+            f"{problem.batch} sequences of {problem.q_len} queries and {problem.q_heads} heads are {blocks} blocks of "
+            f"a kernel, a launch takes {MOST_BLOCKS}; call it for parts of the batch, one after the other"
+        )
 
 
 def _refuse_order(why: str) -> NoReturn:

@@ -20,11 +20,11 @@ from .architecture import architecture_of
 from .coverage import has_documents_apart
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
-from .plan import FOR_PEOPLE, TABLES, TiledPlan, compiled_in, extent_of
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, extent_of
 from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
-from .work import WorkTables, fixed_visits, stretch_tables, work_tables
+from .work import WorkTables, entries, fixed_visits, stretch_tables, work_tables
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -96,6 +96,7 @@ class PreprocessPlan(TiledPlan[AnyTiling]):
     step = "preprocess"
     has_dlse: bool
     sinks: SinkForm | None
+    in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)  # of query tiles
 
 
@@ -105,6 +106,7 @@ class PostprocessPlan(TiledPlan[AnyTiling]):
 
     step = "postprocess"
     sinks: SinkForm | None
+    in_one_row: bool  # as of `PreprocessPlan`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,15 @@ def plan_backward(
         )
         rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
     known = compiled_in(problem, target)
-    of_rows: OfRows = {"has_order_table": rows is not None, "has_stretches": stretches is not None, "sinks": sinks}
+    of_rows: OfRows = {
+        "has_order_table": rows is not None,
+        "has_stretches": stretches is not None,
+        "sinks": sinks,
+        "in_one_row": max(problem.q_heads, problem.batch) > MOST_ACROSS,
+    }
+    check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
+    pieces = 1 if cut is None else cut.pieces
+    check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
     in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     by_table: OfKeys = {"has_order_table": keys is not None, "has_stretches": stretches is not None}
     main = BackwardPlan(
@@ -216,6 +226,7 @@ class OfRows(TypedDict):
     has_order_table: bool
     has_stretches: bool
     sinks: SinkForm | None
+    in_one_row: bool
 
 
 def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:

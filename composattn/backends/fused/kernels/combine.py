@@ -36,12 +36,16 @@ class Combine(Kernel):
         given = self.arguments(*arguments)
         batch, heads, q_len, _ = given.out.shape
         self.kernel(given.parts, given.part_lse, given.out, given.lse).launch(
-            grid=(q_len * batch, heads, 1), block=(WARPS * LANES, 1, 1), stream=stream
+            grid=(q_len * batch * heads, 1, 1) if self.plan.in_one_row else (q_len * batch, heads, 1),
+            block=(WARPS * LANES, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, parts, part_lse, o, lse):
         number, h, _ = cute.arch.block_idx()
+        if const_expr(self.plan.in_one_row):
+            number, h = number // o.shape[1], number % o.shape[1]
         b, q = number // o.shape[2], number % o.shape[2]
         of_parts = parts[None, b, h, q, None], part_lse[None, b, h, q]
         whole = o[b, h, q, None], None if lse is None else lse[b, h, None], q

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ....primitives.padded_tiles import PaddedTiles, query_grid, query_stretch, query_tile, rounded_of
+from ....primitives.padded_tiles import PaddedTiles, rounded_of
+from ....primitives.query_blocks import QueryBlocks
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
 from ....primitives.swizzled_tiles import tile_layout
@@ -52,6 +53,9 @@ class Postprocess(Kernel, Generic[AnyTiling]):
     def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
         """A group's part of the tile, as its `sums` have it."""
 
+    def blocks(self, dq_accum: cute.Tensor, work: cute.Tensor | None) -> QueryBlocks:
+        return QueryBlocks(dq_accum, work, self.plan.in_one_row, self.parts)
+
     @cute.jit
     def __call__(self, stream, *arguments):
         given, tiling = self.arguments(*arguments), self.tiling
@@ -66,7 +70,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
             _, rounded = rounded_of(*flags, tiling.flags_before)
         self.kernel(tma, tensor, layout, given.dq_accum, rounded, given.scale, queries, given.work, sinks).launch(
-            grid=query_grid(given.dq_accum, given.work, self.parts),
+            grid=self.blocks(given.dq_accum, given.work).grid,
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -76,14 +80,14 @@ class Postprocess(Kernel, Generic[AnyTiling]):
     def kernel(self, tma, tensor, layout, dq_accum, rounded, scale, queries, work, sinks):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
         if const_expr(sinks is not None):
-            sinks.add_up()
-        tile, head, b = query_tile(work, self.parts)
+            sinks.add_up(self.blocks(dq_accum, work))
+        tile, head, b = self.blocks(dq_accum, work).tile()
         of_tiles = tma, tensor, layout, dq_accum, rounded, scale
         if const_expr(work is None):
             self.finish_if(*of_tiles, queries.sequence(b), tile, head, b)
         else:
             if b >= 0:
-                sequence = queries.sequence(b).within(query_stretch(work, self.parts))
+                sequence = queries.sequence(b).within(self.blocks(dq_accum, work).stretch())
                 self.finish_if(*of_tiles, sequence, tile, head, b)
 
     @cute.jit

@@ -12,12 +12,10 @@ from ....primitives.padded_tiles import (
     claims_of,
     cleared_of,
     counter_of,
-    query_grid,
-    query_stretch,
-    query_tile,
     rounded_of,
     statistics_of,
 )
+from ....primitives.query_blocks import QueryBlocks
 from ....primitives.register_chunks import clear
 from ....primitives.seqlen import rows_of
 from ....primitives.values import aligned, choose, move, permuted
@@ -61,38 +59,39 @@ class Preprocess(Kernel):
         sinks = SinkSums.of(self.plan, given)
         written = statistics, dq_accum, counter, cleared, claims, rounded
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
-            grid=query_grid(dq_accum, work), block=(THREADS, 1, 1), stream=stream
+            grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, rounded, queries, work, sinks
     ):
+        blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
-            _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
+            _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(cleared is not None):
-            _clear_of_head(cleared, self.plan.has_stretches)
+            _clear_of_head(cleared, blocks, self.plan.has_stretches)
             handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
-            _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first_block())
+            _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(claims is not None):
-            _clear_of_tile(claims)
+            _clear_of_tile(claims, blocks)
         done = None
         if const_expr(rounded is not None):
             done, rounded = rounded
-            _clear_of_head(done, self.plan.has_stretches)
-        tile, head, b = query_tile(work)
-        sink = None if sinks is None else sinks.of_rows(head, b)
+            _clear_of_head(done, blocks, self.plan.has_stretches)
+        tile, head, b = blocks.tile()
+        sink = None if sinks is None else sinks.of_rows(blocks, head, b)
         share = Float32(0.0)
         if const_expr(work is None):
             place = queries.sequence(b), tile, head, b
             share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
         else:
             if b >= 0:
-                place = queries.sequence(b).within(query_stretch(work)), tile, head, b
+                place = queries.sequence(b).within(blocks.stretch()), tile, head, b
                 share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
         if const_expr(sinks is not None):
-            sinks.leave(share, head, b, THREADS)
+            sinks.leave(blocks, share, head, b, THREADS)
 
     @cute.jit
     def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, rounded, sequence, tile, head, b):
@@ -154,8 +153,8 @@ def _load_statistic(tensor: cute.Tensor, q: Int32, inside: Boolean, else_: Float
     return choose(inside, tensor[choose(inside, q, 0)], else_)
 
 
-def _is_first_block() -> Boolean:
-    x, y, z = cute.arch.block_idx()
+def _is_first(blocks: QueryBlocks) -> Boolean:
+    x, y, z = blocks.place()
     return (x == 0) & (y == 0) & (z == 0)
 
 
@@ -166,9 +165,9 @@ def _clear_if(counter: cute.Tensor, condition: Boolean):
 
 
 @cute.jit
-def _clear_of_head(flags: cute.Tensor, in_stretches: cutlass.Constexpr[bool]):
+def _clear_of_head(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], in_stretches: cutlass.Constexpr[bool]):
     """That no tile of a head is cleared yet, or complete; of stretches a block for each sequence says so."""
-    x, head, entry = cute.arch.block_idx()
+    x, head, entry = blocks.place()
     does = x == 0
     if const_expr(in_stretches):
         entry, does = x, x < flags.shape[0]
@@ -177,9 +176,9 @@ def _clear_of_head(flags: cute.Tensor, in_stretches: cutlass.Constexpr[bool]):
 
 
 @cute.jit
-def _clear_of_tile(claims: cute.Tensor):
+def _clear_of_tile(claims: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
     """That nobody was at a tile of dQ yet."""
-    tile, head, entry = cute.arch.block_idx()
+    tile, head, entry = blocks.place()
     thread = cute.arch.thread_idx()[0]
     if thread < claims.shape[3]:
         claims[entry, head, tile, thread] = Int32(0)

@@ -16,6 +16,7 @@ from cutlass.memory import SmemAllocator
 from ....primitives.exponential import LOG2_E
 from ....primitives.lanes import LANES, WARP, add, neighbours, over_lanes
 from ....primitives.padded_tiles import shares_of
+from ....primitives.query_blocks import QueryBlocks
 from ....primitives.values import Bundle
 from ..plan_backward import COUNTER, PostprocessPlan, PreprocessPlan
 
@@ -43,11 +44,11 @@ class SinkSums(Bundle):
 
     # --- in the kernel before: a block per tile of queries and head ------------------------------------------
 
-    def of_rows(self, head: Int32, b: Int32) -> Float32:
+    def of_rows(self, blocks: QueryBlocks, head: Int32, b: Int32) -> Float32:
         """The sink of these, in log2 units."""
-        return self.sinks[self._number(head, b)].to(Float32) * LOG2_E
+        return self.sinks[self._number(blocks, head, b)].to(Float32) * LOG2_E
 
-    def leave(self, share: Float32, head: Int32, b: Int32, threads: int) -> None:
+    def leave(self, blocks: QueryBlocks, share: Float32, head: Int32, b: Int32, threads: int) -> None:
         """The sum of what all `threads` of the block have of its rows."""
         warps = threads // LANES
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -55,19 +56,19 @@ class SinkSums(Bundle):
         _store_if(lane == 0, of_warps, warp, over_lanes(add, share, WARP))
         cute.arch.sync_threads()
         total = over_lanes(add, of_warps[lane % warps], neighbours(warps))
-        (x, _, z), (width, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+        (x, _, z), (width, _, _) = blocks.place(), blocks.counts()
         at = x if self.by_sequence else z * width + x
-        _store_if((warp == 0) & (lane == 0), self.shares[self._number(head, b), None], at, total)
+        _store_if((warp == 0) & (lane == 0), self.shares[self._number(blocks, head, b), None], at, total)
 
-    def _number(self, head: Int32, b: Int32) -> Int32:
-        return b * cute.arch.grid_dim()[1] + head if self.by_sequence else head
+    def _number(self, blocks: QueryBlocks, head: Int32, b: Int32) -> Int32:
+        return b * blocks.counts()[1] + head if self.by_sequence else head
 
     # --- in the kernel behind it -----------------------------------------------------------------------------
 
     @cute.jit
-    def add_up(self):
+    def add_up(self, blocks: cutlass.Constexpr[QueryBlocks]):
         """The first blocks of the grid take a sink each: others still begin when they end."""
-        (x, y, z), (width, height, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+        (x, y, z), (width, height, _) = blocks.place(), blocks.counts()
         sink = x + width * (y + height * z)
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         if (warp == 0) & (sink < cute.size(self.gradient)):
