@@ -199,13 +199,18 @@ class Streaming:
 
 
 Visited = tuple[list[Tile], torch.Tensor, torch.Tensor, torch.Tensor]
+Of = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What is known of a part of the keys: its output, the largest score of each row, its exponentials' sum below that."""
 
 
 def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, memory: torch.Tensor) -> Visited:
-    """(tiles visited, out, lse, max_scores) of one query tile: each kv tile's own softmax, merged by their LSE."""
+    """(tiles visited, out, lse, max_scores) of one query tile: each kv tile's own softmax, merged.
+
+    A part of the keys is its output, its largest score, and the sum of its exponentials below that one.
+    """
     q_tile = _stack(step.q[:, :, :, rows]) * call.scale
     shape = (*step.shape, rows.stop - rows.start)
-    lse, top = (q_tile.new_full((*shape, 1), -math.inf) for _ in range(2))
+    top, total = q_tile.new_full((*shape, 1), -math.inf), q_tile.new_zeros((*shape, 1))
     out = q_tile.new_zeros((*q_tile.shape[:-1], v.shape[-1]))
     visited = []
     for tile, visible in step.seen_from(rows):
@@ -216,22 +221,28 @@ def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, mem
         scores, highest = _hidden(scores, visible, raw)
         # one operation where exponentials and their sum take three; the largest probability is 1 / sum
         p = torch.softmax(scores, -1, out=raw)
-        tile_lse = highest - p.amax(-1, keepdim=True).log_()
-        unseen = highest == -math.inf if call.score is None else highest < LEAST_SCORE
+        sums = p.amax(-1, keepdim=True).reciprocal_()
+        unseen = highest == -math.inf
         if bool(unseen.any()):
             p.masked_fill_(unseen, 0.0)
-            tile_lse.masked_fill_(unseen, -math.inf)
+            sums.masked_fill_(unseen, 0.0)
         if call.keep is not None:
             p = p * _kept(call.keep, step, tile)
         of_tile = _stack(p) @ v[:, :, tile.columns]
-        top = torch.maximum(top, highest)
         if len(visited) == 1:
-            out, lse = of_tile, tile_lse
+            out, top, total = of_tile, highest, sums
         else:
-            out, lse = _merged(out, lse, of_tile, tile_lse)
+            out, top, total = _merged((out, top, total), (of_tile, highest, sums))
+    largest = top
+    if call.score is not None:  # decided by whole rows, so that it does not hang on where tiles end
+        hidden = top < LEAST_SCORE
+        if bool(hidden.any()):
+            out.masked_fill_(_stack(hidden), 0.0)
+            largest, total = top.masked_fill(hidden, -math.inf), total.masked_fill(hidden, 0.0)
     if call.sink is not None:
-        sink = evaluate(call.sink, step.of_rows).unsqueeze(-1)
-        out, lse = _merged(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand(lse.shape))
+        sink = evaluate(call.sink, step.of_rows).unsqueeze(-1).to(top.dtype).expand(top.shape)
+        out, largest, total = _merged((out, largest, total), (torch.zeros_like(out), sink, torch.ones_like(sink)))
+    lse = largest + total.log()
     return visited, out.view(*shape, -1), lse.squeeze(-1), top.squeeze(-1)
 
 
@@ -250,13 +261,21 @@ def _hidden(scores: torch.Tensor, visible: torch.Tensor | None, memory: torch.Te
     return scores, scores.amax(-1, keepdim=True)
 
 
-def _merged(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Pair:
-    """(out, lse) of two parts of the keys; `out` is written to."""
-    total = torch.logaddexp(lse, other_lse)
-    # Both weights by one difference, so that they add up to 1: exp(lse - total) errs by the rounding of lse, 1e-6 at
-    # 20, each time. Of rows that see nothing on either side the difference is NaN, and both outputs are 0.
-    share = torch.sigmoid((other_lse - lse).masked_fill_(total == -math.inf, 0.0))
-    return out.lerp_(other, _stack(share)), total
+def _merged(one: Of, other: Of) -> Of:
+    """Two parts of the keys as one; the first one's output is written to.
+
+    Each weight has all its digits, however small: as 1 less the other one, or by an LSE that is rounded, it has not.
+    """
+    (out, top, total), (other_out, other_top, other_total) = one, other
+    highest = torch.maximum(top, other_top)
+    # where both saw nothing, or both have an infinite score, the difference is NaN and not 0
+    mine, others = (
+        sums * torch.exp((largest - highest).masked_fill_(largest == highest, 0.0))
+        for largest, sums in ((top, total), (other_top, other_total))
+    )
+    whole = mine + others
+    sure = whole.clamp_min(1.0)  # it is 1 or more, but in rows that see nothing
+    return out.mul_(_stack(mine / sure)).addcmul_(other_out, _stack(others / sure)), highest, whole
 
 
 def _backward_tile(

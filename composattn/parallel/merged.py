@@ -47,11 +47,12 @@ class Merged:
         assert self.out is not None and self.lse is not None
         mine = self.lse[:, :, rows]
         # of rows that see nothing on either side the difference is NaN, and both outputs are 0
-        share = torch.sigmoid((lse - mine).nan_to_num(0.0, math.inf, -math.inf)).unsqueeze(-1)
+        above = (lse - mine).nan_to_num(0.0, math.inf, -math.inf).unsqueeze(-1)
         if self.out.dtype in (torch.float16, torch.bfloat16):
             self.out = self.out.float()  # further joins round no more
         there = self.out[:, :, rows]
-        there.add_((out.to(there.dtype) - there).mul_(share))
+        # two weights by one difference: 1 less the other one loses what is light
+        there.mul_(torch.sigmoid(-above)).addcmul_(out.to(there.dtype), torch.sigmoid(above).to(there.dtype))
         self.lse[:, :, rows] = torch.logaddexp(mine, lse)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -57,6 +57,6 @@ def sunk(out: T, lse: T, sinks: T | None) -> tuple[T, T]:
     """out and lse with one more exponential in the sum of each row, that of its head's sink."""
     if sinks is None:
         return out, lse
-    total = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
-    share = torch.exp(lse - total).nan_to_num(0.0).unsqueeze(-1)
-    return (out * share).to(out.dtype), total
+    sinks = sinks.detach().to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - sinks).nan_to_num(0.0).unsqueeze(-1)  # 0 where both are -inf, as of their difference
+    return (out * share).to(out.dtype), torch.logaddexp(lse, sinks)

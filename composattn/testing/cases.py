@@ -10,6 +10,7 @@ then the same in fp32 and fp64, and an error is an error.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,10 @@ def random_case(seed: int, space: Space = SMALL) -> Case:
 
 
 def draw_case(choices: Choices, space: Space = SMALL) -> Case:
-    """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1)."""
+    """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1).
+
+    One of eight has first keys that weigh little beside the others, and half of the sinks are far from the scores.
+    """
     site = draw_site(choices, space)
     dim, v_dim = choices.choice(space.head_dims), choices.choice(space.head_dims)
     if choices.integer(0, 2):
@@ -58,9 +62,40 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     if choices.integer(0, 5) == 0:
         case = dataclasses.replace(case, dropout=(choices.choice((0.1, 0.5, 0.9)), choices.integer(0, 2**63 - 1)))
         parts.append(f"dropout {case.dropout}")
+    if case.sinks is not None and choices.integer(0, 1):
+        away = choices.choice((1, -1)) * choices.choice(DROPS[site.dtype])
+        case = dataclasses.replace(case, sinks=(case.sinks.detach() + away).requires_grad_(case.sinks.requires_grad))
+        parts.append(f"of {away:+g}")
+    if choices.integer(0, 7) == 0:
+        case, label = _with_light_keys(site, case)
+        parts.append(label)
     name = f"{', '.join(parts)}, {describe(case)}"
     name += "" if flows in ("both", "none") else f", through {flows} only"
     return dataclasses.replace(case, name=name)
+
+
+DROPS = {torch.float16: (5.0,), torch.bfloat16: (5.0, 8.0), torch.float32: (8.0, 14.0), torch.float64: (14.0, 30.0)}
+"""By how much lighter keys score lower, or sinks are above or below: e^drop times V must not leave the dtype's range.
+
+Every head's sinks together, as errors count by the largest one of a whole tensor.
+"""
+
+
+def _with_light_keys(site: Site, case: Case) -> tuple[Case, str]:
+    """The case with its first keys lower by so much that they weigh little, and in dense calls with larger values.
+
+    So a weight that is right beside 1 and wrong beside itself is far off in the output.
+    """
+    drop = site.choices.choice(DROPS[site.dtype])
+    count = site.choices.integer(1, site.kv_len)
+    lower = Score.of(lambda score, b, h, q, kv: torch.where(kv < count, score - drop, score))
+    score = lower if case.score_mod is None else Score.of(case.score_mod) >> lower
+    case = dataclasses.replace(case, score_mod=score)
+    if case.varlen is None and case.paged is None and site.choices.integer(0, 1):
+        values = case.v.clone()
+        values[:, :, :count] *= 2.0 ** round(drop / math.log(2.0))
+        case = dataclasses.replace(case, v=values)
+    return case, f"the first {count} keys lower by {drop:g}"
 
 
 def _dense_case(site: Site, dim: int, v_dim: int) -> Case:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.backends import tiles
 from composattn.graph.least_score import LEAST_SCORE
 from composattn.mods import causal
 
@@ -76,6 +77,23 @@ def test_smaller_ones_are_scores(generator: torch.Generator) -> None:
     q, k, v = (torch.randn(1, 1, 20, 16, generator=generator) for _ in range(3))
     out = ca.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s * 0 + LEAST_SCORE)
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+def at_the_least_score(backend: str, keys: int) -> None:
+    """A row's largest score, behind its first keys, is the least one: of these keys none is lost."""
+    table = torch.full((keys,), LEAST_SCORE - 4)
+    table[keys * 5 // 8 :] = LEAST_SCORE
+    q, k = torch.zeros(1, 1, 8, 64).half(), torch.zeros(1, 1, keys, 64).half()
+    v = torch.randn(1, 1, keys, 64, generator=torch.Generator().manual_seed(0)).half()
+    out = ca.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + table[kv], backend=backend)
+    exact = (table.double().softmax(0) @ v[0, 0].double()).expand(8, 64)
+    torch.testing.assert_close(out[0, 0].double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_a_row_at_the_least_score_is_whole_where_tiles_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (16, 64):
+        monkeypatch.setitem(tiles.TILE_SIZES, "cpu", tiles.TileSizes(8, size, 8 * size))
+        at_the_least_score("streaming", 64)
 
 
 def test_weights_of_such_rows_are_none(generator: torch.Generator) -> None:

@@ -17,6 +17,7 @@ from composattn.parallel import context
 from composattn.parallel.describe import describe
 from composattn.parallel.division import divide
 from composattn.parallel.exchange import Ranks
+from composattn.parallel.merged import Merged
 from composattn.parallel.movement import Movement
 from composattn.parallel.traffic import Shape, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
@@ -116,6 +117,22 @@ def test_tensors_on_a_device_that_the_group_does_not_move_are_refused(backend: s
     ranks.backend = backend
     with pytest.raises(ca.errors.WrongDeviceForGroup, match="init_device_mesh"):
         ranks.check_device(torch.device(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lighter", [14.0, 40.0])
+def test_a_part_that_weighs_little_keeps_its_digits(lighter: float, dtype: torch.dtype) -> None:
+    values = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    outs, lses = (values[0] * 2.0**40, values[1]), (torch.zeros(1, 2, 5), torch.full((1, 2, 5), lighter))
+    weights = torch.stack(lses).double().softmax(0)
+    exact = sum(w.unsqueeze(-1) * out.double() for w, out in zip(weights, outs, strict=True))
+    for order in (0, 1), (1, 0):
+        merged = Merged(values[0], 4, False)
+        for i in order:
+            merged.add(slice(0, 5), outs[i], lses[i], None)
+        out, lse, _ = merged.result()
+        torch.testing.assert_close(out.double(), exact, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0.0)
+        torch.testing.assert_close(lse, torch.stack(lses).logsumexp(0))
 
 
 def test_without_a_process_group_there_is_no_context_parallel() -> None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 import types
 
 import pytest
 import torch
 
 import composattn as ca
-from composattn.backends import reference
+from composattn import backends
+from composattn.backends import reference, tiles
 from composattn.mods import alibi, causal, padding, relative_bias, softcap
-from composattn.testing import Case, assert_attention_close, check, make_case, make_varlen_case, poisoned, run
+from composattn.testing import (
+    Case,
+    Space,
+    assert_attention_close,
+    check,
+    make_case,
+    make_varlen_case,
+    poisoned,
+    random_case,
+    run,
+)
 from tests.support import qkv
 
 streaming = functools.partial(ca.attention, backend="streaming")
@@ -89,6 +102,52 @@ def test_it_finds(mistake, generator):
     check(streaming, case)
     with pytest.raises(AssertionError, match=r"is off|NaN"):
         check(MISTAKES[mistake], case)
+
+
+def merged_by_one_less_the_other_weight(one, other):
+    """As if a part of the keys weighed 1 less what the other one weighs: right beside 1, with no digits of its own."""
+    (out, top, total), (other_out, other_top, other_total) = one, other
+    lse, other_lse = top + total.log(), other_top + other_total.log()
+    whole = torch.logaddexp(lse, other_lse)
+    share = torch.sigmoid((other_lse - lse).masked_fill(whole == -torch.inf, 0.0)).flatten(2, 3)
+    highest = torch.maximum(top, other_top)
+    return out.lerp_(other_out, share), highest, (whole - highest).exp().masked_fill(whole == -torch.inf, 0.0)
+
+
+@pytest.fixture
+def merges_badly(monkeypatch):
+    """Tiles of 4 keys; what it gives plants such a merge."""
+    monkeypatch.setitem(tiles.TILE_SIZES, "cpu", tiles.TileSizes(4, 4, 1 << 19))
+    return lambda: monkeypatch.setattr(backends.streaming, "_merged", merged_by_one_less_the_other_weight)
+
+
+@pytest.mark.parametrize("light", ["beside a sink", "in the first tile"])
+def test_it_finds_a_weight_that_is_one_less_the_other(light, merges_badly, generator):
+    case = a_case(generator).without_gradients()
+    if light == "beside a sink":
+        case = dataclasses.replace(case, sinks=torch.full((4,), 18.0))
+    else:
+        case.v[:, :, :4] *= 1e5
+        case = dataclasses.replace(case, score_mod=lambda s, b, h, q, kv: torch.where(kv < 4, s - 14, s))
+    check(streaming, case)
+    merges_badly()
+    with pytest.raises(AssertionError, match="out is off"):
+        check(streaming, case)
+
+
+@pytest.mark.parametrize("light", ["of \\+", "keys lower by"])
+def test_random_cases_find_it_too(light, merges_badly):
+    space = Space(dtypes=(torch.float32,), shortest=13, gradients=False)
+    cases = (case for case in (random_case(seed, space) for seed in range(300)) if re.search(light, case.name))
+    some = list(itertools.islice(cases, 5))
+    merges_badly()
+    found = 0
+    for case in some:
+        try:
+            check(streaming, case)
+        except AssertionError as error:
+            found += "out is off" in str(error)
+    assert found
 
 
 @DTYPES
