@@ -198,9 +198,13 @@ def _periodic(x: Floats) -> Floats:
 
 
 def _f_rsqrt(x: Floats) -> Floats:
+    """Of -0.0 it is -inf, and bounds know no sign of a zero."""
     root = _rising(torch.sqrt, _FAST, 0.0, (0.0, math.inf))(x)
     one = torch.ones_like(x.low)
-    low, high = one / root.high, torch.where(root.low <= 0, math.inf, one / root.low)
+    low, high = (
+        torch.where(_holds_zero(x), -math.inf, one / root.high),
+        torch.where(root.low <= 0, math.inf, one / root.low),
+    )
     return widened(low, high, root.nan, _FAST)
 
 
@@ -326,6 +330,7 @@ RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
     ("fmod", Ints): _i_fmod, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
     ("and", Ints): _i_and, ("square", Ints): _squared(_i_mul), ("square", Floats): _squared(_f_mul),
+    **_both_kinds("relu", _exactly(torch.relu)),
     **_both_kinds("abs", _abs), ("sign", Ints): _exactly(torch.sign), ("sign", Floats): _f_sign,
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,

@@ -144,6 +144,7 @@ class Step:
                 yield tile, None
                 continue
             visible = self.evaluate([mask], tile)[0]
+            visible = visible if visible.ndim else visible.unsqueeze(0)  # what no position decides has no axis of keys
             if bool(visible.all()):
                 yield Tile(rows, columns, True), None
                 continue

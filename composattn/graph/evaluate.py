@@ -146,6 +146,8 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
         return OPS[node.op].torch(*(a.to(common) for a in args))
     if node.dtype is DType.BOOL:
         return OPS[node.op].torch(*args)
+    if node.op in _CLAMPS and node.args[1].is_const:  # of two zeros a tensor's end may be the other one
+        return torch.clamp(args[0].to(wanted), **{_CLAMPS[node.op]: node.args[1].attr})
     try:
         return OPS[node.op].torch(*(a.to(wanted) for a in args))
     except RuntimeError as error:
@@ -155,6 +157,9 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
             f"{node} divides integers by zero at some pair of queries and keys, which a mask around it does not keep "
             "from happening; give the divisor a least value: x // y.clamp(min=1)"
         ) from None
+
+
+_CLAMPS = {"clamp_min": "min", "clamp_max": "max"}
 
 
 def _number(value: float, dtype: torch.dtype, env: Env) -> torch.Tensor:

@@ -151,6 +151,7 @@ _BY_ARITY: dict[int, list[Op]] = {
         Op("abs", torch.abs, _number("abs"), lambda o, x: (f("sign", x),), S.Abs),
         Op("sign", torch.sign, _number("sign"), _zero, S.sign),
         Op("not", torch.bitwise_not, _bits("~"), _zero, lambda x: S.Not(x)),
+        Op("relu", torch.relu, _number("relu"), lambda o, x: (f("where", f("le", x, 0.0), 0.0, 1.0),), lambda x: S.Max(x, 0)),
         Op("isnan", torch.isnan, _bool, _zero),
         Op("isinf", torch.isinf, _bool, _zero),
         Op("whole", lambda x: x, _float, lambda o, x: (const(1.0),), lambda x: x),  # as it stands: nothing taken apart
@@ -314,6 +315,7 @@ _EXACTLY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}  # as torch has these powers: of -0.0 and -inf they are others than pow's
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "floordiv": 1, "and": True, "or": False}
 _ABSORBING = {"mul": 0, "and": False, "or": True}  # not of floats: 0 * inf
 
@@ -326,6 +328,8 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
         inner = args[0]
         return inner.args[0] if name in ("neg", "not") and inner.op == name and dtype is inner.args[0].dtype else None
     x, y = args[-2], args[-1]
+    if name == "pow" and dtype is DType.FLOAT and y.is_const and y.attr in _ROOTS:
+        return apply(_ROOTS[y.attr], x)
     if x is y and x.dtype is not DType.FLOAT and name in _OF_ITSELF:  # a float may be NaN
         return const(_OF_ITSELF[name], dtype)
     if name == "where":
@@ -340,9 +344,16 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
         if a.is_const and dtype is not DType.FLOAT and a.attr == _ABSORBING.get(name):
             return _retype(a, dtype)
         exact = (a is y or OPS[name].commutes) and (name != "floordiv" or dtype.is_integer)
-        if a.is_const and exact and a.attr == _NEUTRAL.get(name):
+        if a.is_const and exact and a.attr == _NEUTRAL.get(name) and _keeps_zeros(name, dtype, a.attr):
             return _retype(other, dtype)
     return None
+
+
+def _keeps_zeros(name: str, dtype: DType, constant: float) -> bool:
+    """Whether -0.0 stays what it is: with 0.0 added it is 0.0, as torch has it; with 0.0 taken away it stays."""
+    if dtype is not DType.FLOAT or name not in ("add", "sub"):
+        return True
+    return (math.copysign(1.0, constant) < 0) is (name == "add")
 
 
 def _retype(x: Expr, dtype: DType) -> Expr:

@@ -135,6 +135,10 @@ def _full_like(x: Any, value: Any = None, *, size: Any = (), dtype: torch.dtype 
     return cast(Proxy(as_expr(detach(value))), dtype or TORCH_DTYPE[as_expr(x).dtype])
 
 
+def _relu(x: Any) -> Any:
+    return apply_to("clamp_min", x, 0) if as_expr(x).dtype.is_integer else apply_to("relu", x)
+
+
 def _gelu(x: Any, approximate: str = "none") -> Any:
     if approximate not in ("none", "tanh"):
         return refuse(errors.UnsupportedOperation, f"gelu by approximate={approximate!r}; there are 'none' and 'tanh'")
@@ -150,7 +154,7 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
 
 
 def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    # not a clamp: its gradient is 0 at both ends
+    # not a clamp: its gradient is 0 at both ends. (Of -0.0 torch's relu6 on a CPU is -0.0, and this the end, 0.0.)
     return _where(x <= min_val, min_val, _where(x >= max_val, max_val, x))
 
 
@@ -179,7 +183,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     # torch's derivative at 0 is 0, and NaN stays
-    "relu": lambda x: _where(x <= 0, 0, x), "silu": lambda x: x * x.sigmoid(),
+    "relu": _relu, "silu": lambda x: x * x.sigmoid(),
     "leaky_relu": lambda x, negative_slope=0.01: _where(x > 0, x, x * negative_slope),
     "elu": lambda x, alpha=1.0: _where(x > 0, x, alpha * x.clamp(max=0.0).expm1()),
     "hardtanh": _hardtanh, "relu6": lambda x: _hardtanh(x, 0, 6),

@@ -25,8 +25,9 @@ class Arithmetic(Fixed):
     together = 1
 
     def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
-        """Each times `factor`, less `shift`."""
-        return (value * factor - shift for value in values)
+        """Each times `factor`, less `shift`, rounded once: so GPUs compute it, and the emulator if it is told."""
+        less = -shift
+        return (cm.fma(value, factor, less) for value in values)
 
     def times(self, values: Sequence[Any], factor: Any) -> Iterable[Any]:
         """Each times `factor`."""
@@ -70,11 +71,7 @@ class Arithmetic(Fixed):
 
 
 class InOrder(Arithmetic):
-    """The same rounding wherever it stands: products are added by one instruction, and sums begin with 0."""
-
-    def scaled(self, values: Iterable[Any], factor: Any, shift: Any) -> Iterable[Any]:
-        less = -shift
-        return (cm.fma(value, factor, less) for value in values)
+    """The same rounding wherever it stands: sums begin with 0."""
 
     def total(self, first: Any, values: Sequence[Any]) -> Any:
         # what nothing was summed before must be added as what was hidden before is

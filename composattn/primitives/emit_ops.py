@@ -173,6 +173,7 @@ CUTE: dict[str, Callable[..., Any]] = {
     "whole": lambda x: x,
     "abs": _abs,
     "sign": _sign,
+    "relu": lambda x: choose(x <= 0, type(x)(0), x),  # of -0.0 it is 0.0, as torch's on a GPU
     "maximum": maximum,
     "minimum": minimum,
     "clamp_min": maximum,

@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
+from cutlass.cute import math as cm
 
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns, log2
@@ -32,6 +33,11 @@ class OnlineSoftmax(Fixed):
 
     `lag`: how far a maximum may be below a row's largest score; the factor is exactly 1 then. What it says of sums goes
     by those of the last `note_sums`.
+
+    `factors`: the 16-bit type that probabilities are rounded to behind their sum, as factors of the output's product.
+    Of a row whose largest score has nearly all of the sum the output is right only if the sum has that probability as
+    it was rounded: 1 but for the rounding of the shift, 2^-24 of it, 2^-11 at scores of 10^4. Gradients of such rows
+    are all dP - rowsum(dO·O), which is 0 of one key.
     """
 
     def __init__(
@@ -43,9 +49,10 @@ class OnlineSoftmax(Fixed):
         arithmetic: Arithmetic = ONE_BY_ONE,
         least: float = -math.inf,
         lag: Lag = NO_LAG,
+        factors: Any = None,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
-        self.least, self.lag = least, lag
+        self.least, self.lag, self.factors = least, lag, factors
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
@@ -175,7 +182,7 @@ class OnlineSoftmax(Fixed):
         """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
-            normalizer[r], lse[r] = self._finished(r, total, sinks[r])
+            normalizer[r], lse[r] = self._finished(r, total, sinks[r], self._rounding(r))
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
 
@@ -188,14 +195,21 @@ class OnlineSoftmax(Fixed):
             if factor != 1.0:
                 normalizer[r] = normalizer[r] * factor
 
-    def _finished(self, r: int, total: Float32, sink: Any) -> tuple[Float32, Float32]:
-        """(1 / sum, LSE) of a row with that sum."""
+    def _finished(self, r: int, total: Float32, sink: Any, rounding: Any = None) -> tuple[Float32, Float32]:
+        """(1 / sum, LSE) of a row with that sum, which the output's has `rounding` more than."""
         maximum = self.maximum[r]
         if self.least > -math.inf:
             maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
         if sink is None:
-            return finished(maximum, total, self.scale)
-        return finished_with_sink(maximum, total, self.scale, sink)
+            return finished(maximum, total, self.scale, rounding)
+        return finished_with_sink(maximum, total, self.scale, sink, rounding)
+
+    def _rounding(self, r: int) -> Any:
+        """What the probability of the row's maximum gains where it is rounded, None where nobody rounds it."""
+        if self.factors is None:
+            return None
+        largest = exp2(cm.fma(self.maximum[r], self.scale, -self.scaled_shift[r]))
+        return largest.to(self.factors).to(Float32) - largest
 
     def _is_hidden(self, maximum: Any) -> Any:
         """Whether a row with this maximum has nothing to attend."""
@@ -221,26 +235,31 @@ def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
     return found
 
 
-def finished(maximum: Float32, total: Float32, scale: Float32) -> tuple[Float32, Float32]:
+def finished(maximum: Float32, total: Float32, scale: Float32, rounding: Any = None) -> tuple[Float32, Float32]:
     """(1 / sum, natural logarithm of the sum of exponentials) of a row with these statistics, all its lanes' together.
 
-    A row with nothing visible gets normalizer 0 (so O = 0) and LSE = -inf; NaN stays NaN.
+    `rounding`: what the first of the two sums has more. A row with nothing visible gets normalizer 0 (so O = 0) and
+    LSE = -inf; NaN stays NaN.
     """
     nothing = (maximum == -Float32.inf) & (total == 0.0)
-    normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(total))
+    of_output = total if rounding is None else total + rounding
+    normalizer = choose(nothing, Float32(0.0), cute.arch.rcp_approx(of_output))
     log2 = maximum * scale + cute.math.log2(total, fastmath=True)
     return normalizer, choose(nothing, -Float32.inf, log2 * LN_2)
 
 
-def finished_with_sink(maximum: Float32, total: Float32, scale: Float32, sink: Float32) -> tuple[Float32, Float32]:
-    """(1 / sum, LSE) of a row whose sum has exp(sink) more, which has no value: where nothing is visible, (0, sink)."""
+def finished_with_sink(
+    maximum: Float32, total: Float32, scale: Float32, sink: Float32, rounding: Any = None
+) -> tuple[Float32, Float32]:
+    """`finished`, where the sum has exp(sink) more, which has no value: where nothing is visible, (0, sink)."""
     before, sink = maximum * scale, sink * LOG2_E
     highest = cute.arch.fmax(before, sink)
     nothing = highest == -Float32.inf
     shift = choose(nothing, Float32(0.0), highest)
     fade = exp2(before - shift)
     whole = total * fade + exp2(sink - shift)
-    normalizer = choose(nothing, Float32(0.0), fade * cute.arch.rcp_approx(whole))
+    of_output = whole if rounding is None else whole + rounding * fade
+    normalizer = choose(nothing, Float32(0.0), fade * cute.arch.rcp_approx(of_output))
     return normalizer, choose(nothing, -Float32.inf, (shift + cute.math.log2(whole, fastmath=True)) * LN_2)
 
 

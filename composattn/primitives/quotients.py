@@ -29,7 +29,8 @@ def truncated(x: Any, y: Any) -> Any:
 def remainder(x: Any, y: Any) -> Any:
     """x - y * n with the sign of x, n whole: `torch.fmod`; exact where x / y is below 2^46."""
     x, y = Float32(x), Float32(y)
-    return _reduced(_reduced(x, cm.abs(y) * _STAGE), cm.abs(y))
+    left = _reduced(_reduced(x, cm.abs(y) * _STAGE), cm.abs(y))
+    return choose(left == 0.0, x * 0.0, left)  # a zero has the sign of x as well
 
 
 def _reduced(x: Any, y: Any) -> Any:
@@ -52,7 +53,9 @@ def floored(x: Any, y: Any) -> Any:
     left = remainder(x, y)
     whole = quotient(x - left, y)
     whole = cm.roundeven(choose(_other_side(left, y), whole - 1.0, whole))
-    return choose(y == 0.0, quotient(x, y), whole)
+    exact = quotient(x, y)
+    whole = choose(whole == 0.0, exact * 0.0, whole)  # a zero has the sign of x / y
+    return choose(y == 0.0, exact, whole)
 
 
 def _other_side(left: Any, y: Any) -> Any:

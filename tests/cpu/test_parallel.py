@@ -129,7 +129,7 @@ def test_a_part_that_weighs_little_keeps_its_digits(lighter: float, dtype: torch
     for order in (0, 1), (1, 0):
         merged = Merged(values[0], 4, False)
         for i in order:
-            merged.add(slice(0, 5), outs[i], lses[i], None)
+            merged.add(slice(0, 5), outs[i].clone(), lses[i].clone(), None)
         out, lse, _ = merged.result()
         torch.testing.assert_close(out.double(), exact, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0.0)
         torch.testing.assert_close(lse, torch.stack(lses).logsumexp(0))

@@ -85,7 +85,8 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         least, lag = mods.least_score, me.tiling.lag
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, lag)
+        factors = self.block.dtype
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, lag, factors)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()

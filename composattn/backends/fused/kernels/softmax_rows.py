@@ -66,7 +66,8 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
         arithmetic, least, lag = kernel.mods.arithmetic, kernel.mods.least_score, self.tiling.lag
-        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, arithmetic, least, lag)
+        factors = self.block.dtype
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, arithmetic, least, lag, factors)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:
