@@ -391,3 +391,14 @@ def test_ids_written_in_place_between_calls_are_seen(generator, small_tiles):
     ids[17:] = 0  # document 0 in two parts
     expected = ca.attention(q, k, v, mask_mod=document(ids.clone()), backend="reference")
     torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_a_mask_of_a_flag_alone_hides_all_or_nothing(backend):
+    x = torch.tensor(0.3)
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    for mask, seen in ((lambda *_: torch.isnan(x), False), (lambda *_: torch.reciprocal(x) > 5, False),
+                       (lambda *_: torch.reciprocal(x) > 2, True)):  # fmt: skip
+        out, lse = ca.attention(q, k, v, mask_mod=mask, backend=backend, return_lse=True)
+        assert bool(out.any()) is seen and bool(lse.isfinite().all()) is seen
+        assert bool(ca.mask(mask).tiles(9, 9, tile=(16, 16)).any()) or not seen

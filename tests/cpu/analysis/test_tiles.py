@@ -154,3 +154,13 @@ def test_the_sign_of_what_is_no_number_is_zero() -> None:
     below = torch.full((32,), -2.0)
     tiles_of_signs = Mask.of(lambda b, h, q, kv: torch.sign(torch.log(below[kv])) >= 0).tiles(32, 32, (16, 16))
     assert (tiles_of_signs != 0).all()
+
+
+@pytest.mark.parametrize(
+    "root", [lambda t: torch.rsqrt(t.half().float()), lambda t: t**-0.5], ids=["of a cast", "power"]
+)
+def test_a_root_of_minus_0_is_in_no_empty_tile(root) -> None:
+    t = torch.full((64,), 9.0)
+    t[32:] = -0.0
+    found = ca.mask(lambda b, h, q, kv: root(t[kv]) < 0.1).tiles(64, 64, tile=(16, 16))
+    assert (found[..., 2:] != 0).all()
