@@ -5,7 +5,9 @@ that the code reaches from outside is (`graph.reach`): closure cells, globals, d
 bound to, and the same of every function that it calls. Each chain must end in something that can't change under us: a
 number, a string, a tensor (a leaf of the form; its contents are read at the call), a dtype, a mask or score mod, a
 builtin or torch function, another function. Where one ends in anything else (a list, a dict, an object that is called)
-there is no fingerprint, and the mod is traced anew.
+there is no fingerprint, and the mod is traced anew. So it is where a tensor or a function may be asked for an attribute
+of the user's own that no chain leads to, behind a local name, in a loop, as an argument: where any value that has no
+chain is asked for a name that traced values do not answer, or one that something reached has in its `__dict__`.
 
 Reading all that is one function per code, written for the kinds of values that were there when the code was first seen:
 one look at each value, and no search for what it may be. Where a kind is another, another such function is made.
@@ -13,6 +15,7 @@ one look at each value, and no search for what it may be. Where a kind is anothe
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import types
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 
 from .forms import of_the_form
-from .reach import CELL, SELF, Unfit, chains
+from .reach import CELL, SELF, Unfit, reached
 from .torch_functions import POINTWISE
 
 _BUILTINS = frozenset(
@@ -37,6 +40,10 @@ _TOLD_BY_FORM = frozenset(
     {"device", "dim", "dtype", "element_size", "is_complex", "is_cuda", "is_floating_point", "ndim", "ndimension",
      "nelement", "numel", "requires_grad", "shape", "size", "stride"}
 )  # fmt: skip
+_OF_CLASSES = frozenset({"data", "device", "dtype", "is_cuda", "ndim", "requires_grad", "shape"})  # no tensor's own
+_OF_PYTHONS = {name for kind in (str, tuple, list, dict, set, int, float) for name in dir(kind) if name[0] != "_"}
+# what may be asked of any value, if nothing has one of its own by that name; not what text says of attributes
+_COMMON = (POINTWISE | _TOLD_BY_FORM | _OF_CLASSES | _OF_PYTHONS) - {"format", "format_map"}
 DEEPEST = 8  # functions that call functions
 
 Fingerprint = tuple[Hashable, tuple[Any, ...]]
@@ -106,10 +113,15 @@ class _Writer:
         self.scope: dict[str, Any] = {}
         self.key: list[str] = [str(next(_numbers))]
         self.leaves: list[tuple[str, Any]] = []  # with their names
+        self.met: list[tuple[str, Any]] = []  # functions and mods, likewise
+        self.functions: list[tuple[str, Any]] = []  # of those the plain ones, likewise
+        self.owners: list[tuple[str, Any]] = []  # of methods, likewise
+        self.names: set[str] = set()  # of attributes that any of these may be asked for
         self._function("fn", fn, 0, given, is_known=True)
 
     def reader(self) -> Reader:
         """The function."""
+        self._demand_no_own()
         leaves = "".join(f"{name}, " for name, _ in self.leaves)
         body = "\n".join(f"    {line}" for line in [*self.lines, f"return ({', '.join(self.key)},), ({leaves})"])
         exec(f"def read(fn):\n{body}", self.scope)
@@ -132,6 +144,16 @@ class _Writer:
     def _demand_kind(self, at: str, kind: type) -> None:
         self._demand(f"{at}.__class__ is {self._constant(kind)}")
 
+    def _demand_no_own(self) -> None:
+        """Nothing that was reached may have an attribute of its own by one of the names that values are asked for."""
+        if not self.names <= _COMMON:
+            raise Unfit
+        for values, names in ((self.met, self.names), (self.leaves, self.names - _OF_CLASSES)):
+            those = [at for at, value in values if names and hasattr(value, "__dict__")]
+            if those:
+                lacks = self._constant(frozenset(names).isdisjoint)
+                self._demand(*[f"{lacks}({at}.__dict__)" for at in those])
+
     def _function(self, at: str, fn: Any, depth: int, given: int = 0, is_known: bool = False) -> None:
         """`is_known`: whoever asks found the reader by its code."""
         if depth > DEEPEST:
@@ -139,6 +161,10 @@ class _Writer:
         self._demand_kind(at, type(fn))
         if type(fn) is functools.partial:
             names = tuple(fn.keywords)
+            if self._is_known(at, fn, [known for known in self.met if type(known[1]) is functools.partial]):
+                return
+            if depth:
+                self.met.append((at, fn))
             self._demand(f"len({at}.args) == {len(fn.args)}", f"tuple({at}.keywords) == {names!r}")
             self._function(self._taken(f"{at}.func"), fn.func, depth + 1, is_known=is_known)
             self._ends(f"{at}.args", enumerate(fn.args), depth)
@@ -147,12 +173,20 @@ class _Writer:
         owner: tuple[str, Any] | None = None
         if type(fn) is types.MethodType:
             owner = self._taken(f"{at}.__self__"), fn.__self__
+            self._is_known(*owner, self.owners)
             at, fn = self._taken(f"{at}.__func__"), fn.__func__
             self._demand_kind(at, type(fn))
         if type(fn) is not types.FunctionType:
             raise Unfit
         if not is_known:
             self._demand(f"{at}.__code__ is {self._constant(fn.__code__)}")
+        if owner is None and depth:
+            same_code = [known for known in self.functions if known[1].__code__ is fn.__code__]
+            if self._is_known(at, fn, same_code):
+                return
+            self.functions.append((at, fn))
+        if depth:
+            self.met.append((at, fn))
         if fn.__code__.co_argcount - (owner is not None) > given or fn.__code__.co_kwonlyargcount:
             self._defaults(at, fn, depth)
         self._reached(at, fn, owner, depth)
@@ -171,11 +205,12 @@ class _Writer:
 
     def _reached(self, at: str, fn: types.FunctionType, owner: tuple[str, Any] | None, depth: int) -> None:
         """What its code reaches, from closure cells, globals and the object it is bound to."""
-        found = chains(fn.__code__, owner is not None)
+        found = reached(fn.__code__, owner is not None)
         if found is None:
             raise Unfit
+        self.names |= found.names
         cells = scope = ""
-        for root, place, attributes in found:
+        for root, place, attributes in found.chains:
             try:
                 if root is CELL:
                     cells = cells or self._taken(f"{at}.__closure__")
@@ -186,10 +221,19 @@ class _Writer:
                 else:
                     scope = scope or self._taken(f"{at}.__globals__")
                     where, value = self._global(fn.__globals__, place, scope)
-                value, taken = _behind(value, attributes)
+                value, taken = self._behind(value, attributes)
             except (AttributeError, KeyError, ValueError):
                 raise Unfit from None  # tracing says what is wrong
             self._end(".".join([where, *taken]), value, depth)
+
+    def _behind(self, value: Any, attributes: Sequence[str]) -> tuple[Any, Sequence[str]]:
+        """The value at the end of a chain, and how it is reached; a tensor ends it."""
+        for place, name in enumerate(attributes):
+            if type(value) in TENSORS:
+                self.names.update(attributes[place:])
+                return value, attributes[:place]
+            value = getattr(value, name)
+        return value, attributes
 
     def _global(self, values: dict[str, Any], name: str, scope: str) -> tuple[str, Any]:
         """(where it is, value) of a global, or of a builtin that no global hides."""
@@ -208,9 +252,12 @@ class _Writer:
             self._leaf(at, value)
         elif (kind in _OF_PYTHON and value in _BUILTINS) or _is_pure(value, kind):
             self._demand(f"{at} is {self._constant(value)}")
-        elif kind is int or kind is bool or isinstance(value, _ENDS):
+        elif kind is int or kind is bool or (isinstance(value, _ENDS) and not hasattr(value, "__dict__")):
             self._demand_kind(at, kind)
             self.key.append(at)
+        elif isinstance(value, enum.Enum):
+            self._demand(f"{at} is {self._constant(value)}")
+            self.met.append((at, value))
         elif kind is float:
             self._demand_kind(at, kind)
             self.key.append(f"{at} if {at} and {at} == {at} else repr({at})")  # -0.0 is 0.0, NaN no NaN
@@ -221,6 +268,9 @@ class _Writer:
         elif hasattr(kind, "composattn_fingerprint"):
             self._demand_kind(at, kind)
             _, leaves = value.composattn_fingerprint()
+            of_its_kind = [known for known in self.met if type(known[1]) is kind]
+            if not (leaves and leaves[0] is value) and not self._is_known(at, value, of_its_kind):
+                self.met.append((at, value))
             said = self._taken(f"{at}.composattn_fingerprint()")
             self._demand(f"len({said}[1]) == {len(leaves)}")
             self.key.append(f"{said}[0]")
@@ -231,12 +281,18 @@ class _Writer:
         else:
             raise Unfit
 
-    def _leaf(self, at: str, value: Any) -> None:
-        """Which of the leaves it is, and of a tensor that is a new one its form."""
-        for name, known in self.leaves:
+    def _is_known(self, at: str, value: Any, among: list[tuple[str, Any]]) -> bool:
+        """Which of them it is, or none: a mod may ask whether two things are one."""
+        for name, known in among:
             self._demand(f"{at} is {name}" if known is value else f"{at} is not {name}")
             if known is value:
-                return
+                return True
+        return False
+
+    def _leaf(self, at: str, value: Any) -> None:
+        """Which of the leaves it is, and of a tensor that is a new one its form."""
+        if self._is_known(at, value, self.leaves):
+            return
         self._demand_kind(at, type(value))
         self.leaves.append((at, value))
         if type(value) in TENSORS:
@@ -274,19 +330,8 @@ def _is_pure(value: Any, kind: type) -> bool:
     if module in _PURE_MODULES:
         return True
     owner = getattr(value, "__self__", None)  # of `tensor.sum` the tensor, of torch's own functions none or a class
-    from_torch = module.partition(".")[0] == "torch" or not module
+    from_torch = module.partition(".")[0] == "torch" or (not module and kind is not types.FunctionType)
     return from_torch and (owner is None or isinstance(owner, type)) and value.__name__ in POINTWISE
-
-
-def _behind(value: Any, attributes: Sequence[str]) -> tuple[Any, Sequence[str]]:
-    """The value at the end of a chain, and how it is reached; a tensor whose form tells the rest ends it."""
-    for place, name in enumerate(attributes):
-        if type(value) in TENSORS:
-            if name not in _TOLD_BY_FORM:
-                raise Unfit  # an attribute of the user's own, a count of writes: only tracing knows
-            return value, attributes[:place]
-        value = getattr(value, name)
-    return value, attributes
 
 
 def _builtin(scope: dict[str, Any], name: str) -> Any:
