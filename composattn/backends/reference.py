@@ -116,6 +116,7 @@ class Recomputed:
 
     differentiable_twice = False
     lending: Lending | None = None
+    sources: Sequence[torch.Tensor] = ()  # nothing is made again behind a forward
 
     def __init__(self, call: ReferenceCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
         self.call, self.scalars, self.sequences = call, scalars, sequences

@@ -107,6 +107,7 @@ class Streaming:
 
     differentiable_twice = True
     lending: Lending | None = None
+    sources: Sequence[torch.Tensor] = ()  # nothing is made again behind a forward
 
     def __init__(
         self, mods: Mods, scalars: Sequence[float | int] | None = None, sequences: Sequences = NO_SEQUENCES

@@ -16,6 +16,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 from ..errors import GradientUnsupported
 from ..graph.lent import Lending, current
+from ..graph.moved import Places
 from .sequences import NO_SEQUENCES, Sequences
 
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class Differentiable(Protocol):
     @property
     def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them."""
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """What captured tensors are made of, where the backward may make them again: to be as they were."""
 
     @property
     def sequences(self) -> Sequences:
@@ -105,15 +110,20 @@ class _Attend(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         lengths = () if call.sequences is NO_SEQUENCES else call.sequences
-        # lengths only so that torch refuses a backward after they were written to
-        ctx.save_for_backward(q, k, v, out, lse, *captured, *lengths)
+        # lengths and sources only so that a backward is refused after they were written to
+        read = (*captured, *lengths, *call.sources)
+        ctx.save_for_backward(q, k, v, out, lse, *read)
+        ctx.read = Places(read) if read else None
         return found
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, *gradients_of(ctx.call, ctx.needs_input_grad[1:], ctx.saved_tensors, dout, dlse)
+        saved = ctx.saved_tensors
+        if ctx.read is not None:
+            ctx.read.refuse_moved(saved[5:])
+        return None, *gradients_of(ctx.call, ctx.needs_input_grad[1:], saved, dout, dlse)
 
 
 # `_Attend.apply` without what it does in Python for `torch.func`: 2 µs
@@ -144,7 +154,7 @@ def _gradient(
     dlse: torch.Tensor | None,
 ) -> Grads:
     q, k, v, out, lse, *captured = saved
-    del captured[len(call.captures) :]  # behind them are lengths
+    del captured[len(call.captures) :]  # behind them are lengths and sources
     dout = torch.zeros_like(out) if dout is None else dout
     if torch.is_grad_enabled() and not call.differentiable_twice:
         found: Grads = _Once.apply(call, wanted, q, k, v, out, lse, dout, dlse, *captured)

@@ -45,6 +45,7 @@ from ..graph import copies
 from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture
 from ..graph.lent import Lending
+from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_form
@@ -207,7 +208,7 @@ def attend(
     kept = _kept(q, len(hints) - HINTS)
     if numbers:
         kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    kept.untyped_storage().composattn_of = planned, now  # type: ignore[attr-defined]
+    kept.untyped_storage().composattn_of = planned, now, Lay((*captured, *lengths))  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     return in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
 
@@ -239,7 +240,10 @@ def attend_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
-    bound = _bound(form, plan, captured, hints, _forward_of(kept))
+    _, then, read = _forward_of(kept)
+    if read is not None:
+        read.refuse_moved((*captured, *lengths))
+    bound = _bound(form, plan, captured, hints, then)
     captures = bound.planned.program.captures
     asked: dict[Capture, bool] = {}
     for capture, want in zip(bound.leaves, wanted[3:], strict=True):
@@ -273,11 +277,10 @@ def _differentiable(
     return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
 
 
-def _forward_of(kept: torch.Tensor) -> object:
-    """What the forward said of its moment; None where a CUDA graph is captured: it may be replayed beside others."""
-    if is_capturing():
-        return None
-    return getattr(kept.untyped_storage(), "composattn_of", (None, None))[1]
+def _forward_of(kept: torch.Tensor) -> tuple[Planned | None, object, Lay | None]:
+    """What the forward said of its moment; nothing where a CUDA graph is captured: it may be replayed beside others."""
+    said = None if is_capturing() else getattr(kept.untyped_storage(), "composattn_of", None)
+    return (None, None, None) if said is None else said
 
 
 def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:

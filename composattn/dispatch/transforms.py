@@ -38,6 +38,8 @@ from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
 from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
+from ..graph.form import Formed
+from ..graph.moved import Unchanged
 from ..graph.ops import apply
 from .contents import check_reads
 
@@ -99,6 +101,7 @@ def _attend(
     refresh(captures)
     lengths, hints = inputs.flatten()
     q, k, v, *_ = inputs
+    made_of = (t for c in captures for t in (c.leaves if isinstance(c, Formed) else (c.tensor,)))
     call = Call(
         attention,
         program.mods,
@@ -107,6 +110,7 @@ def _attend(
         tuple(hints),
         problem.batch,
         return_max_scores,
+        Unchanged([None if t is None else list(_layers(t))[-1] for t in (*lengths, *made_of)]),
     )
     tensors = (q, k, v, *lengths, *(c.tensor for c in captures))
     if any(map(_has_tangent, tensors)):
@@ -165,6 +169,7 @@ class Call:
     hints: tuple[int, ...]
     batch: int  # sequences
     max_scores: bool  # whether they are asked for
+    read: Unchanged  # lengths, and what mods read
 
     def begin(self, tensors: Sequence[Any], is_forward: bool) -> tuple[Differentiable, list[torch.Tensor]]:
         """The call of a backend on tensors that no transform wraps any more, and the captured ones as it holds them."""
@@ -290,6 +295,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
+        ctx.call.read.refuse_changed()
         out, lse, *tensors = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[1:])
         if dout is None and dlse is None:
@@ -338,6 +344,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Of out and lse nothing: the formula computes them again, from what they come from."""
+        ctx.call.read.refuse_changed()
         given, needed = ctx.saved_tensors, (*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:])
 
         def gradient(*varied: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from .counters import OF_ONE_TENSOR, Counter, is_shared, storage_uses
 from .expr import Capture
 from .forms import of_the_form
+from .moved import refused
 
 _lock = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
@@ -34,11 +35,21 @@ class Unwritten(NamedTuple):
 
     stamp: tuple[int, int, weakref.ref[Any]]  # its counter, where its elements begin, its memory
     epoch: int  # of who follows it
+    is_of_form: Callable[[torch.Tensor], bool]  # its
 
     @property
     def version(self) -> int:
         """Of the tensor, meanwhile."""
         return self.stamp[0]
+
+    def lies_under(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has the memory and the strides that it had, whether or not it wants a gradient by now."""
+        _, address, memory = self.stamp
+        return (
+            tensor.data_ptr() == address
+            and memory() is not None
+            and (tensor.requires_grad or self.is_of_form(tensor))  # which none does that is lent and not saved
+        )
 
 
 class Lent(Capture):
@@ -124,7 +135,8 @@ class Lent(Capture):
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
         self._version = self._seen = tensor._version
         stamp = self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
-        self.unwritten = Unwritten(stamp, self.epoch)
+        assert self._is_of_form is not None
+        self.unwritten = Unwritten(stamp, self.epoch, self._is_of_form)
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
@@ -201,6 +213,8 @@ class Lending:
                 or capture.unwritten is not then
                 or tensor._version != capture._version
                 or tensor._cdata != capture._last
+                or tensor.data_ptr() != capture._address
+                or not then.is_of_form(tensor)
             ):
                 return False
         return True
@@ -219,6 +233,8 @@ class Lending:
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
                     f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
                 )
+            if then is not None and not then.lies_under(tensor):
+                raise refused(tensor.shape)
 
     def refuse_written_apart(self) -> None:
         """Raises the same where another tensor of the memory, which counts its writes apart, was lent since."""

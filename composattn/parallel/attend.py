@@ -12,6 +12,7 @@ import torch
 
 from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
+from ..graph.moved import Places
 from .exchange import Ranks
 from .way import Given, Known, Way
 
@@ -38,6 +39,7 @@ class _Attend(torch.autograd.Function):
         ctx.way, ctx.count, ctx.whole, ctx.sink = way, len(given), whole, said[1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *given, *kept)
+        ctx.read = Places(given)
         return out, lse, top
 
     @staticmethod
@@ -48,6 +50,7 @@ class _Attend(torch.autograd.Function):
             )
         q, k, v, out, lse, *rest = ctx.saved_tensors
         given, kept = rest[: ctx.count], rest[ctx.count :]
+        ctx.read.refuse_moved(given)
         dout = torch.zeros_like(out) if dout is None else dout
         known = Known(q, k, v, out, lse, dout, dlse, given, ctx.needs_input_grad[3:])
         found = gradients(ctx.way, known, ctx.begun, kept, ctx.sink, ctx.whole)

@@ -24,6 +24,7 @@ from ..dispatch.planned import asked_of
 from ..dispatch.spoken import Spoken, heard
 from ..errors import UnsupportedInParallel
 from ..graph.form import leaf_count
+from ..graph.moved import Lay
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.score import Score
@@ -94,6 +95,7 @@ def attend_shared(
     out, lse, top, *begun = bound.planned.way.forward(q, k, v, bound.given._replace(max_scores=with_max))
     mark = q.new_empty(0)
     mark.untyped_storage().composattn_begun = (out, *begun)  # type: ignore[attr-defined]
+    mark.untyped_storage().composattn_lay = Lay(captured)  # type: ignore[attr-defined]
     return (
         in_form(out.to(q.dtype), ordered(q, v.shape[-1])),
         lse.contiguous(),
@@ -125,6 +127,9 @@ def attend_shared_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
+    lay = getattr(mark.untyped_storage(), "composattn_lay", None)
+    if lay is not None:
+        lay.refuse_moved(captured)
     bound = _bound(q, k, v, captured, numbers, form)
     way = bound.planned.way
     state = getattr(mark.untyped_storage(), "composattn_begun", None)

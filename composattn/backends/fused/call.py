@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...analysis.derived import Derived, behind
 from ...analysis.program import Program
 from ...call.autograd import BackwardInputs, Grads, Results, attend
 from ...call.inputs import Asked, Inputs
@@ -51,6 +52,7 @@ class FusedCall:
         self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self.captured = TensorsOf(program.captures)  # as the mods hold them now
+        self._sources = [c for c in behind(program.captures) if not isinstance(c, Derived)]
         self.launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
         self.known_gradient: FusedGradient | None = None
 
@@ -58,6 +60,12 @@ class FusedCall:
     def captures(self) -> Sequence[torch.Tensor]:
         """The captured tensors as the mods hold them now."""
         return self.captured()
+
+    def sources(self, lending: Lending | None) -> Sequence[torch.Tensor]:
+        """What captured tensors are made of, those of a lending if there is one."""
+        if not self._sources:
+            return ()
+        return [c.tensor for c in self._sources] if lending is None else lending.tensors
 
     def short_way(self, inputs: Inputs) -> Settled | None:
         """The call of inputs of the form of these alone, of which all is known that can be."""
@@ -173,6 +181,11 @@ class FusedAttend:
         self.call, self.captures, self.scalars, self.sequences = call, captures, scalars, sequences
         self.return_max_scores = return_max_scores
         self.lending: Lending | None = None
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """What captured tensors are made of."""
+        return self.call.sources(self.lending)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         call, asked = self.call, (True, self.return_max_scores)

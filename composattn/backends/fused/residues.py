@@ -153,6 +153,7 @@ class ResidueAttend:
 
     differentiable_twice = False
     captures: Sequence[torch.Tensor] = ()
+    sources: Sequence[torch.Tensor] = ()
     sequences = NO_SEQUENCES
 
     def __init__(self, call: ResidueCall, return_max_scores: bool) -> None:

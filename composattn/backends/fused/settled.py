@@ -20,6 +20,7 @@ from ...call.sequences import NO_SEQUENCES
 from ...call.strides import strides_of_ordered
 from ...graph.forms import of_the_form
 from ...graph.lent import Lending
+from ...graph.moved import Places
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
 from .launch_backward import SinkGradient
@@ -140,6 +141,11 @@ class _Settled(torch.autograd.Function):
         ctx.known = known
         ctx.materialize_grads = False
         ctx.to_save = (q, k, v, out, lse, *captured)
+        if captured:
+            sources = settled.call.sources(lending)  # of which backwards make tables again
+            if sources:
+                ctx.to_save = (*ctx.to_save, *sources)
+            ctx.read = Places(ctx.to_save[5:])
         return out
 
     @staticmethod
@@ -151,7 +157,10 @@ class _Settled(torch.autograd.Function):
         stands = lending is not None and lending.stands()
         if lent is None:
             q, k, v, out, lse, *captured = saved
-            of_captured = ctx.needs_input_grad[4:] if captured else ()
+            if captured:
+                of_captured = ctx.needs_input_grad[4:]
+                ctx.read.refuse_moved(captured)
+                del captured[len(of_captured) :]
             if lending is not None and not stands:
                 lending.refuse_written_apart()
         else:
