@@ -240,9 +240,9 @@ def attend_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
-    _, then, read = _forward_of(kept)
-    if read is not None:
-        read.refuse_moved((*captured, *lengths))
+    _, then, lay = _forward_of(kept)
+    if lay is not None:
+        lay.refuse_moved((*captured, *lengths))
     bound = _bound(form, plan, captured, hints, then)
     captures = bound.planned.program.captures
     asked: dict[Capture, bool] = {}

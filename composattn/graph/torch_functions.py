@@ -256,8 +256,16 @@ _REDUCTIONS = {
 
 _TO_PYTHON = {"item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"}
 
+_TO_TEXT = {"__format__", "__repr__"}
+
 
 def refuse_function(name: str) -> Any:
+    if name in _TO_TEXT:
+        return refuse(
+            errors.ScalarExtraction,
+            "text of a tensor (f-strings, str, repr, print) says what it holds when the mod is traced, which would be "
+            "frozen into the kernel; use the tensor itself, or make the text outside of the mod",
+        )
     if name in _TO_PYTHON:
         return refuse(
             errors.ScalarExtraction,
@@ -303,7 +311,7 @@ def torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
     if name == "__get__":  # a property such as .dtype asked through the class
         return refuse(errors.UnsupportedOperation, "this tensor property is not known of a traced value")
-    if name in _TO_PYTHON or name == "__bool__" or name in IN_PLACE:
+    if name in _TO_PYTHON or name in _TO_TEXT or name == "__bool__" or name in IN_PLACE:
         return refuse_function(name)
     if kwargs.get("out") is not None:
         return refuse(errors.InPlaceWrite, "out= writes into a tensor; use the returned value")

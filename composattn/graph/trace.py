@@ -28,11 +28,11 @@ from .vectors import Several
 
 _SHAPE_QUESTIONS = {
     "size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "is_floating_point", "is_complex",
-    "element_size", "is_contiguous", "__repr__", "__format__", "__hash__", "data_ptr", "get_device",
+    "element_size", "is_contiguous", "__hash__", "get_device",
 }  # fmt: skip
 _FORM = {
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "is_leaf", "is_cuda", "is_cpu",
-    "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "names", "_version",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "names",
 }  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class Marked:
 
 
 MARKED: Any = Marked()
+HELPER: Any = helper
 PARTIAL: Any = functools.partial(helper)
 PATH = functools.partial(lambda s, b, h, i, j, t: s * t.gain, t=W)
 
@@ -134,7 +135,7 @@ def of_a_functions_name(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def in_text(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return s * float("{.gain}".format(helper))  # noqa: UP032
+    return s * float("{.gain}".format(HELPER))  # noqa: UP032
 
 
 def in_formatted_text(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
