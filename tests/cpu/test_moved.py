@@ -143,3 +143,25 @@ def test_kernels_of_a_known_form_are_refused_too(name: str, is_kept: bool) -> No
                 with pytest.raises(RuntimeError, match=r"other memory|inplace"):
                     change(read)
                     out.backward(torch.ones_like(out))
+
+
+UNCOUNTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "apply_": lambda t: t.apply_(lambda x: x // 70),
+    "map_": lambda t: t.map_(t // 70, lambda a, b: b),
+    "a storage": lambda t: t.untyped_storage().copy_((t // 70).untyped_storage()),
+    "numpy": lambda t: t.numpy().__ifloordiv__(70),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_a_write_that_torch_does_not_count_is_seen_once_the_tensor_was_copied_onto_itself(write: str) -> None:
+    q = torch.randn(1, 1, 320, 4)
+    ids = torch.arange(320)
+    mask = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
+    ca.attention(q, q, q, mask_mod=mask)
+    version = ids._version
+    UNCOUNTED[write](ids)
+    assert ids._version == version
+    ids.copy_(ids)
+    wanted = (q @ q.mT / 2).masked_fill(ids[:, None] != ids, -torch.inf).softmax(-1) @ q
+    torch.testing.assert_close(ca.attention(q, q, q, mask_mod=mask), wanted)
