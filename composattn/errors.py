@@ -236,6 +236,10 @@ class GradientUnsupported(ComposattnError, RuntimeError):
     """A gradient that the backend does not compute."""
 
 
+class GraphUnsupported(ComposattnError, RuntimeError):
+    """A call that a CUDA graph can't record, or that a replay would repeat with what the host read once."""
+
+
 class UnsupportedTransform(ComposattnError, RuntimeError):
     """A transform of torch (torch.func, torch.jit, DTensor) that a call does not support."""
 

@@ -139,8 +139,8 @@ class GradientProgram(Program):
         self.__dict__["intervals"] = program.intervals
         self.reads = reads
         # placeholders: which tensor stands for them is said at the call
-        self.totals = {c: Capture(torch.empty(1, dtype=torch.int64)) for c in reads}
-        self.units = Capture(torch.empty(1, dtype=torch.float32))
+        self.totals = {c: Capture(torch.empty(1, dtype=torch.int64, device="cpu")) for c in reads}
+        self.units = Capture(torch.empty(1, dtype=torch.float32, device="cpu"))
 
     @property
     def content(self) -> dict[str, object]:

@@ -4,21 +4,25 @@ A `Derived` is a capture like any other to whoever reads it, computed by a few t
 tensor's device, with no host synchronisation and O(S log S) work. It is computed when it is made, and again, into the
 same storage, by `refresh` when a tensor it comes from was written to (torch's version counter says so). Whoever runs a
 kernel calls `refresh` on its captures before: a few attribute reads where nothing changed. A tensor made in inference
-mode has no counter and is recomputed at every call. Inside a captured CUDA graph nothing is recomputed at replay unless
-the tensor was written to between the last call and the capture: capture a call that follows the write.
+mode has no counter and is recomputed at every call.
+
+A call that a CUDA graph records derives all of it anew (`Anew`): those operations are a part of the graph, so a replay
+sees what tensors hold then, and their memory is the graph's. Nothing that is kept is read or written there.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 
 from ..graph.expr import Capture
 from ..graph.lent import Lent
+from . import refreshed
 from .refreshed import Refreshed, distrusted, version
 from .rerun import Rerun
 from .streams import has_streams, stream_handle
@@ -28,18 +32,40 @@ Kind = TypeVar("Kind", bound="Derived")
 
 
 class Derived(Capture):
-    """A tensor computed from captured ones; `tensor` stays the same object for as long as this lives."""
+    """A tensor computed from captured ones.
 
-    __slots__ = ("__weakref__", "_made", "_run", "recipe", "sources")
+    `kept` stays the same object for as long as this lives; it has no memory before it is needed between calls.
+    """
+
+    __slots__ = ("__weakref__", "_kept", "_made", "_run", "recipe", "sources")
 
     def __init__(self, recipe: Recipe, sources: tuple[Capture, ...]) -> None:
         self.recipe, self.sources = recipe, sources
         self._run = Rerun(lambda inputs: [recipe(*inputs).contiguous()])
-        stamp = self._stamp()
-        super().__init__(self._compute())
-        self._made = Refreshed(self.tensor, stamp, self.tensor.device)
+        stamp: tuple[Hashable, ...] | None = None
+        if refreshed.belongs_to_graph():
+            self._kept = self._formed()
+        else:
+            _brought_up_to_date(sources)
+            stamp = self._stamp()
+            self._kept = self._compute()
+        self._made = Refreshed(self._kept, stamp, self._kept.device)
 
     __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+
+    @property
+    def tensor(self) -> torch.Tensor:  # type: ignore[override]
+        """What is to be read now: of a call that derives anew its own, of others the one that is kept."""
+        anew = _anew.get()
+        return self._kept if anew is None else anew.of(self)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        return self._kept
+
+    @property
+    def identity(self) -> int:
+        return id(self)
 
     @property
     def says_visible(self) -> bool:
@@ -58,17 +84,33 @@ class Derived(Capture):
         with plain_tensors():
             return self._run([s.tensor for s in self.sources])[0]
 
+    def _formed(self) -> torch.Tensor:
+        """A tensor of its form with no memory, made where all memory is a graph's."""
+        with derived_anew(), plain_tensors():
+            found = torch.empty_like(self.tensor)
+        found.untyped_storage().resize_(0)
+        return found
+
     def _computed_again(self) -> torch.Tensor:
-        made = self._compute()
-        return made if made is self.tensor else self.tensor.copy_(made)
+        made, kept = self._compute(), self._kept
+        if made is kept:
+            return kept
+        storage = kept.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(made.nbytes)
+        return kept.copy_(made)
 
     def refresh(self) -> None:
         """Bring the tensor up to date with what it comes from; costs nothing where that has not changed."""
-        refresh(self.sources)
+        refresh([self])
+
+    def bring_up_to_date(self) -> None:
+        """The same, where no graph records."""
+        _brought_up_to_date(self.sources)
         self._made(self._stamp(), self._computed_again)
 
     def __repr__(self) -> str:
-        return f"Derived({getattr(self.recipe, '__name__', 'recipe')}, {list(self.tensor.shape)})"
+        return f"Derived({getattr(self.recipe, '__name__', 'recipe')}, {list(self._kept.shape)})"
 
 
 @contextmanager
@@ -78,11 +120,72 @@ def plain_tensors() -> Iterator[None]:
         yield
 
 
+class Anew:
+    """What one call derives for itself, each once, by operations of the call: whoever replays it derives it again.
+
+    given: tensors that are read in place of captured ones.
+    """
+
+    __slots__ = ("given", "made")
+
+    def __init__(self, given: Mapping[Capture, torch.Tensor]) -> None:
+        self.given = {c: t for c, t in given.items() if not isinstance(c, Derived)}
+        self.made: dict[Derived, torch.Tensor] = {}
+
+    def of(self, derived: Derived) -> torch.Tensor:
+        """The tensor of this call."""
+        found = self.made.get(derived)
+        if found is None:
+            sources = [
+                self.given.get(s, s.tensor) if not isinstance(s, Derived) else self.of(s) for s in derived.sources
+            ]
+            with plain_tensors():
+                found = self.made[derived] = derived.recipe(*sources).contiguous()
+        return found
+
+
+_anew: ContextVar[Anew | None] = ContextVar("anew", default=None)
+
+
+def derives_anew() -> bool:
+    """Whether this is inside of a call that derives all for itself."""
+    return _anew.get() is not None
+
+
+@contextmanager
+def derived_anew(captures: Iterable[Capture] = (), given: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Inside, all that is derived is derived for the call that this is, from what is `given` for these captures."""
+    token = _anew.set(Anew(dict(zip(captures, given, strict=True))))
+    try:
+        yield
+    finally:
+        _anew.reset(token)
+
+
+def derived_for_graph(
+    captures: Iterable[Capture] = (), given: Iterable[torch.Tensor] = ()
+) -> AbstractContextManager[None]:
+    """The same where a CUDA graph records the call, unless that derives anew already; elsewhere nothing."""
+    return _NOTHING if derives_anew() or not refreshed.belongs_to_graph() else derived_anew(captures, given)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 def refresh(captures: Iterable[Capture]) -> None:
-    """Bring every derived tensor among `captures` up to date; to be called before each launch."""
+    """Bring every derived tensor among `captures` up to date; to be called before each launch.
+
+    Nothing that is kept is up to date at a replay: a call that a graph records derives anew what it reads.
+    """
+    derived = [c for c in captures if isinstance(c, Derived)]
+    if derived and not (derives_anew() or refreshed.belongs_to_graph()):
+        _brought_up_to_date(derived)
+
+
+def _brought_up_to_date(captures: Iterable[Capture]) -> None:
     for capture in captures:
         if isinstance(capture, Derived):
-            capture.refresh()
+            capture.bring_up_to_date()
 
 
 class Upkeep:
@@ -91,7 +194,7 @@ class Upkeep:
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
         self.written = list(dict.fromkeys(c for c in behind(self.derived) if not isinstance(c, Derived)))
-        on = self.derived[0].tensor.device if self.derived else None
+        on = self.derived[0].kept.device if self.derived else None
         self._streams_on = on if on is not None and has_streams(on) else None
         self._refreshed: dict[int | None, Refreshed[None]] = {None: Refreshed(None)}  # by stream: each waits for itself
 
@@ -116,16 +219,26 @@ def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torc
     Where their memory is another than the captures hold (compiled code copies its inputs at times), what is derived
     from it is computed anew.
     """
-    if capture in replaced or not isinstance(capture, Derived):
-        return replaced.get(capture, capture.tensor)
+    if capture in replaced:
+        return replaced[capture]
+    if not isinstance(capture, Derived) or derives_anew():
+        return capture.tensor
     sources = [value_of(s, replaced) for s in capture.sources]
-    if all(_same_memory(now, s.tensor) for now, s in zip(sources, capture.sources, strict=True)):
+    if all(same_memory(now, s.tensor) for now, s in zip(sources, capture.sources, strict=True)):
         return capture.tensor
     with torch.no_grad():
         return capture.recipe(*sources).contiguous()
 
 
-def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
+    """What is to be read for `captures`, up to date; `replaced` are tensors in place of captured ones."""
+    captures = tuple(captures)
+    refresh(captures)
+    return [value_of(c, replaced) for c in captures]
+
+
+def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are of one form and of the same memory."""
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 

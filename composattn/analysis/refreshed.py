@@ -1,9 +1,9 @@
 """What is made from tensors and kept from call to call: made again when one of them was written to.
 
 Torch counts the writes to a tensor; what it can't say so of (made in inference mode, below a transform of torch.func)
-counts as written to at every call. Compiled code that torch runs as CUDA graphs (mode "reduce-overhead") gives
-operators memory of the graph's own pool, and refuses to go on when some of it is still held after the call: there
-nothing new is kept.
+counts as written to at every call. What a CUDA graph records, and what torch runs beforehand in the memory of the
+graph's own pool (mode "reduce-overhead"), keeps nothing: torch refuses to go on when some of that memory is still held
+after the call, and a replay must see what tensors hold then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..graph.counters import is_shared
-from .streams import is_capturing, streams_of
+from . import streams
+from .streams import stream_handle, streams_of
 
 V = TypeVar("V")
 
@@ -129,11 +130,6 @@ def distrusting(since: object = None) -> Iterator[None]:
         _distrust.reset(token)
 
 
-def recording(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: what tensors hold may then be another at every replay."""
-    return device.type == "cuda" and is_capturing()
-
-
 # --- whether memory that a call makes may outlive it -----------------------------------------------------------
 
 
@@ -156,10 +152,24 @@ def no_caching() -> Iterator[None]:
 
 
 def memory_is_ours() -> bool:
-    """Whether no CUDA graph is recorded or warmed up: the memory of those belongs to the graph."""
-    if is_capturing():
-        return False
+    """Whether what is made now may be kept, and what is kept read: not so where all of it belongs to a CUDA graph."""
+    return not belongs_to_graph()
+
+
+def belongs_to_graph() -> bool:
+    """Whether a CUDA graph records this call, or torch runs it in a graph's memory before it records it.
+
+    The graph may be replayed when tensors hold something else.
+    """
+    if streams.is_capturing():
+        return True
     trees, name = sys.modules.get("torch._inductor.cudagraph_trees"), "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
-        return True  # before torch 2.13 threads that have no containers are not asked for them
-    return not trees.get_obj(trees.local, name)
+        return False  # before torch 2.13 threads that have no containers are not asked for them
+    managers = [container.tree_manager for container in trees.get_obj(trees.local, name).values()]
+    return any(m is not None and _runs_on(m.stream) for m in managers)
+
+
+def _runs_on(stream: torch.cuda.Stream) -> bool:
+    """Whether it is the current one: a manager of graphs runs and records on a stream of its own, and nothing else."""
+    return stream_handle(stream.device) == stream.cuda_stream

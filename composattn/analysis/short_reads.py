@@ -14,6 +14,7 @@ import torch
 from ..errors import CapturedIndexOutOfRange
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
+from .graphs import refuse_in_graph
 from .program import Program
 from .tiles import FULL, PARTIAL, tiles
 
@@ -59,6 +60,10 @@ def _sees(mask: Expr | None, name: str, first: int, sizes: Mapping[str, int], de
     """Whether the mask leaves a pair visible where index `name` is `first` or more."""
     if mask is None or not {"q", "kv"} <= sizes.keys():
         return True
+    refuse_in_graph(
+        "whether a mask hides what a captured tensor is too short for is looked at in the first call",
+        "call once before the capture, with the same tensors",
+    )
     # of queries or keys the second tile begins at `first`
     tile = tuple(first if n == name else _COARSE for n in ("q", "kv"))
     kinds = tiles(mask, sizes["q"], sizes["kv"], (tile[0], tile[1]), sizes["b"], sizes["h"], device=device)

@@ -8,6 +8,7 @@ of the tiles and of the captured tensors, by torch operations on the device, wit
 tiles of each kv tile). Kernels receive them as two or three more captured tensors, `captures`, whose contents
 `of_call` gives: computed when first asked for, and again, into the same memory, when a captured tensor, a run-time
 number or the sequences' lengths changed since. Each thread has its own: what one is told others may not be done with.
+A call that derives anew (`analysis.derived.Anew`), as one that a CUDA graph records does, computes them for itself.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from ..errors import UnknownLength
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from ..graph.lent import Lent
+from . import streams
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
-from .derived import Derived, behind, plain_tensors, refresh, value_of
+from .derived import Derived, behind, derives_anew, plain_tensors, refresh, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
-from .refreshed import Refreshed, may_cache, recording, version
+from .refreshed import Refreshed, may_cache, version
 from .rerun import Rerun
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
@@ -117,7 +119,9 @@ _in_use: weakref.WeakValueDictionary[Any, TileLists] = weakref.WeakValueDictiona
 
 
 def _has_gaps(table: Matches) -> bool:
-    """Whether its ranges have columns between that don't match."""
+    """Whether its ranges have columns between that don't match; nobody can look while a CUDA graph records."""
+    if streams.is_capturing():
+        return False
     whole = without_gaps(table)
     whole.refresh()
     return not bool(whole.tensor.all())
@@ -143,9 +147,8 @@ class TileLists(ABC):
         self.ends = ends_of(self.bands)
         self.sources, self.scalars = inputs(mask, *self.ends)
         # placeholders: which tensor stands for them is said at the call
-        self.captures = tuple(Capture(torch.empty((1,) * rank, dtype=torch.int32)) for rank in self.ranks)
+        self.captures = tuple(Capture(torch.empty((1,) * n, dtype=torch.int32, device="cpu")) for n in self.ranks)
         self._own = _OfThread(self._compute, extent.device)
-        self._in_graphs: dict[int, list[T]] = {}  # read by CUDA graphs, which outlive the threads that recorded them
 
     @property
     def content(self) -> dict[str, object]:
@@ -166,8 +169,12 @@ class TileLists(ABC):
         """
         given = {} if given is None else given
         values = [s.value if numbers is None else numbers.get(s, s.value) for s in self.scalars]
-        refresh(self.sources)
+        if not derives_anew():
+            refresh(self.sources)
         read = [value_of(c, given) for c in self.sources]
+        if derives_anew():
+            with plain_tensors():
+                return list(self._compute([*read, _lengths(*queries), _lengths(*keys)], values))
         places = [t for t in (*queries, *keys) if t is not None]
         seen: list[Hashable] = [*values, *(v for t in (*read, *places) for v in (t.shape, t.stride(), version(t)))]
         seen += [c.epoch for c in self.sources if isinstance(c, Lent)]
@@ -175,23 +182,18 @@ class TileLists(ABC):
         lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
 
-        of_thread, in_graph = self._own, recording(self.extent.device)
+        of_thread = self._own
 
         def make() -> list[T]:
             with plain_tensors():
                 made = list(of_thread.run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
-            if (in_graph and places) or not of_thread.kept.value or not may_cache():
+            if not of_thread.kept.value or not may_cache():
                 return made
             for old, new in zip(of_thread.kept.value, made, strict=True):
                 old.copy_(new)
             return of_thread.kept.value
 
-        if in_graph and places:
-            return make()  # a part of the graph: a replay must see the lengths of its time
-        found = of_thread.kept(seen, make, [*own, *places])
-        if in_graph:
-            self._in_graphs[id(found)] = found
-        return found
+        return of_thread.kept(seen, make, [*own, *places])
 
     def _compute(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[T]:
         """The lists for `inputs`: what is read of each source, and the lengths of the sequences or None."""

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..analysis.derived import refresh
+from ..analysis.derived import refresh, values
+from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads
 from ..call.inputs import Asked, Inputs
@@ -22,7 +23,7 @@ from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Expr
+from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, current, lent_again
 from ..graph.philox import factor_of
@@ -122,6 +123,9 @@ class Recomputed:
         self.call, self.scalars, self.sequences = call, scalars, sequences
         self.captures = [c.tensor for c in call.program.captures]
 
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        return values(self.call.program.captures, replaced)
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Three:
         program = self.call.program
         dense = _Dense(program, self.call.scale, tensors=dict(zip(map(id, self.captures), captured, strict=True)))
@@ -154,6 +158,7 @@ class Recomputed:
 
 
 def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
+    refuse_in_graph("backend 'reference' looks at what masks hide", "call backend='hopper' or 'blackwell'")
     if sequences.is_dense:
         out, lse, top = _batch(call, q, k, v, 0)
         return in_order_of(q, out), lse, top

@@ -17,13 +17,14 @@ Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAtte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from ..analysis.derived import refresh
+from ..analysis.derived import refresh, values
+from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
 from ..call.inputs import Asked, Inputs
@@ -31,7 +32,7 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..graph.evaluate import evaluate
-from ..graph.expr import Expr, const
+from ..graph.expr import Capture, Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, lent_again
@@ -120,10 +121,17 @@ class Streaming:
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
         self.visited: list[list[list[Tile]]] = []  # by step and query tile: what the forward saw, for the backward
 
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        return values(self.mods.program.captures, replaced)
+
     def steps(
         self, parts: list[Part], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
     ) -> Iterator[Step]:
         """The steps of the call, for the tensors that autograd gave."""
+        refuse_in_graph(
+            "backend 'streaming', and gradients of captured tensors that no kernel sums, look at what tiles hold",
+            "call backend='hopper' or 'blackwell', and leave those gradients out or let explain() say which are summed",
+        )
         tensors = {id(t): given for t, given in zip(self.captures, captured, strict=True)}
         return steps(parts, Mask(self.mods.program, tensors, self.scalars), q, k)
 

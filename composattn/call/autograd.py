@@ -7,7 +7,7 @@ a mod captured travel as inputs of their own, so that they get gradients like q,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from ..errors import GradientUnsupported
+from ..graph.expr import Capture
 from ..graph.lent import Lending, current
 from ..graph.moved import Places
 from .sequences import NO_SEQUENCES, Sequences
@@ -66,6 +67,9 @@ class Differentiable(Protocol):
     @property
     def sequences(self) -> Sequences:
         """Where the sequences lie."""
+
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The captured tensors as `forward` and `backward` take them, where others stand in for some."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         """(out, lse, max_scores): nothing flows back through the last, which may be None where nobody asked for it."""

@@ -215,7 +215,7 @@ class Table(Derived, Formed):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B|1, H|1, Tq, Tkv)."""
-        batch, heads, rows, columns = self.tensor.shape
+        batch, heads, rows, columns = self.kept.shape
         return batch, heads, rows - 1, columns - 1
 
     def check_contents(self) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from .. import errors
+from ..analysis.graphs import refuse_in_graph
 from .block_sparse import Table
 from .inputs import Inputs
 
@@ -98,6 +99,7 @@ def check_contents(inputs: Inputs) -> None:
     """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
     if not are_on:
         return
+    refuse_in_graph("debug_checks look at what lengths, blocks and indices hold", "switch them off for the capture")
     q, k, _, varlen, paged = inputs
     if varlen is not None:
         lengths = _check_offsets("cu_seqlens_q", varlen.cu_seqlens_q, "q", q.shape[0])

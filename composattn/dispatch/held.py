@@ -8,6 +8,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import errors
+from ..analysis.graphs import refuse_outdated
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
 from ..graph import copies
@@ -61,7 +62,7 @@ class Held(Planned):
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
         refuse_flattened(self.spoken.tensors)
         if copies.made:
-            copies.refuse_outdated(self.spoken.tensors)
+            refuse_outdated(self.spoken.tensors)
         for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))

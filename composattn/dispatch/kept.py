@@ -14,8 +14,8 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
+from ..analysis.graphs import refuse_outdated
 from ..analysis.program import Program
-from ..analysis.refreshed import memory_is_ours
 from ..errors import UnreadableProgram
 from ..graph import copies
 from ..graph.expr import Dep, DType, Expr
@@ -73,7 +73,7 @@ def planned_for(
     ):
         leaves = said[1] + masked[1] if sinks is None else (*said[1], *masked[1], sinks)
         if copies.made and leaves:
-            copies.refuse_outdated(leaves)
+            refuse_outdated(leaves)
         lending = lent_before(leaves, are_of_form) if leaves else None
         if lending is not None or not leaves:
             key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None), options)
@@ -128,7 +128,7 @@ def _planned_by_form(
             forms = (*forms, None if mod is None else mod.form)
             leaves += () if mod is None else mod.leaves
     if copies.made and leaves:
-        copies.refuse_outdated(leaves)
+        refuse_outdated(leaves)
     planned, lending = planned_of(forms, leaves, options)
     if said is not None and said not in _plans:
         captures, by_form = () if lending is None else lending.captures, _asked(forms, options)
@@ -180,8 +180,7 @@ def planned_of(
     else:
         with lending:
             planned = _made(forms, leaves, options)
-    if memory_is_ours():
-        _keep(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
+    _keep(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
     return planned, lending
 
 

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..analysis import streams
+from ..analysis.derived import derived_anew, derived_for_graph, same_memory
+from ..analysis.graphs import numbers_now, refuse_outdated
 from ..analysis.refreshed import distrusting, no_caching
-from ..analysis.streams import is_capturing
-from ..backends.fused.captured import values
 from ..call.autograd import BackwardInputs, Differentiable
 from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
@@ -112,13 +113,19 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     refuse_other_leaves(form, captured, hints[HINTS:])
     known = _plans.get(plan)
     if known is not None and known.spoken is not None and known.spoken.form == form:
-        return Bound(known, tuple(map(Capture, known.spoken.tensors)), nullcontext())
+        held = tuple(map(Capture, known.spoken.tensors))
+        return Bound(known, held, nullcontext() if _hold(held, captured) else derived_anew(held, captured))
     forms, options, _ = heard(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
     planned, lending = planned_of(forms, leaves, options, "operator")
     if lending is None:
         return Bound(planned, tuple(map(Capture, captured)), distrusting(since))
     return Bound(planned, tuple(lending.captures), _Distrusted(lending, since))
+
+
+def _hold(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors of a plan are those of this call; compiled code copies its inputs at times."""
+    return all(same_memory(c.tensor, t) for c, t in zip(captures, given, strict=True))
 
 
 def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
@@ -191,9 +198,24 @@ def attend(
     with_max: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
-    now = object()
     if copies.made:
-        copies.refuse_outdated(captured)
+        refuse_outdated(captured)
+    with derived_for_graph():
+        return _attended(q, k, v, captured, lengths, hints, form, plan, with_max)
+
+
+def _attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
+    form: str,
+    plan: int,
+    with_max: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    now = object()
     bound = _bound(form, plan, captured, hints, now)
     planned = bound.planned
     inputs = Inputs.unflatten(q, k, v, lengths, hints)
@@ -203,7 +225,7 @@ def attend(
         check_reads(planned.program, inputs, planned.options.scale)
         call = _differentiable(planned, None, inputs, with_max)
         with no_caching():
-            out, lse, top = call.forward(q, k, v, values(planned.program.captures, bound.replaced(captured)))
+            out, lse, top = call.forward(q, k, v, call.read(bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
     kept = _kept(q, len(hints) - HINTS)
     if numbers:
@@ -240,20 +262,21 @@ def attend_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
-    _, then, lay = _forward_of(kept)
-    if lay is not None:
-        lay.refuse_moved((*captured, *lengths))
-    bound = _bound(form, plan, captured, hints, then)
-    captures = bound.planned.program.captures
-    asked: dict[Capture, bool] = {}
-    for capture, want in zip(bound.leaves, wanted[3:], strict=True):
-        asked[capture] = asked.get(capture, False) or want
-    with bound.around, torch.autocast(q.device.type, enabled=False):
-        call = _differentiable(bound.planned, kept, Inputs.unflatten(q, k, v, lengths, hints))
-        read = values(captures, bound.replaced(captured))
-        of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
-        with no_caching():
-            found = call.backward(BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, *of_call))
+    with derived_for_graph():
+        _, then, lay = _forward_of(kept)
+        if lay is not None:
+            lay.refuse_moved((*captured, *lengths))
+        bound = _bound(form, plan, captured, hints, then)
+        captures = bound.planned.program.captures
+        asked: dict[Capture, bool] = {}
+        for capture, want in zip(bound.leaves, wanted[3:], strict=True):
+            asked[capture] = asked.get(capture, False) or want
+        with bound.around, torch.autocast(q.device.type, enabled=False):
+            call = _differentiable(bound.planned, kept, Inputs.unflatten(q, k, v, lengths, hints))
+            read = call.read(bound.replaced(captured))
+            of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
+            with no_caching():
+                found = call.backward(BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, *of_call))
     of_captures = dict(zip(captures, found[3:], strict=True))
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
@@ -271,7 +294,8 @@ def _differentiable(
     planned: Planned, kept: torch.Tensor | None, inputs: Inputs, return_max_scores: bool = False
 ) -> Differentiable:
     """The call with the run-time numbers of `kept`, or those of now."""
-    numbers = [s.value for s in planned.program.scalars]
+    scalars = planned.program.scalars
+    numbers = numbers_now(scalars) if kept is None else [s.value for s in scalars]
     if kept is not None and numbers:
         numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
     return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
@@ -279,7 +303,7 @@ def _differentiable(
 
 def _forward_of(kept: torch.Tensor) -> tuple[Planned | None, object, Lay | None]:
     """What the forward said of its moment; nothing where a CUDA graph is captured: it may be replayed beside others."""
-    said = None if is_capturing() else getattr(kept.untyped_storage(), "composattn_of", None)
+    said = None if streams.is_capturing() else getattr(kept.untyped_storage(), "composattn_of", None)
     return (None, None, None) if said is None else said
 
 

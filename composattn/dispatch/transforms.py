@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..analysis.derived import refresh
+from ..analysis.graphs import numbers_now
 from ..analysis.program import Program
 from ..backends import formula
 from ..call.autograd import BackwardInputs, Differentiable, without_autocast
@@ -106,7 +107,7 @@ def _attend(
         attention,
         program.mods,
         captures,
-        {s: s.value for s in numbers},
+        dict(zip(numbers, numbers_now(numbers), strict=True)),
         tuple(hints),
         problem.batch,
         return_max_scores,

@@ -115,8 +115,11 @@ def _known(leaf: Any) -> Sources | None:
 
 def refuse_outdated(leaves: Iterable[Any]) -> None:
     """Raises `CapturedTensorChanged` for a table among `leaves` whose sources were written to since it was made."""
+    for _, sources in made_among(leaves):
+        sources.refuse_outdated()
+
+
+def made_among(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, Sources]]:
+    """Those of `leaves` that are such tables, and what they were made of."""
     with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
-        for leaf in leaves:
-            known = _known(leaf)
-            if known is not None:
-                known.refuse_outdated()
+        return [(leaf, known) for leaf in leaves if (known := _known(leaf)) is not None]

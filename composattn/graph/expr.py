@@ -79,6 +79,11 @@ class Capture:
         return id(self.tensor)
 
     @property
+    def kept(self) -> torch.Tensor:
+        """What stands for it whatever a call makes of it: its form, and where nothing is made, its contents."""
+        return self.tensor
+
+    @property
     def range(self) -> tuple[int, int]:
         """Numbers that no element is beyond, of integers and bools; by the type, not by what it holds."""
         if self.tensor.dtype is torch.bool:

@@ -318,8 +318,6 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
 
 
 def _taken_over(form: Hashable) -> Lent | None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return None  # each replay would write to tables that other calls count on
     # the one that ended last: most likely the last call's, whose plan then serves
     for capture, of in reversed(list(_idle.items())):  # a storage may end meanwhile, in this very thread
         if of == form and _idle.pop(capture, None) is not None:
@@ -408,11 +406,11 @@ class TensorsOf:
         in_front = all(isinstance(capture, Lent) for capture in captures[:lent])
         self._captures, self.lent = captures, captures[:lent]
         # behind those of a lending of these; None where they are not all in front
-        self.others = tuple([capture.tensor for capture in captures[lent:]]) if in_front else None
+        self.others = tuple([capture.kept for capture in captures[lent:]]) if in_front else None
 
     def __call__(self) -> Sequence[torch.Tensor]:
         found = None if _local.now is None else self.of(_local.now)
-        return [capture.tensor for capture in self._captures] if found is None else found
+        return [capture.kept for capture in self._captures] if found is None else found
 
     def of(self, lending: Lending) -> Sequence[torch.Tensor] | None:
         """Those of a lending that is not entered; None where it has to be."""

@@ -26,6 +26,9 @@ class Scalar(Symbolic):
 
     __slots__ = ("_expr", "_number", "number")
 
+    in_graphs: str | None = "a ca.scalar, for which a captured 0-d tensor on q's device can stand,"
+    """What it is to a CUDA graph, which replays the number that the host read; None where that is the call's own."""
+
     _expr: Expr
     _number: float | int
     number: int  # by which compiled code knows it, in this process
@@ -73,7 +76,7 @@ class Scalar(Symbolic):
         return self._expr.dtype.value, (self,)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Scalar, (self._number,)
+        return type(self), (self._number,)
 
     def __repr__(self) -> str:
         return f"ca.scalar({self.value!r})"
@@ -83,6 +86,8 @@ class LocalScalar(Scalar):
     """A run-time number with a value per thread: that of its call."""
 
     __slots__ = ("_local",)
+
+    in_graphs = None
 
     def __init__(self, value: int) -> None:
         self._local = threading.local()

@@ -20,8 +20,20 @@ class _Drawn(LocalScalar):
 
     __slots__ = ()
 
+    in_graphs = (
+        "the seed of dropout, which torch's generator draws without dropout_seed= (a 0-d int64 tensor on q's device),"
+    )
+
     def __reduce__(self) -> Any:
         return "SEED"
+
+
+class _Given(Scalar):
+    """A seed that a user gave for good."""
+
+    __slots__ = ()
+
+    in_graphs = None
 
 
 def seed_number() -> Scalar:
@@ -73,7 +85,7 @@ class Dropout(Mod):
                 raise errors.UnsupportedOption(
                     f"dropout_seed is {seed!r}; pass an int of [0, 2^63), or a 0-d int64 tensor"
                 )
-            number = Scalar(_SEEDS) if number is None else number
+            number = _Given(_SEEDS) if number is None else number
             number.value = seed
         return Dropout.formed(_form("scalar", least), (number,), f"dropout({p})")
 
@@ -83,7 +95,7 @@ class Dropout(Mod):
         Raises: `UnsupportedTransform` below a vmap that draws one for each sample.
         """
         if self.leaves[0] is SEED:
-            drawn = torch.randint(_SEEDS, ())
+            drawn = torch.randint(_SEEDS, (), device="cpu")
             if is_batchedtensor(drawn):
                 raise errors.UnsupportedTransform(
                     "below vmap(randomness='different') each sample has a seed of its own, which is no Python number; "

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from ...analysis.derived import Derived, behind
+from ...analysis.graphs import numbers_now
 from ...analysis.program import Program
 from ...call.autograd import BackwardInputs, Grads, Results, attend
 from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
+from ...graph.expr import Capture
 from ...graph.lent import Lending, TensorsOf, lent_again
 from .architecture import architecture_of
 from .compile import compile_plan
@@ -87,7 +89,7 @@ class FusedCall:
         captures, numbers = self._reads
         # a comprehension is a function of its own before Python 3.12
         captured: Sequence[torch.Tensor] = self.captured() if captures else ()
-        scalars: Sequence[float | int] = [s.value for s in numbers] if numbers else ()
+        scalars: Sequence[float | int] = numbers_now(numbers) if numbers else ()
         sequences = NO_SEQUENCES if self._is_dense else inputs.sequences
         if torch.is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad or (captured and _requires_grad(captured))
@@ -186,6 +188,10 @@ class FusedAttend:
     def sources(self) -> Sequence[torch.Tensor]:
         """What captured tensors are made of."""
         return self.call.sources(self.lending)
+
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        # what is derived is brought up to date where a kernel reads it, which not all kernels do
+        return [replaced.get(c, c.kept) for c in self.call.program.captures]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         call, asked = self.call, (True, self.return_max_scores)

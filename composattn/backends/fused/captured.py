@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...analysis.derived import Upkeep, refresh, value_of
+from ...analysis.derived import Derived, Upkeep, derives_anew, value_of
 from ...analysis.program import Program
 from ...analysis.refreshed import distrusted, may_cache
 from ...analysis.streams import device_number, has_streams, is_captured
@@ -19,22 +19,12 @@ from .plan_backward import BackwardPlan
 from .work import WorkTables
 
 
-def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
-    """What is to be read for `captures`, up to date; `replaced` are tensors in place of captured ones.
-
-    Where other memory is given than the captures hold (compiled code copies its inputs at times), what is derived
-    from it is computed anew.
-    """
-    captures = tuple(captures)
-    refresh(captures)
-    return [value_of(c, replaced) for c in captures]
-
-
 class Reads:
     """What the kernel of `plan` reads, in its order (`plan.captured`), in calls of `program`.
 
     A call gives the tensors and run-time numbers of its program; the kernel may read lists of tiles as well, other
-    tensors that are derived from the call's, and what is made for it (sums of gradients).
+    tensors that are derived from the call's, and what is made for it (sums of gradients). What is derived is brought up
+    to date here, and derived anew in a call that does so, whatever was given for it.
     """
 
     def __init__(self, plan: ForwardPlan | BackwardPlan, program: Program) -> None:
@@ -56,9 +46,11 @@ class Reads:
         """The tensors, up to date; 0-d ones come as one element."""
         if not self.captured:
             return ()
-        if self.upkeep.derived:
+        anew = derives_anew()
+        if self.upkeep.derived and not anew:
             self.upkeep()
-        return self.given(captured if self.are_as_given else self._found(captured, scalars, sequences, made or {}))
+        as_given = self.are_as_given and not (anew and self.upkeep.derived)
+        return self.given(captured if as_given else self._found(captured, scalars, sequences, made or {}))
 
     def given(self, found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """These as they are read, where they are `as_given` or found."""
@@ -76,14 +68,12 @@ class Reads:
             numbers = dict(zip(self.program.scalars, scalars, strict=True))
             listed = self.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
             made = {**made, **dict(zip(self.lists.captures, listed, strict=True))}
-        return tuple(
-            captured[n] if n is not None else made[c] if c in made else value_of(c, at_call)
-            for c, n in zip(self.captured, self.places, strict=True)
-        )
+        return tuple(made[c] if c in made else value_of(c, at_call) for c in self.captured)
 
     def at_call(self, captured: Sequence[torch.Tensor]) -> dict[Capture, torch.Tensor]:
         """What a call gives for captured tensors."""
-        return dict(zip(self.program.captures, captured, strict=True))
+        given = zip(self.program.captures, captured, strict=True)
+        return {c: t for c, t in given if not isinstance(c, Derived)} if derives_anew() else dict(given)
 
     def standing(self, *tables: WorkTables | None) -> Standing | None:
         """What keeps these tables of dense calls; None where there is nothing to keep, or no call lends."""
@@ -93,7 +83,7 @@ class Reads:
             return None
         if not any(isinstance(c, Lent) for c in self.program.captures):
             return None
-        return Standing(there[0].problem.device if there else self.upkeep.derived[0].tensor.device)
+        return Standing(there[0].problem.device if there else self.upkeep.derived[0].kept.device)
 
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of what a call reads, how many tiles each tile visits by the lists, of which there are some."""

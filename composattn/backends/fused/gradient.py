@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
+from ...analysis.derived import refresh
 from ...analysis.program import Program
 from ...call.autograd import BackwardInputs, Grads
 from ...call.problem import Problem
@@ -250,6 +251,7 @@ class FusedGradient:
         return more * unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
     def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        refresh(self.program.captures)
         streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
         if known.partial:
             return streaming.backward(known._replace(dout=known.dout.to(known.out.dtype)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...analysis.derived import derived_for_graph, derives_anew
 from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
@@ -178,17 +179,26 @@ class ForwardLauncher:
         if lending is not None:
             with lending:
                 return self._read(q, captured, scalars, sequences, None)
-        plan = self.plan
-        reads, work = self.reads(captured, scalars, sequences), None
-        if plan.work is not None:
-            if isinstance(plan.work, StretchTables):
-                work = plan.work.of_call(self.reads.at_call(captured))
-            else:
-                counts = None if self.reads.lists is None else self.reads.counts(reads)
-                work = plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
-        if self.standing is not None:
-            self.standing.keep((work,))
+        with derived_for_graph(self.reads.program.captures, captured):
+            reads = self.reads(captured, scalars, sequences)
+            work = None if self.plan.work is None else self._work(q, captured, reads, sequences)
+            if self.standing is not None and not derives_anew():
+                self.standing.keep((work,))
         return reads, work
+
+    def _work(
+        self,
+        q: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        sequences: Sequences,
+    ) -> torch.Tensor:
+        plan = self.plan
+        assert plan.work is not None
+        if isinstance(plan.work, StretchTables):
+            return plan.work.of_call(self.reads.at_call(captured))
+        counts = None if self.reads.lists is None else self.reads.counts(reads)
+        return plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
 
 
 def tidied(*given: Any) -> ForwardArguments:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...analysis.derived import derived_for_graph, derives_anew
 from ...analysis.program import Program
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...graph.expr import Capture
@@ -216,10 +217,11 @@ class BackwardLauncher:
         made: Mapping[Capture, torch.Tensor] | None,
     ) -> tuple[tuple[torch.Tensor, ...], Tables]:
         """What the mods read, and the tables."""
-        reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
-        tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
-        if self.standing is not None:
-            self.standing.keep(tables)
+        with derived_for_graph(self.reads.program.captures, captured):
+            reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
+            tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
+            if self.standing is not None and not derives_anew():
+                self.standing.keep(tables)
         return reads, tables
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ...call.inputs import Asked, Inputs
 from ...call.problem import Problem
 from ...call.sequences import NO_SEQUENCES, Sequences
 from ...call.strides import ordered
-from ...graph.expr import Dep, Expr
+from ...graph.expr import Capture, Dep, Expr
 from ...graph.lent import Lending
 from .call import FusedCall
 from .launch import Outputs
@@ -160,6 +160,9 @@ class ResidueAttend:
         self.call = call
         self.begun = [each.begin((), return_max_scores=return_max_scores) for each in call.calls]
         self.lending: Lending | None = None
+
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        return ()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         found = [begun.forward(of_q, of_k, of_v, ()) for begun, (of_q, of_k, of_v) in self._each(q, k, v)]

@@ -15,6 +15,7 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
+from ...analysis.graphs import numbers_now
 from ...call.autograd import Grads, gradients_of
 from ...call.sequences import NO_SEQUENCES
 from ...call.strides import strides_of_ordered
@@ -86,7 +87,7 @@ class Settled:
                 captured = (*lending.tensors, *self.others) if self.others else lending.tensors
             else:
                 return None
-        numbers: Numbers = [s.value for s in self.numbers] if self.numbers else ()
+        numbers: Numbers = numbers_now(self.numbers) if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
             if _top_saved_tensors_default_hooks(False):  # what a hook gives back may lie in another way
                 return None

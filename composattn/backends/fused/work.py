@@ -20,9 +20,9 @@ import torch
 from torch.nn.functional import pad
 
 from ...analysis.bands import TileInterval
-from ...analysis.derived import stamps, value_of
-from ...analysis.refreshed import Refreshed, may_cache, memory_is_ours, recording, version
-from ...analysis.streams import device_number, has_streams, is_captured, stream_handle
+from ...analysis.derived import derives_anew, stamps, value_of
+from ...analysis.refreshed import Refreshed, may_cache, version
+from ...analysis.streams import has_streams, stream_handle
 from ...call.problem import Problem
 from ...call.schedule import Order
 from ...call.sequences import NO_SEQUENCES, Sequences
@@ -176,7 +176,6 @@ class WorkTables:
         self.captures, self.scalars = inputs(*_ends(intervals if self.by_work else None))
         self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self.lying: dict[int | None, torch.Tensor] = {}  # by the stream
-        self._device = device_number(problem.device) if has_streams(problem.device) else None  # takes time to ask
         self._own = _OfThread()
 
     @property
@@ -188,8 +187,8 @@ class WorkTables:
         self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
     ) -> torch.Tensor:
         """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
-        if self._device is not None and is_captured(torch._C._cuda_getCurrentRawStream(self._device)):
-            return self._make(sequences, counts, rows)  # a part of the graph: a replay must see the lengths of its time
+        if derives_anew():
+            return self._make(sequences, counts, rows)
         if self.order == "in_order" and sequences.cu_q is None and not self.captures:
             return self._as_they_lie()
         sources: list[torch.Tensor] = []
@@ -221,9 +220,7 @@ class WorkTables:
         stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
         found = self.lying.get(stream)
         if found is None:
-            found = self._make(NO_SEQUENCES, None, None)
-            if memory_is_ours():
-                self.lying[stream] = found
+            found = self.lying[stream] = self._make(NO_SEQUENCES, None, None)
         return found
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
@@ -237,14 +234,13 @@ class WorkTables:
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
     def _visits(self, sequences: Sequences, rows: int | None) -> Visits:
-        in_graph = recording(self.problem.device)  # which comes after whatever stream made them
         stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
-        found = next(iter(self.dense.values()), None) if in_graph else self.dense.get(stream)
+        found = None if derives_anew() else self.dense.get(stream)
         if found is not None:
             return found
         tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
         visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
-        if may_cache() and not in_graph and all(t is None for t in sequences):
+        if may_cache() and not derives_anew() and all(t is None for t in sequences):
             self.dense[stream] = visits
         return visits
 
@@ -270,7 +266,7 @@ class StretchTables(WorkTables):
         Of copies that hold what captured tensors held before, as a backward may be given, there is one for each call.
         """
         told = value_of(self.stretches.told, given)
-        if told is self.stretches.told.tensor:
+        if told is self.stretches.told.kept:
             return self(NO_SEQUENCES)
         with torch.no_grad():
             return self._sorted(self.tiles.recipe(told), told)
