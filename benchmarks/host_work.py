@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn import backends
+from composattn.analysis.derived import Derived
 from composattn.analysis.program import Program
 from composattn.backends import Call
 from composattn.backends.fused import residues
@@ -51,7 +53,15 @@ class Recorded:
         self.arguments: tuple[Any, ...] = ()
 
     def __call__(self, *arguments: Any) -> None:
-        self.arguments = copied(arguments) if self.copies else arguments
+        given = read_of(self.plan, arguments)
+        self.arguments = copied(given) if self.copies else given
+
+
+def read_of(plan: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a kernel without those captured tensors that it does not read."""
+    captured = getattr(plan, "captured", ())
+    read = [c in plan.derived or not isinstance(c, Derived) for c in captured]
+    return tuple([tuple(compress(a, read)) if a.__class__ is tuple and len(a) == len(read) else a for a in arguments])
 
 
 def copied(arguments: Any) -> Any:

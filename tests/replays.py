@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.host_work import read_of
 from composattn.analysis import streams
 from composattn.backends.fused import captured
 
@@ -88,9 +89,10 @@ class Launched:
         self.plan = plan
 
     def __call__(self, *arguments: Any) -> None:
-        self._read(arguments)
+        given = read_of(self.plan, arguments)
+        self._read(given)
         if Replay.now is not None:
-            Replay.now.steps.append(lambda: self._read(arguments))
+            Replay.now.steps.append(lambda: self._read(given))
 
     @classmethod
     def _read(cls, arguments: Any) -> None:

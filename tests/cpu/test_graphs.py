@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,8 @@ def test_a_table_that_was_made_of_offsets_is_refused_in_a_graph(monkeypatch: pyt
         for call in (lambda: x.step(mask_mod=mask), lambda: ca.Attention(mask_mod=mask)(x.q, x.k, x.v)):
             with recording(monkeypatch), pytest.raises(GraphUnsupported, match=r"the offsets .*document\(ids\)"):
                 call()
+    del mask, call
+    gc.collect()  # what an error was raised of holds the table, at which each call would look
 
 
 @pytest.mark.parametrize("backend", ["streaming", "reference"])

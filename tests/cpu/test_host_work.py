@@ -24,6 +24,7 @@ from benchmarks.host_work import (
     counted,
     document_step,
     drawn_documents,
+    read_of,
     without_kernels,
 )
 from composattn.analysis.refreshed import distrusting
@@ -272,7 +273,7 @@ def test_what_is_written_to_lent_tensors_is_seen_by_every_kernel(name: str, writ
         def launch(*arguments: Any) -> None:
             record = {len(ForwardArguments._fields): ForwardArguments, 15: MainArguments}.get(len(arguments))
             if record is not None:
-                known = record(*arguments)
+                known = record(*read_of(plan, arguments))
                 given.extend(t.clone() for t in (known.work, *(known.captured or ())) if t is not None)
 
         return launch

@@ -33,8 +33,9 @@ class Reads:
         self.places = [at_call.get(capture) for capture in plan.captured]
         self.are_as_given = self.places == list(range(len(program.captures)))
         self.has_numbers = any(rank == 0 for _, rank in plan.captures)
-        self.upkeep = Upkeep(plan.captured)
-        self.are_given = None not in self.places and not self.upkeep.derived  # whatever was lent
+        self.upkeep = Upkeep(plan.derived)
+        self.derived = [c for c in plan.captured if isinstance(c, Derived)]  # of these kernels read some
+        self.are_given = None not in self.places and not self.derived  # whatever was lent
 
     def __call__(
         self,
@@ -49,7 +50,7 @@ class Reads:
         anew = derives_anew()
         if self.upkeep.derived and not anew:
             self.upkeep()
-        as_given = self.are_as_given and not (anew and self.upkeep.derived)
+        as_given = self.are_as_given and not (anew and self.derived)
         return self.given(captured if as_given else self._found(captured, scalars, sequences, made or {}))
 
     def given(self, found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -68,7 +69,12 @@ class Reads:
             numbers = dict(zip(self.program.scalars, scalars, strict=True))
             listed = self.lists.of_call(at_call, numbers, sequences.queries, sequences.keys)
             made = {**made, **dict(zip(self.lists.captures, listed, strict=True))}
-        return tuple(made[c] if c in made else value_of(c, at_call) for c in self.captured)
+        return tuple(made[c] if c in made else self._value(c, at_call) for c in self.captured)
+
+    def _value(self, capture: Capture, at_call: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
+        if isinstance(capture, Derived) and capture not in self.upkeep.derived:
+            return torch.empty_like(capture.kept) if derives_anew() else capture.kept  # which the kernel does not read
+        return value_of(capture, at_call)
 
     def at_call(self, captured: Sequence[torch.Tensor]) -> dict[Capture, torch.Tensor]:
         """What a call gives for captured tensors."""
@@ -78,12 +84,12 @@ class Reads:
     def standing(self, *tables: WorkTables | None) -> Standing | None:
         """What keeps these tables of dense calls; None where there is nothing to keep, or no call lends."""
         there = [table for table in tables if table is not None]
-        kept = self.upkeep.derived or there
+        kept = self.derived or there
         if not kept or not self.are_as_given or any(table.scalars for table in there):
             return None
         if not any(isinstance(c, Lent) for c in self.program.captures):
             return None
-        return Standing(there[0].problem.device if there else self.upkeep.derived[0].kept.device)
+        return Standing(there[0].problem.device if there else self.derived[0].kept.device)
 
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of what a call reads, how many tiles each tile visits by the lists, of which there are some."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Generic, NoReturn, TypedDict, TypeVar
 
 import torch
 
-from ...analysis.bands import TileInterval
+from ...analysis.bands import TileInterval, ends_of
+from ...analysis.derived import Derived
 from ...analysis.program import Program
 from ...analysis.strips import KEYS, Strips
 from ...analysis.tile_lists import Extent, KeyLists, made_lists
 from ...call.problem import Layout, Problem
 from ...errors import InvalidSchedule, TooManyBlocks
 from ...graph.content import content
-from ...graph.expr import Capture, DType, index
+from ...graph.expr import Capture, DType, Expr, index
+from ...graph.expr import captures as captures_of
 from ...graph.ops import apply
 from ...primitives.interval_shape import IntervalShape
 from .architecture import architecture_of
@@ -139,6 +141,11 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     def captured(self) -> tuple[Capture, ...]:
         """What the kernel reads, in the order in which it receives it: the mods' tensors, and lists of tiles."""
         return (*self.program.captures, *(() if self.lists is None else self.lists.captures))
+
+    @functools.cached_property
+    def derived(self) -> tuple[Derived, ...]:
+        """What is derived and read; of tiles that are listed the kernel asks no bands."""
+        return derived_among(self.program, ends_of(() if self.lists else self.program.intervals, self.program.limits))
 
     @property
     def direct_store(self) -> bool:
@@ -326,6 +333,12 @@ def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyL
     Raises: `UnknownLength` where they would be too large for want of an upper bound of the sequences' lengths.
     """
     return made_lists(KeyLists, program.mask, extent_of(problem), tile)
+
+
+def derived_among(program: Program, ends: Iterable[Expr]) -> tuple[Derived, ...]:
+    """What the mods and these ends of loops read that is derived."""
+    read = captures_of(*(mod for mod in program.mods if mod is not None), *ends)
+    return tuple([c for c in dict.fromkeys(read) if isinstance(c, Derived)])
 
 
 def extent_of(problem: Problem) -> Extent:

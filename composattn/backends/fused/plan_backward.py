@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypedDict, TypeVar
 import torch
 
 from ...analysis.bands import EVERYTHING, TileInterval, ends_of
+from ...analysis.derived import Derived
 from ...analysis.program import Program
 from ...analysis.row_limits import RowLimits
 from ...analysis.tile_lists import QueryLists, made_lists
@@ -20,7 +21,7 @@ from .architecture import architecture_of
 from .coverage import has_documents_apart
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
-from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, extent_of
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among, extent_of
 from .stretches import Stretches, stretches_of
 from .target import Target
 from .tiling import BackwardTiling
@@ -60,6 +61,11 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""
         return _captured(self.program, ends_of(self.intervals, self.limits), self.lists)
+
+    @functools.cached_property
+    def derived(self) -> tuple[Derived, ...]:
+        """What is derived and read; the forward's bands are not."""
+        return derived_among(self.program, ends_of(self.intervals, self.limits))
 
     @property
     def numbers_told(self) -> int:
