@@ -195,15 +195,18 @@ def test_a_number_that_the_host_reads_is_refused_in_a_graph(monkeypatch: pytest.
 
 
 def test_a_table_that_was_made_of_offsets_is_refused_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, offsets = Inputs(), torch.tensor([0, 100, LENGTH])
-    mask = document(offsets=offsets)
+    x = Inputs()
+
+    def refused(call: Callable[[Mask], object]) -> None:
+        mask = document(offsets=torch.tensor([0, 100, LENGTH]))
+        call(mask)
+        with recording(monkeypatch), pytest.raises(GraphUnsupported, match=r"the offsets .*document\(ids\)"):
+            call(mask)
+
     with without_kernels(Launched):
-        x.step(mask_mod=mask)
-        for call in (lambda: x.step(mask_mod=mask), lambda: ca.Attention(mask_mod=mask)(x.q, x.k, x.v)):
-            with recording(monkeypatch), pytest.raises(GraphUnsupported, match=r"the offsets .*document\(ids\)"):
-                call()
-    del mask, call
-    gc.collect()  # what an error was raised of holds the table, at which each call would look
+        refused(lambda mask: x.step(mask_mod=mask))
+        refused(lambda mask: ca.Attention(mask_mod=mask)(x.q, x.k, x.v))
+    gc.collect()  # an error holds the tables, at which each call of later tests would look
 
 
 @pytest.mark.parametrize("backend", ["streaming", "reference"])
