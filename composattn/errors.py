@@ -109,6 +109,10 @@ class ShapeMismatch(InvalidArgument):
     """Batch, head dimension or length of q, k and v, or the number of sequences, disagree."""
 
 
+class ModShapeMismatch(ShapeMismatch):
+    """A mod made for another number of query heads or batch entries than the call has: a longer table, `alibi(8)`."""
+
+
 class GroupMismatch(InvalidArgument):
     """The number of query heads is not a multiple of the number of key/value heads."""
 

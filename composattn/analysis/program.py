@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from ..graph.among import plain
 from ..graph.balanced import balanced
 from ..graph.expr import Capture, Expr, const, inputs, score
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
@@ -16,6 +17,7 @@ class Program:
 
     `sink` depends on head and sequence alone: each row's sum of exponentials has exp(sink) more, which has no value.
     `keep`: which pairs dropout keeps, an operation "kept"; weights of others are 0 behind the softmax.
+    `given`: the four as they were given, whose indices may say among how many they count (`graph.among`).
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
     """
 
@@ -26,8 +28,9 @@ class Program:
         sink: Expr | None = None,
         keep: Expr | None = None,
     ) -> None:
-        self.score = None if score_mod is score() else score_mod
-        self.mask = None if mask is None or mask is const(True) else balanced(mask)
+        self.given = score_mod, mask, sink, keep
+        self.score = None if score_mod is None or score_mod is score() else plain(score_mod)
+        self.mask = None if mask is None or mask is const(True) else balanced(plain(mask))
         self.sink, self.keep = sink, keep
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..analysis.derived import Derived
 from ..graph.expr import Capture
 from ..graph.form import MAKERS, Formed, joined
 from ..graph.lent import capture_of
+from ..graph.sizes import differ, is_known, surely
 from ..mods.mask import Mask
 
 SMALLEST_BLOCK = 16
@@ -62,7 +63,7 @@ class BlockSparse(Mask):
                 f"the tensors of a BlockSparse lie on {sorted(str(t.device) for t in tensors)}; move them to q's"
             )
         self.source, self.block, self._expr = source, source[1], None
-        kind = _kind_at(source, [max([t.shape[d] for t in tensors]) > 1 for d in (0, 1)], len(tensors))
+        kind = _kind_at(source, [not all(surely(t.shape[d] <= 1) for t in tensors) for d in (0, 1)], len(tensors))
         if partial is None:
             shown = _compared(kind, "ne", HIDDEN) if source[0] in LISTED else kind  # the others are bool
             self.form, self.leaves = _steps(len(tensors), shown), tensors
@@ -83,7 +84,7 @@ class BlockSparse(Mask):
 
     def named(self, name: str) -> Mask:  # type: ignore[override]
         """The same by another name, as a mask: its blocks are asked for by number no more."""
-        return Mask(self.expr, name)
+        return Mask.formed(self.form, self.leaves, name)
 
     def shifted(self, **by: Any) -> Mask:  # type: ignore[override]
         """As of `Mask`: a mask that reads the blocks of the larger call."""
@@ -113,7 +114,7 @@ class BlockSparse(Mask):
         """
         _check("indices", indices, _INDEX, "(B|1, H|1, Tq, K)", 4)
         rows, columns = _grid(block, q_len, kv_len)
-        if indices.shape[2] != rows:
+        if differ(indices.shape[2], rows):
             raise errors.ShapeMismatch(
                 f"indices has rows for {indices.shape[2]} query blocks; {q_len} queries are {rows} blocks of "
                 f"{_block(block)[0]}"
@@ -133,7 +134,7 @@ class BlockSparse(Mask):
         """
         indptr, indices = _with_heads("indptr", indptr), _with_heads("indices", indices)
         rows, columns = _grid(block, q_len, kv_len)
-        if indptr.shape[2] != rows + 1:
+        if differ(indptr.shape[2], rows + 1):
             raise errors.ShapeMismatch(
                 f"indptr has {indptr.shape[2]} entries; {q_len} queries are {rows} blocks of {_block(block)[0]}, "
                 f"which need {rows + 1}"
@@ -151,7 +152,7 @@ class BlockSparse(Mask):
         """
         rows, columns = _with_heads("rows", rows), _with_heads("columns", columns)
         grid = _grid(block, q_len, kv_len)
-        if rows.shape[2] != columns.shape[2]:
+        if differ(rows.shape[2], columns.shape[2]):
             raise errors.ShapeMismatch(f"rows has {rows.shape[2]} entries, columns {columns.shape[2]}; give pairs")
         _check_lead("rows", rows, "columns", columns)
         return cls._of(("coo", _block(block), grid), (rows, columns))
@@ -349,6 +350,11 @@ def _limits_of_lists(width: int, lists: Sequence[torch.Tensor]) -> dict[str, tup
 def _kind_at(source: Source, several: Sequence[bool], count: int) -> list[str]:
     """Steps that read the kind of the block of (q, kv); `several`: whether batches, heads have blocks of their own."""
     kind, block, numbers = source
+    if not all(is_known(n) for n in numbers):
+        raise errors.UnsupportedTransform(
+            "these blocks are as many as only the run says, and a text of a mask says how many; pass their kinds, "
+            "BlockSparse(tiles, block), whose shape says it, or make the mask outside of the compiled region"
+        )
     # Dynamo can't write a number down that changes with a length; as the length of a range it is that of this call
     constants = "".join([f", {len(range(n))}" for n in numbers])
     tensors = ", ".join([f"'t{n}'" for n in range(count)])
@@ -384,7 +390,7 @@ def _check(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], shape: str, 
         raise errors.UnsupportedIndexDType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if tensor.ndim != rank:
         raise errors.WrongRank(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
-    if tensor.numel() == 0 and rank == 4:
+    if rank == 4 and surely(tensor.numel() == 0):
         raise errors.EmptyDimension(f"{name} has shape {tuple(tensor.shape)}; it must have blocks: at least one")
 
 
@@ -409,7 +415,7 @@ def _check_range(name: str, tensor: torch.Tensor, least: int, most: int) -> None
 def _grid(block: Any, q_len: int, kv_len: int) -> tuple[int, int]:
     rows, columns = _block(block)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length < 2**31:
+        if isinstance(length, bool) or not isinstance(length, int) or surely(length < 1) or surely(length >= 2**31):
             raise errors.InvalidLength(f"{name} is {length!r}; it must be at least 1 and below 2^31")
     return -(-q_len // rows), -(-kv_len // columns)
 
@@ -420,7 +426,7 @@ def _with_heads(name: str, tensor: Any) -> torch.Tensor:
 
 
 def _check_lead(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None:
-    if any(a != b and 1 not in (a, b) for a, b in zip(x.shape[:2], y.shape[:2], strict=True)):
+    if any(differ(a, b) and differ(a, 1) and differ(b, 1) for a, b in zip(x.shape[:2], y.shape[:2], strict=True)):
         raise errors.ShapeMismatch(
             f"{name} is for (batch, heads) {tuple(x.shape[:2])}, {other} for {tuple(y.shape[:2])}; make both equal or 1"
         )

@@ -16,6 +16,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from .. import backends, errors
+from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
 from ..backends.fused.launch import Outputs
@@ -228,8 +229,8 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
 def check_captures(program: Program, problem: Problem) -> None:
     """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
 
-    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `CapturedIndexOutOfRange` for a tensor that is
-    shorter than what is read of it.
+    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `ModShapeMismatch` for mods of more heads or
+    sequences, `CapturedIndexOutOfRange` for a tensor that is shorter than what is read of it.
     """
     for capture in program.captures:
         if isinstance(capture, Table):
@@ -248,6 +249,7 @@ def check_captures(program: Program, problem: Problem) -> None:
     if program.sink is not None:
         _check_sink(program.sink, problem)
     sizes = {"b": problem.batch, "h": problem.q_heads}
+    refuse_other_sizes(program, sizes)
     if problem.layout.is_dense and problem.q_len and problem.kv_len:
         sizes |= {"q": problem.q_len, "kv": problem.kv_len}
     refuse_short_reads(program, sizes, problem.device)

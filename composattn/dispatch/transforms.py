@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from ..analysis.derived import refresh
 from ..analysis.graphs import numbers_now
+from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
 from ..backends import formula
 from ..call.autograd import BackwardInputs, Differentiable, without_autocast
@@ -96,7 +97,9 @@ def _attend(
     problem = attention.problem(inputs)
     program = attention.program
     captures, numbers = program.read_by_mods
-    if not any(_is_batched(c.tensor) for c in captures):
+    if any(_is_batched(c.tensor) for c in captures):
+        refuse_other_sizes(program, {"b": problem.batch, "h": problem.q_heads})
+    else:
         check_captures(program, problem)
         check_blocks(c for c in captures if isinstance(c, Table))
     refresh(captures)
@@ -105,7 +108,7 @@ def _attend(
     made_of = (t for c in captures for t in (c.leaves if isinstance(c, Formed) else (c.tensor,)))
     call = Call(
         attention,
-        program.mods,
+        program.given,
         captures,
         dict(zip(numbers, numbers_now(numbers), strict=True)),
         tuple(hints),
@@ -239,7 +242,7 @@ def _planned(call: Call, captured: Sequence[Any]) -> Planned:
     """A plan that reads `captured`; remembered where the mods hold these tensors themselves."""
     attention = call.attention
     held = all(t is c.tensor for t, c in zip(captured, call.captures, strict=True))
-    if held and call.mods == attention.program.mods:
+    if held and call.mods == attention.program.given:
         return attention
     known = _plans.setdefault(attention, {}) if held else {}
     found = known.get(call.mods)

@@ -154,6 +154,7 @@ _BY_ARITY: dict[int, list[Op]] = {
         Op("relu", torch.relu, _number("relu"), lambda o, x: (f("where", f("le", x, 0.0), 0.0, 1.0),), lambda x: S.Max(x, 0)),
         Op("isnan", torch.isnan, _bool, _zero),
         Op("isinf", torch.isinf, _bool, _zero),
+        Op("among", lambda x: x, _same, _zero, lambda x: x),  # see `graph.among`; no kernel meets it
         Op("whole", lambda x: x, _float, lambda o, x: (const(1.0),), lambda x: x),  # as it stands: nothing taken apart
         # functions of floats
         Op("exp", torch.exp, _float, lambda o, x: (o,), S.exp),

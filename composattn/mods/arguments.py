@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidModArgument
-from ..graph.expr import DType, has_no_shape, index
-from ..graph.ops import apply
-from ..graph.proxies import Proxy, Symbolic
+from ..errors import InvalidModArgument, UnsupportedTransform
+from ..graph.among import written
+from ..graph.dynamo import is_traced
+from ..graph.expr import DType, has_no_shape
+from ..graph.proxies import Symbolic
 from ..graph.scalar import Scalar
+from ..graph.sizes import surely
+from .mod import Mod
 
 Number = int | float | Scalar | torch.Tensor
 At = Callable[[Any], Any]
@@ -73,7 +76,7 @@ def tensor(value: Any, name: str, kind: str, *shapes: tuple[str, ...]) -> torch.
         raise InvalidModArgument(f"{name} must hold {plural}, got {value.dtype}")
     if value.ndim not in [len(shape) for shape in shapes]:
         raise InvalidModArgument(f"{name} must have shape {_named(shapes)}, got {tuple(value.shape)}")
-    if 0 in value.shape:
+    if any(surely(size == 0) for size in value.shape):
         raise InvalidModArgument(f"{name} must not be empty, got shape {tuple(value.shape)}")
     return value
 
@@ -99,6 +102,7 @@ def choice(value: Any, name: str, *options: str) -> str:
 def offsets_of(value: Any, name: str) -> torch.Tensor:
     """Document offsets (0, n1, n1 + n2, ..., total), as int64; reading them waits for the device once."""
     tensor(value, name, "integer", ("documents + 1",))
+    refuse_contents_in_a_region(name)
     if len(value) < 2:
         raise InvalidModArgument(f"{name} must hold at least 2 offsets (0 and the total), got {len(value)}")
     wide = value.detach().to(torch.int64)
@@ -107,6 +111,15 @@ def offsets_of(value: Any, name: str) -> torch.Tensor:
     if int(wide[-1]) == 0:
         raise InvalidModArgument(f"{name} describe no token at all")
     return wide
+
+
+def refuse_contents_in_a_region(name: str) -> None:
+    """Raises `UnsupportedTransform` where Dynamo follows the making of a mod that looks at what a tensor holds."""
+    if is_traced():
+        raise UnsupportedTransform(
+            f"{name} are read when the mask is made, which no code does that torch compiles as one graph; make the "
+            "mask before and pass it in, or say the same by a tensor with an entry for each position: document(ids)"
+        )
 
 
 def _what(value: Any) -> str:
@@ -128,8 +141,20 @@ def shown(value: Any) -> str:
     return ", ".join(map(shown, value)) if isinstance(value, tuple) else str(value)
 
 
-def shift_of(align: str) -> Any:
-    """What is added to a query's position to compare it with keys: 0, or Skv - Sq where they end together."""
+def aligned(align: str) -> At:
+    """A query's position as keys count: itself, or behind Skv - Sq of them where both end together."""
     if choice(align, "align", "top_left", "bottom_right") == "top_left":
-        return 0
-    return Proxy(apply("sub", index("kv_len"), index("q_len")))
+        return lambda q: q
+    return lambda q: _FROM_THE_END.at({"q": q}, {})
+
+
+def counted(axis: str, count: int | None) -> At:
+    """An index "b" or "h" that counts among so many, see `graph.among`."""
+    said = Mod.formed(written(axis, count), (), "among")
+    return lambda i: said.at({axis: i}, {})
+
+
+# forms, as inside of a compiled region no graph can be made
+_FROM_THE_END = Mod.formed(
+    "('steps', 0, (('op:sub', None, 'kv_len', 'q_len'), ('op:add', None, 'q', 'x0')), 'x1')", (), "from the end"
+)

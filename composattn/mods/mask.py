@@ -11,6 +11,7 @@ import torch
 
 from .. import errors
 from ..analysis import picture
+from ..graph.among import plain
 from ..graph.expr import const
 from ..graph.form import joined
 from ..graph.refusals import user_line
@@ -30,7 +31,7 @@ class Mask(Mod):
     """
 
     __slots__ = ()
-    _kind = "mask"
+    _kind, _names = "mask", _INDICES
 
     @staticmethod
     def of(fn: Callable[..., Any] | Mask, name: str | None = None) -> Mask:
@@ -97,7 +98,7 @@ class Mask(Mod):
 
         Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1.
         """
-        return picture.dense(self.expr, q_len, kv_len, batch, heads, device)
+        return picture.dense(plain(self.expr), q_len, kv_len, batch, heads, device)
 
     def tiles(
         self,
@@ -116,13 +117,13 @@ class Mask(Mod):
         """
         from ..analysis.tiles import tiles
 
-        return tiles(self.expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
+        return tiles(plain(self.expr), q_len, kv_len, tile, batch, heads, refine=refine, device=device)
 
     def bands(self) -> str:
         """Which kv a query tile visits, derived from the mask, in words: one interval per line, and what is tested."""
         from ..analysis.wording import describe
 
-        return describe(self.expr)
+        return describe(plain(self.expr))
 
     def picture(
         self,

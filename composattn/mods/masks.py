@@ -19,7 +19,18 @@ from ..graph.lent import capture_of
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
-from .arguments import Number, choice, count_at, integer, offsets_of, sequence, shift_of, shown, tensor
+from .arguments import (
+    Number,
+    aligned,
+    choice,
+    count_at,
+    integer,
+    offsets_of,
+    refuse_contents_in_a_region,
+    sequence,
+    shown,
+    tensor,
+)
 from .mask import Mask
 from .ready import ready
 
@@ -44,8 +55,8 @@ def causal(align: str = "top_left") -> Mask:
 
 
 def _causal(align: str) -> Mask:
-    shift = shift_of(align)
-    return Mask.of(lambda b, h, q, kv: q + shift >= kv, name="causal" if align == "top_left" else f"causal({align})")
+    at = aligned(align)
+    return Mask.of(lambda b, h, q, kv: at(q) >= kv, name="causal" if align == "top_left" else f"causal({align})")
 
 
 _CAUSAL = {align: _causal(align) for align in ("top_left", "bottom_right")}
@@ -70,10 +81,10 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
         raise InvalidModArgument("a window needs at least one end; give left, or (left, right)")
     before = None if left is None else count_at(left, "left", "H")
     after = None if right is None else count_at(right, "right", "H")
-    shift = shift_of(align)
+    at = aligned(align)
 
     def sliding_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        distance = (q + shift) - kv
+        distance = at(q) - kv
         if before is None:
             return distance >= -after(h)  # type: ignore[misc]
         if after is None:
@@ -243,6 +254,7 @@ def _membership(tokens: Any) -> Any:
         return lambda b, position: marked[position] if marked.ndim == 1 else marked[b, position]
     if isinstance(tokens, torch.Tensor) and tokens.ndim:
         positions = tensor(tokens, "tokens", "integer", ("n",)).to(torch.int64)
+        refuse_contents_in_a_region("tokens")
         if bool((positions < 0).any()):
             raise InvalidModArgument("tokens must be positions of at least 0")
         # one beyond the last token, where nothing is global

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import cached
 from .. import errors
 from ..analysis.symbolic import definition
 from ..graph import copies
+from ..graph.among import among, written
 from ..graph.dynamo import is_traced
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
@@ -38,6 +39,7 @@ class Mod:
 
     __slots__ = ("__weakref__", "_expr", "form", "leaves", "name")
     _kind: str  # the name of one without a name
+    _names: tuple[str, ...]  # of what it is called with
 
     def __init__(self, mod: Callable[..., Any] | Expr, name: str | None = None) -> None:
         """`mod` is a function, which is traced, or a graph. Raises: what `of` raises."""
@@ -74,19 +76,23 @@ class Mod:
         """The same by another name."""
         return self.formed(self.form, self.leaves, name)
 
-    def shifted(self, *, b: Any = 0, h: Any = 0, q: Any = 0, kv: Any = 0) -> Self:
+    def shifted(self, *, b: Any = None, h: Any = None, q: Any = None, kv: Any = None) -> Self:
         """The same, asked at (b + `b`, h + `h`, q_idx + `q`, kv_idx + `kv`): of a part of a larger call.
 
         So a rank that has heads from 8 on and queries from 1024 on passes `mod.shifted(h=8, q=1024)`. Each is an int, a
-        `ca.scalar` (a new value compiles nothing) or an integer 0-d tensor. Lengths stay those of the part: what is
-        aligned at the end wants its alignment said by `q` instead. Raises: `InvalidModArgument`.
+        `ca.scalar` (a new value compiles nothing) or an integer 0-d tensor; None leaves a position as it is. `b` and
+        `h`, 0 included, say that the call has some of more sequences or heads, so that tables of all are taken. Lengths
+        stay those of the part: what is aligned at the end wants its alignment said by `q` instead.
+
+        Raises: `InvalidModArgument`.
         """
-        at = {}
-        for name, by in {"b": b, "h": h, "q": q, "kv": kv}.items():
-            number = as_expr(by)
-            if not number.dtype.is_integer:
-                raise errors.InvalidModArgument(f"a mod is shifted by integers, got {name}={by!r}")
-            at[index(name)] = apply("add", index(name), number)
+        given = {name: by for name, by in (("b", b), ("h", h), ("q", q), ("kv", kv)) if by is not None}
+        for name, by in given.items():
+            _check_shift(name, by)
+        if is_traced():
+            form, leaves = record(lambda *values: self.at(_moved(self._names, values, given), {}), self._names)
+            return self.formed(form, leaves, self.name)
+        at = {index(name): apply("add", _of_more(index(name), name), as_expr(by)) for name, by in given.items()}
         return type(self)(substitute(self.expr, at), self.name)
 
     @property
@@ -136,6 +142,37 @@ class Mod:
         if any(isinstance(v, Symbolic) for v in leaves.values()):
             return traced(call_graph(self.expr, leaves))
         return _evaluated(self.expr, leaves, {name: v for name, v in lengths.items() if v is not None})
+
+
+def _check_shift(name: str, by: Any) -> None:
+    """Raises `InvalidModArgument` unless it is an integer: a number, a run-time one, or a 0-d tensor."""
+    if isinstance(by, torch.Tensor):
+        is_integer = by.ndim == 0 and not (by.dtype.is_floating_point or by.dtype.is_complex or by.dtype is torch.bool)
+    elif isinstance(by, Symbolic):
+        is_integer = by.expr.dtype.is_integer
+    else:
+        is_integer = isinstance(by, numbers.Integral) and not isinstance(by, bool)
+    if not is_integer:
+        got = f"a {by.dtype} tensor of shape {tuple(by.shape)}" if isinstance(by, torch.Tensor) else repr(by)
+        raise errors.InvalidModArgument(f"a mod is shifted by integers, got {name}={got}")
+
+
+def _moved(names: tuple[str, ...], values: tuple[Any, ...], by: dict[str, Any]) -> dict[str, Any]:
+    """Where a shifted mod is asked, by name, in code that Dynamo follows."""
+    at = dict(zip(names, values, strict=True))
+    for name, number in by.items():
+        value = at[name]
+        if name in _COUNTED:
+            value = Mod.formed(written(name, None), (), "among").at({name: value}, {})
+        at[name] = value + number
+    return at
+
+
+_COUNTED = ("b", "h")
+
+
+def _of_more(position: Expr, name: str) -> Expr:
+    return among(position, None) if name in _COUNTED else position
 
 
 def asked_by_dynamo() -> bool:

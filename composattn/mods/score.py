@@ -26,7 +26,7 @@ class Score(Mod):
     """
 
     __slots__ = ()
-    _kind = "score"
+    _kind, _names = "score", _LEAVES
 
     @staticmethod
     def of(fn: Callable[..., Any] | Score, name: str | None = None) -> Score:

@@ -12,7 +12,8 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.scalar import Scalar
-from .arguments import integer, positive, shift_of, shown, tensor
+from ..graph.sizes import surely
+from .arguments import aligned, counted, integer, positive, shown, tensor
 from .ready import ready
 from .score import Score
 
@@ -23,9 +24,8 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False, align: str = "top
 
     `slopes` is a float tensor (H,) or (B, H), learned or not, or the number of heads: then the slopes of the paper, a
     geometric sequence `2^(-8 (h + 1) / H)` (for H that is no power of two, those of the power of two below and
-    every other one of the power above). A call's own number of heads is not compared with it, as a rank may have some
-    of them; of heads from H on the sequence goes on. `symmetric=True` takes `-|kv - q|`, for attention that is not
-    causal.
+    every other one of the power above). A call of another number of heads is refused; one that has some of H heads, as
+    on a rank, takes `alibi(H).shifted(h=first)`. `symmetric=True` takes `-|kv - q|`, for attention that is not causal.
     `align="bottom_right"` puts the last query at the last key (FlashAttention; decoding with a cache), as in `causal`.
 
     Source: Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
@@ -34,16 +34,17 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False, align: str = "top
     Raises: `InvalidModArgument` for fewer than one head, slopes that are not a float tensor of these shapes, or
     another `align`.
     """
-    shift = shift_of(align)
+    at = aligned(align)
     if isinstance(slopes, torch.Tensor):
         table = tensor(slopes, "slopes", "float", ("H",), ("B", "H"))
         slope = (lambda b, h: table[h]) if table.ndim == 1 else (lambda b, h: table[b, h])
     else:
         heads = integer(slopes, "slopes", 1)
-        slope = lambda b, h: _paper_slope(h, heads)  # noqa: E731
+        one_of_them = counted("h", heads)
+        slope = lambda b, h: _paper_slope(one_of_them(h), heads)  # noqa: E731
 
     def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        distance = kv - (q + shift)
+        distance = kv - at(q)
         return score + slope(b, h) * (-abs(distance) if symmetric else distance)
 
     return Score.of(alibi, name="alibi")
@@ -86,7 +87,7 @@ def relative_bias(table: torch.Tensor, bidirectional: bool = True) -> Score:
     """
     biases = tensor(table, "table", "float", ("n",), ("H", "n"))
     n = biases.shape[-1]
-    if bidirectional and n % 2 == 0:
+    if bidirectional and not surely(n % 2 == 1):
         raise InvalidModArgument(f"a bidirectional table has 2 * max_distance + 1 entries, an odd number; got {n}")
     low, high = (-(n // 2), n // 2) if bidirectional else (0, n - 1)
 
@@ -129,11 +130,11 @@ def t5_buckets(buckets: int, max_distance: int, bidirectional: bool) -> torch.Te
 
     Positions beyond are in the bucket of the last one. Raises: as `t5_bucket_bias`.
     """
-    if bidirectional and buckets % 2:
+    if bidirectional and not surely(buckets % 2 == 0):
         raise InvalidModArgument(f"a bidirectional table has an even number of buckets, got {buckets}")
     one_way = buckets // 2 if bidirectional else buckets
     exact = one_way // 2
-    if exact < 1:
+    if not surely(exact >= 1):
         raise InvalidModArgument(f"{buckets} buckets are too few: at least {4 if bidirectional else 2}")
     if max_distance <= exact:
         raise InvalidModArgument(f"max_distance must be above {exact} with {buckets} buckets, got {max_distance}")
@@ -162,7 +163,7 @@ def bias(values: torch.Tensor) -> Score:
 
     def bias(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         where = (b, h, q, kv)[4 - table.ndim :]
-        return score + table[tuple(0 if n == 1 else i for i, n in zip(where, table.shape, strict=True))]
+        return score + table[tuple(0 if surely(n == 1) else i for i, n in zip(where, table.shape, strict=True))]
 
     return Score.of(bias)
 
