@@ -12,6 +12,7 @@ import torch
 from .. import errors
 from ..graph.expr import has_no_shape
 from ..graph.linear import MOST
+from ..graph.sizes import differ, surely
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen
 
@@ -132,8 +133,7 @@ class Problem:
         if paged is not None:
             _check_paged(paged, batch, q.device)
             kv_len = paged.page_table.shape[1] * paged.page_size
-        longest = min(q_len, layout.max_q_len or q_len), min(kv_len, layout.max_kv_len or kv_len)
-        _check_sizes(batch, q_heads, *longest)
+        _check_sizes(batch, q_heads, q_len, kv_len, layout)
         return Problem(batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, q.dtype, q.device, layout=layout)
 
 
@@ -231,33 +231,37 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Lay
     q_batch, q_heads, _, q_dim = _sizes(q, layout.q)
     k_batch, k_heads, k_len, k_dim = _sizes(k, layout.kv)
     v_batch, v_heads, v_len, _ = _sizes(v, layout.kv)
-    if k_batch != v_batch and layout.kv == "paged":
+    if layout.kv == "paged" and differ(k_batch, v_batch):
         raise errors.ShapeMismatch(f"k and v must have the same number of pages, got {shapes}")
-    if layout.is_dense and not q_batch == k_batch == v_batch:
+    if layout.is_dense and (differ(q_batch, k_batch) or differ(k_batch, v_batch)):
         raise errors.ShapeMismatch(f"q, k, v must have one batch size, got {shapes}; .expand({q_batch}, ...) shares")
-    if k_heads != v_heads:
+    if differ(k_heads, v_heads):
         raise errors.ShapeMismatch(f"k and v must have the same number of heads, got {shapes}")
-    if k_len != v_len:
+    if differ(k_len, v_len):
         raise errors.ShapeMismatch(f"k and v must have the same length, got {shapes}")
-    if q_dim != k_dim:
+    if differ(q_dim, k_dim):
         raise errors.ShapeMismatch(f"q and k must have the same head dimension, got {shapes}")
     for name, t, lies in (("q", q, layout.q), ("k", k, layout.kv), ("v", v, layout.kv)):
         may_be_zero = {"dense": 2, "packed": 0, "paged": -1}[lies]
         for dim, size in enumerate(t.shape):
             # no queries or no keys are ordinary: the output is empty, or all rows see nothing
-            if size == 0 and dim != may_be_zero:
+            if dim != may_be_zero and surely(size == 0):
                 only = "no size" if lies == "paged" else "only the length"
                 raise errors.EmptyDimension(f"{name} has shape {tuple(t.shape)}; {only} may be zero")
-    if q_heads % k_heads:
+    if surely(q_heads % k_heads != 0):
         raise errors.GroupMismatch(
             f"{q_heads} query heads can't share {k_heads} key/value heads evenly; "
             "the number of query heads must be a multiple (GQA), or both the same (MHA)"
         )
 
 
-def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int) -> None:
+def _check_sizes(batch: int, heads: int, q_len: int, kv_len: int, layout: Layout) -> None:
+    longest = {"q_len": layout.max_q_len, "kv_len": layout.max_kv_len}  # of packed rows, where it is said
     for name, size in (("batch", batch), ("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
-        if size > MOST[name]:
+        said = longest.get(name)
+        if said is not None and surely(said > 0) and surely(said < size):
+            size = said
+        if surely(size > MOST[name]):
             raise errors.InvalidLength(
                 f"{name} is {size}; positions are 32-bit numbers, and masks are analysed up to {MOST[name]}: "
                 "split the call, and join the parts by their lse"
@@ -269,14 +273,14 @@ def _check_varlen(varlen: Varlen, q: torch.Tensor, k: torch.Tensor, layout: Layo
         raise errors.DeviceMismatch(
             f'cu_seqlens_q lies on {varlen.cu_seqlens_q.device}, q on {q.device}; move it: .to("{q.device}")'
         )
-    if layout.kv == "packed" and varlen.cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+    if layout.kv == "packed" and varlen.cu_seqlens_k is None and differ(q.shape[0], k.shape[0]):
         raise errors.ShapeMismatch(
             f"q has {q.shape[0]} rows, k {k.shape[0]}; pass cu_seqlens_k if keys are packed unlike queries"
         )
 
 
 def _check_page_size(paged: Paged, k: torch.Tensor) -> None:
-    if k.shape[2] != paged.page_size:
+    if differ(k.shape[2], paged.page_size):
         raise errors.SequencesMismatch(
             f"k has shape {tuple(k.shape)}, which is pages of {k.shape[2]} rows, and page_size is {paged.page_size}; "
             f"{_WAYS_OUT['paged']}"
@@ -284,7 +288,7 @@ def _check_page_size(paged: Paged, k: torch.Tensor) -> None:
 
 
 def _check_paged(paged: Paged, batch: int, device: torch.device) -> None:
-    if paged.batch != batch:
+    if differ(paged.batch, batch):
         raise errors.ShapeMismatch(f"page_table has {paged.batch} rows for {batch} sequences; it needs one row each")
     if paged.page_table.device != device:
         raise errors.DeviceMismatch(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.sizes import differ, surely
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
@@ -52,7 +53,7 @@ class Varlen:
         batch = _check_offsets("cu_seqlens_q", self.cu_seqlens_q)
         if self.cu_seqlens_k is not None:
             found = _check_offsets("cu_seqlens_k", self.cu_seqlens_k)
-            if found != batch:
+            if differ(found, batch):
                 raise errors.ShapeMismatch(
                     f"cu_seqlens_q has {batch + 1} entries, cu_seqlens_k {found + 1}; "
                     "both need one more than there are sequences"
@@ -108,7 +109,7 @@ class Paged:
 
     def __post_init__(self) -> None:
         _check_index("page_table", self.page_table, "(B, pages)", 2)
-        if self.page_table.numel() == 0:
+        if surely(self.page_table.numel() == 0):
             raise errors.EmptyDimension(
                 f"page_table has shape {tuple(self.page_table.shape)}; it needs at least one sequence, and one page "
                 "(which may be unused)"
@@ -189,7 +190,7 @@ def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) ->
             "Attention, which calls it"
         )
     cu_q, cu_k, used_q, used_k, table, used = tensors
-    max_q, max_k = (None if m < 0 else m for m in numbers[:2])
+    max_q, max_k = (None if surely(m < 0) else m for m in numbers[:2])
     varlen, paged = None, None
     if cu_q is not None:
         varlen = Varlen(cu_q, cu_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
@@ -279,7 +280,7 @@ def _check_index(name: str, tensor: Any, shape: str, rank: int) -> None:
 def _check_offsets(name: str, tensor: Any) -> int:
     """How many sequences `tensor` is for."""
     _check_index(name, tensor, "(B + 1,)", 1)
-    if tensor.shape[0] < 2:
+    if surely(tensor.shape[0] < 2):
         raise errors.ShapeMismatch(
             f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and at least 2"
         )
@@ -304,13 +305,13 @@ def _check_appended(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Pa
 
 def _check_counts(name: str, tensor: Any, batch: int) -> None:
     _check_index(name, tensor, "(B,)", 1)
-    if tensor.shape[0] != batch:
+    if differ(tensor.shape[0], batch):
         raise errors.ShapeMismatch(f"{name} has {tensor.shape[0]} entries for {batch} sequences; it needs one each")
 
 
 def _check_maximum(name: str, value: Any) -> None:
     number = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    if value is not None and not (number and value >= 0):
+    if value is not None and (not number or surely(value < 0)):
         raise errors.InvalidLength(f"{name} is {value!r}; it must be a Python int of at least 0, or None")
 
 

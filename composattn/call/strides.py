@@ -6,9 +6,12 @@ last dimension is always innermost.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+
+from ..graph.sizes import surely
 
 
 def ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
@@ -47,9 +50,30 @@ def _order(t: torch.Tensor) -> list[int] | None:
 
     A tensor that repeats one row in many places (stride 0) has no order but theirs.
     """
+    if t._has_symbolic_sizes_strides:
+        return _symbolic_order(t)
     if t.is_contiguous():
         return None
     strides = t.stride()[:-1]
     own = list(range(len(strides)))
     order = sorted(own, key=strides.__getitem__, reverse=True)  # of equal ones the first stays first
     return None if order == own or 0 in strides else order
+
+
+def _symbolic_order(t: torch.Tensor) -> list[int] | None:
+    """The same where the run alone may know a size. Dimensions of one row may lie anywhere, so none has to be known."""
+    from torch._prims_common import is_contiguous_or_false
+
+    strides = t.stride()[:-1]
+    if is_contiguous_or_false(t) or any(surely(stride == 0) for stride in strides):
+        return None
+    own = list(range(len(strides)))
+    order = sorted(
+        own, key=functools.cmp_to_key(lambda a, b: _outer(strides[b], strides[a]) - _outer(strides[a], strides[b]))
+    )
+    return None if order == own else order
+
+
+def _outer(a: Any, b: Any) -> bool:
+    """Whether `a` is the stride of the outer of two dimensions, where rows lie apart: then it is a multiple."""
+    return surely(a > b) or (surely(a % b == 0) and not surely(b % a == 0))
