@@ -33,7 +33,7 @@ from .graph import copies
 from .graph.buffers import Place, held_at, place_of
 from .graph.dynamo import is_traced
 from .mods.mask import Mask
-from .mods.mod import Mod
+from .mods.mod import Mod, title
 from .mods.score import Score
 from .mods.sink import Sink
 
@@ -184,9 +184,12 @@ class Attention(torch.nn.Module):
         """The mods and the options that are not left at their default."""
         options = {name: getattr(self, name) for name in ("scale", "backend", "deterministic", "schedule")}
         mods = {name: getattr(self, name, None) for name in ("score_mod", "mask_mod")}
+        said = {name: mod.name if isinstance(mod, _Held) else title(mod) for name, mod in mods.items() if mod is not None}
         sinks: Any = getattr(self, "sinks", None)
-        mods["sinks"] = None if sinks is None else tuple(sinks.shape)
-        return ", ".join(f"{name}={value!r}" for name, value in (mods | options).items() if value is not None)
+        if sinks is not None:
+            said["sinks"] = str(tuple(sinks.shape))
+        said |= {name: repr(value) for name, value in options.items() if value is not None}
+        return ", ".join(f"{name}={value}" for name, value in said.items())
 
 
 _NAMES = ("score_mod", "mask_mod", "sinks")

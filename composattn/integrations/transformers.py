@@ -26,6 +26,7 @@ from ..call.sequences import Varlen
 from ..errors import MissingDependency, ShapeMismatch, UnsupportedOption
 from ..mods.mask import Mask
 from ..mods.masks import causal
+from ..mods.mod import title
 from ..mods.score import Score
 from ..mods.scores import softcap as soft_cap
 from .tables import reader
@@ -73,7 +74,7 @@ class ModelMask(BlockMask):  # type: ignore[misc]
         return self  # what it reads lies where transformers put it
 
     def __repr__(self) -> str:
-        return f"ModelMask({self.mask_mod}, {self.lengths})"
+        return f"ModelMask({None if self.mask_mod is None else title(self.mask_mod)}, {self.lengths})"
 
     __str__ = __repr__
 

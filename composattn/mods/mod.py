@@ -6,6 +6,7 @@ its function. So `alibi(slopes)` written inside of a training step costs a few m
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 import threading
@@ -234,6 +235,18 @@ def _is_place(value: Any, is_score: bool) -> bool:
     return is_score and (
         isinstance(value, float) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
     )  # numpy's
+
+
+def title(mod: Any) -> str:
+    """What a mod is called in a text: a name alone, as what a method or a partial holds may print the mod again."""
+    if isinstance(mod, Mod):
+        return mod.name
+    if isinstance(mod, functools.partial):
+        return f"partial({title(mod.func)})"
+    if isinstance(mod, types.MethodType):
+        return f"{type(mod.__self__).__name__}.{title(mod.__func__)}"
+    name = getattr(mod, "__name__", None)
+    return name if isinstance(name, str) else type(mod).__name__
 
 
 # --- functions ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import tempfile
 import warnings
@@ -400,3 +401,29 @@ def test_a_mod_is_found_wherever_an_attribute_may_be() -> None:
     buffered.register_buffer("score_mod", torch.zeros(2))
     with pytest.raises(errors.WrongComposition):
         buffered(*x)
+
+
+class Printed(ca.nn.Attention):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.bias = torch.nn.Parameter(torch.zeros(8))
+        self.again = ca.nn.Attention(score_mod=functools.partial(self.moved, by=2.0), mask_mod=Called())
+
+    def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + self.bias[h]
+
+    def moved(self, score: Any, b: Any, h: Any, q: Any, kv: Any, by: float) -> Any:
+        return score + self.bias[h] * by
+
+
+class Called(torch.nn.Module):
+    def forward(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q >= kv
+
+
+def test_a_module_is_printed_by_the_names_of_its_mods() -> None:
+    shown = repr(Printed(mask_mod=causal(), scale=0.5))
+    assert "score_mod=Printed.score_mod, mask_mod=causal, scale=0.5" in shown
+    assert "score_mod=partial(Printed.moved)" in shown
+    shown = repr(ca.nn.Attention(score_mod=lambda score, b, h, q, kv: score, sinks=torch.zeros(4)))
+    assert "score_mod=<lambda>, sinks=(4,)" in shown
