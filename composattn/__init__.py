@@ -4,6 +4,7 @@ from . import backends, errors, mods, nn
 from .api import Attention, attention
 from .call.block_sparse import BlockSparse
 from .call.checks import debug_checks
+from .call.merge import merge_states
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .errors import ComposattnError
@@ -43,6 +44,7 @@ __all__ = [
     "errors",
     "flex_attention",
     "mask",
+    "merge_states",
     "mods",
     "nn",
     "scalar",
