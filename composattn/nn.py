@@ -183,8 +183,11 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The mods and the options that are not left at their default."""
         options = {name: getattr(self, name) for name in ("scale", "backend", "deterministic", "schedule")}
-        mods = {name: getattr(self, name, None) for name in ("score_mod", "mask_mod")}
-        said = {name: mod.name if isinstance(mod, _Held) else title(mod) for name, mod in mods.items() if mod is not None}
+        said = {}
+        for name in ("score_mod", "mask_mod"):
+            mod = getattr(self, name, None)
+            if mod is not None:
+                said[name] = mod.name if isinstance(mod, _Held) else title(mod)
         sinks: Any = getattr(self, "sinks", None)
         if sinks is not None:
             said["sinks"] = str(tuple(sinks.shape))

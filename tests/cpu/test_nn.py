@@ -407,7 +407,7 @@ class Printed(ca.nn.Attention):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.bias = torch.nn.Parameter(torch.zeros(8))
-        self.again = ca.nn.Attention(score_mod=functools.partial(self.moved, by=2.0), mask_mod=Called())
+        self.again = ca.nn.Attention(score_mod=functools.partial(self.moved, by=2.0), mask_mod=Seeing())
 
     def score_mod(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + self.bias[h]
@@ -416,7 +416,7 @@ class Printed(ca.nn.Attention):
         return score + self.bias[h] * by
 
 
-class Called(torch.nn.Module):
+class Seeing(torch.nn.Module):
     def forward(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q >= kv
 

@@ -40,7 +40,7 @@ def distance_of_vectors(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def sum_of_a_row(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return score + MEANS[b].sum(-1)
+    return score + MEANS[kv].sum(-1)
 
 
 def one_of_a_row(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -174,6 +174,13 @@ DIFFERENCES = [
             ca.flex_attention(Q, K, V, score_mod=difference_of_bytes),
             ca.attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s + 0.1 * (q - kv)),
         ),
+    ),
+    Difference(
+        "a captured tensor that has more entries than the call has heads or batches, read at `h` or `b` itself",
+        "its first entries are read", "`ModShapeMismatch`",
+        "nobody said which are meant; capture those of the call, or give `ca.mask(mod).shifted(b=0)`, `ca.score(mod)` alike",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda score, b, h, q, kv: score + MEANS[b, 0]),
+        errors.ModShapeMismatch,
     ),
     Difference(
         "arithmetic of captured fp16 and bf16, and their comparison with numbers", "rounds to their type each time",
