@@ -17,6 +17,7 @@ import torch
 
 from .. import errors
 from ..analysis.derived import Derived
+from ..graph.dynamo import is_traced
 from ..graph.expr import Capture
 from ..graph.form import MAKERS, Formed, joined
 from ..graph.lent import capture_of
@@ -89,6 +90,11 @@ class BlockSparse(Mask):
     def shifted(self, **by: Any) -> Mask:  # type: ignore[override]
         """As of `Mask`: a mask that reads the blocks of the larger call."""
         return self.named(self.name).shifted(**by)
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Any:
+        """As of `Mask`; inside of a compiled region a mask, whose blocks are asked for by number no more."""
+        mask = self.named(self.name) if is_traced() else super()
+        return mask.to(device, non_blocking=non_blocking)
 
     @property
     def table(self) -> Table:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
@@ -75,6 +76,12 @@ class Varlen:
         """The number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Varlen:
+        """The same on `device`. Raises: `InvalidArgument` for what names none."""
+        given = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
+        cu_q, cu_k, used_q, used_k = on_device(given, device, non_blocking)
+        return dataclasses.replace(self, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k)
+
     @cached_property
     def form(self) -> tuple[Any, ...]:
         """All of it that planning may look at."""
@@ -124,6 +131,11 @@ class Paged:
     def batch(self) -> int:
         """The number of sequences."""
         return self.page_table.shape[0]
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Paged:
+        """The same on `device`. Raises: `InvalidArgument` for what names none."""
+        table, used = on_device((self.page_table, self.seqused), device, non_blocking)
+        return dataclasses.replace(self, page_table=table, seqused=used)
 
     def append(
         self,

@@ -210,7 +210,11 @@ def number_of(x: Any) -> Any:
 
 def _of(name: str, *args: Expr) -> Proxy:
     try:
-        return traced(apply(name, *args))
+        found = apply(name, *args)
+        if found.op == "index" and found.attr in ("b", "h") and name in ("add", "sub"):
+            # `table[h + first]` on the first rank, `mask(b + 0, ...)` of the first microbatch: see `graph.among`
+            found = apply("among", found, attr=None)
+        return traced(found)
     except errors.TypeMismatch as error:
         if error.line is not None:
             raise

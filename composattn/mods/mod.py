@@ -27,6 +27,7 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import Fingerprint, fingerprint, places_of
 from ..graph.form import JOINED, form_of, graph_of, joined
+from ..graph.moves import on_device
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.recorded import Recorded, record
@@ -95,6 +96,21 @@ class Mod:
             return self.formed(form, leaves, self.name)
         at = {index(name): apply("add", _of_more(index(name), name), as_expr(by)) for name, by in given.items()}
         return type(self)(substitute(self.expr, at), self.name)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
+        """The same of tensors that lie on `device`; itself where they do. Gradients reach the tensors given before.
+
+        Raises: `InvalidArgument` for what names no device.
+        """
+        leaves = tuple(on_device(self.leaves, device, non_blocking))
+        if all(there is here for there, here in zip(leaves, self.leaves, strict=True)):
+            return self
+        if is_traced():
+            return self.formed(self.form, leaves, self.name)
+        form, _, name, *others = self.__getstate__()
+        made = type(self).__new__(type(self))
+        made.__setstate__((form, leaves, name, *others))
+        return made
 
     @property
     def expr(self) -> Expr:

@@ -67,6 +67,10 @@ SERVED: dict[str, tuple[Any, Any]] = {
         lambda: {"score_mod": lambda s, b, h, q, kv: s * of_eight[h // 2] + q * of_eight[h + 1]},
         lambda: {"score_mod": lambda s, b, h, q, kv: s * (h // 2 / 8 - 0.2) + q * ((h + 1) / 8 - 0.2)},
     ),
+    "an index that begins at 0 here, and elsewhere on other ranks": (
+        lambda: {"score_mod": lambda s, b, h, q, kv: s * of_eight[h + 0] + q * of_eight[h - torch.zeros_like(h)]},
+        lambda: {"score_mod": lambda s, b, h, q, kv: (s + q) * (h / 8 - 0.2)},
+    ),
     "the first heads of more": (
         lambda: {"score_mod": alibi(of_eight).shifted(h=0)},
         lambda: {"score_mod": alibi(of_eight[:4])},

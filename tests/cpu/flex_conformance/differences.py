@@ -178,7 +178,7 @@ DIFFERENCES = [
     Difference(
         "a captured tensor that has more entries than the call has heads or batches, read at `h` or `b` itself",
         "its first entries are read", "`ModShapeMismatch`",
-        "nobody said which are meant; capture those of the call, or give `ca.mask(mod).shifted(b=0)`, `ca.score(mod)` alike",
+        "nobody said which are meant; capture those of the call, or say it: `ca.mask(mod).shifted(b=0)`",
         lambda: ca.flex_attention(Q, K, V, score_mod=lambda score, b, h, q, kv: score + MEANS[b, 0]),
         errors.ModShapeMismatch,
     ),
