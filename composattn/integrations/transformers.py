@@ -6,145 +6,77 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="composattn")
 
 A model's mask stays the function that transformers composes (causal, window, chunks, padding, packed documents): no
-(S, S) tensor and no block mask is made of it. One mask object serves all layers of a forward. Where queries and keys
-begin in a cache is a run-time number, so decoding plans nothing anew for a new token.
+(S, S) tensor and no block mask is made of it, but where a model's own code reads one. One mask object serves all layers
+of a forward. Where queries and keys begin in a cache is a run-time number, so decoding plans nothing anew for a new
+token.
 
-Tested with transformers 5.23. Models that don't ask `AttentionInterface` (MPT, BLOOM, Falcon) are not reached.
+Tested with transformers 5.23 and 5.24. Classes that don't ask `AttentionInterface` (MPT, BLOOM, Falcon) are refused
+when they are loaded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 from ..api import attention
+from ..call.block_sparse import SMALLEST_BLOCK, BlockSparse
 from ..call.sequences import Varlen
-from ..errors import MissingDependency, ShapeMismatch, UnsupportedOption
+from ..errors import DTypeMismatch, MissingDependency, ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
 from ..mods.mask import Mask
 from ..mods.masks import causal
-from ..mods.mod import title
 from ..mods.score import Score
 from ..mods.scores import softcap as soft_cap
 from .tables import reader
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers import masking_utils as theirs
 except ImportError as missing:
     raise MissingDependency(
         "composattn.integrations.transformers needs transformers: pip install transformers"
     ) from missing
 
-MaskFunction = Callable[[Any, Any, Any, Any], Any]
+from .model_classes import check_when_loaded
+from .model_masks import ModelMask, mask
 
 
 def register(name: str = "composattn") -> None:
-    """Make `attn_implementation=name` mean composattn, for all models of transformers in this process."""
+    """Make `attn_implementation=name` mean composattn, for all models of transformers in this process.
+
+    A class that would not ask for it raises `UnsupportedOption` when it is loaded.
+    """
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
+    check_when_loaded(name)
 
 
-class ModelMask(BlockMask):  # type: ignore[misc]
-    """What transformers carries from its masks to its layers: a mask mod, and the lengths it is for.
-
-    A `BlockMask` by name alone, as `generate` knows a mask that is ready by this class; it has no blocks.
-    """
-
-    def __init__(self, mask_mod: Mask | MaskFunction | None, shape: tuple[int, int, int, int]) -> None:
-        self.mask_mod, self.lengths = mask_mod, shape  # type: ignore[assignment]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(B, 1, Sq, Skv)."""
-        return self.lengths
-
-    @property
-    def ndim(self) -> int:
-        """4, as of a mask that is ready."""
-        return len(self.lengths)
-
-    def contiguous(self) -> ModelMask:
-        return self
-
-    def to(self, *_: Any, **__: Any) -> ModelMask:
-        return self  # what it reads lies where transformers put it
-
-    def __repr__(self) -> str:
-        return f"ModelMask({None if self.mask_mod is None else title(self.mask_mod)}, {self.lengths})"
-
-    __str__ = __repr__
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
-    mask_function: MaskFunction = theirs.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **_: Any,
-) -> ModelMask:
-    """The mask of a model's forward, as `AttentionMaskInterface` asks for it.
-
-    attention_mask: (B, at most kv_offset + Skv) bool, False where a token is padding.
-    """
-    shape = (batch_size, 1, q_length, kv_length)
-    padding = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset)
-    if padding is None and _sees_all(mask_function, q_length, q_offset, kv_offset + kv_length):
-        return ModelMask(None, shape)
-    if padding is not None:
-        mask_function = theirs.and_masks(mask_function, padding)
-    mask_function = _shifted(mask_function, q_offset, kv_offset, device)
-    return ModelMask(mask_function if torch.compiler.is_compiling() else Mask.of(mask_function), shape)
-
-
-def _sees_all(mask_function: MaskFunction, q_length: int, q_offset: Any, kv_end: Any) -> bool:
-    """Whether every key is seen: with no order, or by a causal query behind all keys; False where the device knows."""
-    if mask_function is theirs.bidirectional_mask_function:
-        return True
-    known = not torch.compiler.is_compiling() and isinstance(q_offset, int) and isinstance(kv_end, int)
-    return known and mask_function is theirs.causal_mask_function and q_length == 1 and q_offset + 1 >= kv_end
-
-
-def _padding(tokens: torch.Tensor, kv_length: int, kv_offset: Any) -> MaskFunction | None:
-    """The mask of (B, S) `tokens`, False where padding; None where there is none.
-
-    Waits for the device to say whether there is any, as transformers' own masks do, and once more where there is.
-    Tokens that follow each other, as with padding left or right of them, are two bounds per sequence: tiles beyond
-    are skipped, and a longer table is no new plan.
-    """
-    if not torch.compiler.is_compiling():
-        if bool(tokens.all()):
-            return None
-        begin, count = tokens.int().argmax(-1), tokens.sum(-1)
-        end = torch.where(count == 0, begin, tokens.shape[1] - tokens.flip(-1).int().argmax(-1))
-        if bool((end - begin == count).all()):
-            return lambda b, h, q_idx, kv_idx: (kv_idx >= begin[b]) & (kv_idx < end[b])
-    table = theirs.prepare_padding_mask(tokens, kv_length, kv_offset)
-    return theirs.padding_mask_function(table)  # type: ignore[no-any-return]
-
-
-def _shifted(mask_function: MaskFunction, q_offset: Any, kv_offset: Any, device: Any) -> MaskFunction:
-    """`mask_function` of positions in the whole sequence, where queries and keys begin at these."""
-    q_begin, kv_begin = (_number(offset, device) for offset in (q_offset, kv_offset))
-
-    def from_there(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mask_function(b, h, q_idx + q_begin, kv_idx + kv_begin)
-
-    return from_there
-
-
-def _number(offset: Any, device: Any) -> Any:
-    """0, or a run-time number: a constant would be another plan for each new token."""
-    if isinstance(offset, torch.Tensor):
-        return offset.reshape(()).clone()  # a static cache counts on in this tensor before the layers are called
-    return torch.tensor(offset, device=device) if offset and not torch.compiler.is_compiling() else offset
+# What reaches a layer's attention and changes nothing there, each with why. transformers hands the keywords of a
+# model's forward on to its layers, and these to their attention.
+_CHANGES_NOTHING = {
+    "sliding_window": "the model's mask holds the window",
+    "position_ids": "q and k are rotated by them, and masks were told of them",
+    "position_embeddings": "q and k are rotated by them before",
+    "deterministic": "an option of flash-attn's backward",
+    "cache": "k and v are what is kept in it",
+    "past_key_values": "the cache by an older name",
+    "past_key_value": "the cache by an older name",
+    "cache_position": "where the mask's queries begin",
+    "use_cache": "whether the model gives its cache back",
+    "output_hidden_states": "what the model gives back",
+    "output_router_logits": "what the model gives back",
+    "return_dict": "what the model gives back",
+    "logits_to_keep": "which rows become logits",
+    "labels": "for the loss",
+    "num_items_in_batch": "for the loss",
+    "seq_idx": "documents for layers without attention",
+    "input_ids": "what the model embedded",
+    "decoder_input_ids": "what the model embedded",
+    "inputs_embeds": "what the model embedded",
+    "token_type_ids": "embedded, or told to the mask",
+    "mm_token_type_ids": "told to the mask",
+}
 
 
 def attend(
@@ -158,14 +90,16 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    output_attentions: bool = False,
+    output_attentions: bool | None = False,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **_: Any,
+    **unknown: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as `AttentionInterface` asks for it: ((B, Sq, Hq, Dv), no weights).
 
@@ -174,23 +108,105 @@ def attend(
         the module's `is_causal` decides as in `sdpa`.
     softcap: c·tanh(score / c). position_bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores, differentiable.
     dropout: of weights, as `dropout_p` of `ca.attention`.
-    s_aux: (Hq,) sinks, a logit beside those of the keys with no value, differentiable.
+    s_aux, sinks: a logit beside those of the keys with no value, (Hq,) or (B, Hq, Sq, 1), differentiable.
+    block_indices: int (B, H, Sq, K), for each query the blocks of `module.config.index_block_size` keys that it sees
+        of what the mask shows, -1 for none; Hq a multiple of H.
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, where packed documents begin in a batch of one; max_length_q,
         max_length_k: their greatest lengths. No document sees another, whatever the mask says.
 
-    Raises: `UnsupportedOption` for output_attentions and packed documents in more than one row,
-    `ShapeMismatch` for a causal layer without a mask where Sq is not Skv and for a mask of other lengths, and what
-    `ca.attention` raises.
+    Raises: `UnknownKeyword` for a keyword that may change the result and is none of these; `UnsupportedOption` for
+    output_attentions, token indices and packed documents in more than one row; `ShapeMismatch` for a causal layer
+    without a mask where Sq is not Skv and for a mask, sinks or indices of other lengths; `WrongRank` and
+    `DTypeMismatch` of a mask that is a tensor; and what `ca.attention` raises.
     """
+    _refuse_keywords(module, unknown)
     if output_attentions:
         raise UnsupportedOption('attention weights are never formed here; use attn_implementation="eager" to see them')
     mask_mod, bias = _told(module, query, key, attention_mask, is_causal)
+    if block_indices is not None:
+        picked = _picked_blocks(module, block_indices, query, key)
+        mask_mod = picked if mask_mod is None else Mask.of(mask_mod) & picked
     score_mod = _scores(softcap, [b for b in (bias, position_bias) if b is not None])
-    documents = None
-    if cu_seq_lens_q is not None:
-        documents = Varlen(cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k)
-    out = _attention(query, key, value, score_mod, mask_mod, documents, scale=scaling, sinks=s_aux, dropout_p=dropout)
+    documents = _documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    of_heads, of_rows = _sinks(query, s_aux, sinks)
+    out = _attention(
+        query, key, value, score_mod, mask_mod, documents, of_rows, scale=scaling, sinks=of_heads, dropout_p=dropout
+    )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_keywords(module: torch.nn.Module, unknown: dict[str, Any]) -> None:
+    """Raises `UnsupportedOption` and `UnknownKeyword`."""
+    for name, given in unknown.items():
+        if given is None or name in _CHANGES_NOTHING:
+            continue
+        if name == "indices":
+            raise UnsupportedOption(
+                f"{type(module).__name__} picks single keys for each query (indices=), which is not served here; load "
+                'the model with attn_implementation="eager"'
+            )
+        raise UnknownKeyword(
+            f"{type(module).__name__} hands {name}= to its attention, of which composattn does not know whether it "
+            'changes the result; leave it out of the model\'s call, or load the model with attn_implementation="eager"'
+        )
+
+
+def _documents(q_begins: Any, kv_begins: Any, q_most: int | None, kv_most: int | None) -> Varlen | None:
+    """Packed documents, if there are any. Raises: `UnsupportedOption` for those of keys alone."""
+    if q_begins is not None:
+        return Varlen(q_begins, kv_begins, max_seqlen_q=q_most, max_seqlen_k=kv_most)
+    if kv_begins is not None:
+        raise UnsupportedOption("cu_seq_lens_k says where documents of keys begin; give cu_seq_lens_q as well")
+    return None
+
+
+def _sinks(query: torch.Tensor, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sinks of heads (Hq,), and of rows (B, Hq, Sq). Raises: `UnsupportedOption`, `ShapeMismatch`."""
+    named = [sinks for sinks in given if sinks is not None]
+    if not named:
+        return None, None
+    if len(named) > 1:
+        raise UnsupportedOption("s_aux and sinks both say what the sinks are; give one of them")
+    (sinks,) = named
+    if sinks.ndim == 1:
+        return sinks, None
+    if sinks.shape != (*query.shape[:3], 1):
+        raise ShapeMismatch(
+            f"sinks has shape {tuple(sinks.shape)}; it must be (Hq,), or a number for each query: "
+            f"{(*query.shape[:3], 1)}"
+        )
+    return None, sinks[..., 0]
+
+
+def _picked_blocks(module: torch.nn.Module, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Mask:
+    """The blocks of keys that each query picked; tiles of queries that all leave a block out skip it.
+
+    Raises: `UnsupportedOption`, `ShapeMismatch`.
+    """
+    size = getattr(getattr(module, "config", None), "index_block_size", None)
+    if not isinstance(size, int):
+        raise UnsupportedOption("block_indices= needs the size of a block, in the layer's config.index_block_size")
+    batch, q_heads, q_length, _ = query.shape
+    if indices.ndim != 4 or (indices.shape[0], indices.shape[2]) != (batch, q_length) or q_heads % indices.shape[1]:
+        raise ShapeMismatch(
+            f"block_indices has shape {tuple(indices.shape)} for queries {tuple(query.shape)}; it must be (B, H, Sq, K)"
+        )
+    shared, count = q_heads // indices.shape[1], -(-key.shape[2] // size)
+    none = indices.new_zeros((*indices.shape[:3], count + 1), dtype=torch.bool)
+    place = torch.where((indices < 0) | (indices >= count), count, indices).long()
+    seen = none.scatter(-1, place, True)[..., :count]
+
+    def picked(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return seen[b, h // shared, q_idx, kv_idx // size]
+
+    if size % SMALLEST_BLOCK:
+        return Mask.of(picked)
+    rows = torch.nn.functional.pad(seen, (0, 0, 0, -q_length % _ROWS)).unflatten(2, (-1, _ROWS))
+    kinds = rows.any(3).to(torch.int8) + rows.all(3).to(torch.int8)
+    return BlockSparse(kinds.repeat_interleave(shared, 1), (_ROWS, size), partial=picked)
+
+
+_ROWS = 128  # queries whose picked blocks are looked at together, as many as a kernel's tile has
 
 
 def _attention(
@@ -200,18 +216,27 @@ def _attention(
     score_mod: Any,
     mask_mod: Any,
     documents: Varlen | None,
+    sinks_of_rows: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
     """out of (B, H, S, D) tensors; of documents packed in a batch of one, too."""
-    if documents is None:
-        return attention(query, key, value, score_mod=score_mod, mask_mod=mask_mod, **options)
-    if query.shape[0] != 1:
-        raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
-    mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
-    score_mod = None if score_mod is None else _of_packed(score_mod, documents)
-    packed = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = attention(*packed, score_mod=score_mod, mask_mod=mask_mod, varlen=documents, **options)
-    return out.transpose(0, 1)[None]
+    tensors = query, key, value
+    if documents is not None:
+        if query.shape[0] != 1:
+            raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
+        mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
+        score_mod = None if score_mod is None else _of_packed(score_mod, documents)
+        tensors = tuple(t[0].transpose(0, 1) for t in tensors)  # type: ignore[assignment]
+        options["varlen"] = documents
+    options |= {"score_mod": score_mod, "mask_mod": mask_mod}
+    if sinks_of_rows is None:
+        out = attention(*tensors, **options)
+        return out if documents is None else out.transpose(0, 1)[None]
+    out, lse = attention(*tensors, return_lse=True, **options)
+    if documents is not None:
+        out, lse = out.transpose(0, 1)[None], lse[None]
+    # exp(sink) beside the exponentials that lse is the sum of
+    return (out * torch.sigmoid(lse - sinks_of_rows)[..., None]).to(out.dtype)
 
 
 def _of_packed(mod: Any, documents: Varlen) -> Any:
@@ -244,8 +269,17 @@ def _told(
                 "where the queries begin; the model must make its mask by transformers.masking_utils"
             )
         return causal(), None
+    _check_tensor(given)
     seen = given[..., : key.shape[2]]
     return (reader(seen), None) if seen.dtype is torch.bool else (None, seen)
+
+
+def _check_tensor(given: torch.Tensor) -> None:
+    """Raises `WrongRank` and `DTypeMismatch` for a mask that is no mask of pairs."""
+    if given.ndim != 4:
+        raise WrongRank(f"attention_mask has shape {tuple(given.shape)}; a layer takes (B, 1 or Hq, Sq, Skv)")
+    if given.dtype is not torch.bool and not given.is_floating_point():
+        raise DTypeMismatch(f"attention_mask is {given.dtype}; it must be bool, or floats that are added to the scores")
 
 
 def _adding(table: torch.Tensor) -> Score:
