@@ -11,6 +11,7 @@ import torch
 
 from .. import errors
 from ..graph.expr import has_no_shape
+from ..graph.foreign import is_fake, reason_against
 from ..graph.linear import MOST
 from ..graph.sizes import differ, surely
 from .schedule import AUTO, Schedule
@@ -183,13 +184,36 @@ def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
     if has_no_shape(t):
         raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
     if t.is_nested:
-        raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
+        refuse_unreadable(name, t)
     if t.ndim != (3 if lies == "packed" else 4):
         raise errors.WrongRank(f"{name} has shape {tuple(t.shape)}; it must be {_DIMENSIONS[lies]}: {_WAYS_OUT[lies]}")
 
 
+def refuse_unreadable(name: str, t: torch.Tensor) -> None:
+    """Raises `UnsupportedLayout` for a tensor that is nested or sparse, and what `refuse_foreign` raises."""
+    refuse_foreign(name, t)
+    if t.is_nested:
+        raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
+    lies = undense(t)
+    if lies is not None:
+        raise errors.UnsupportedLayout(f"{name} is {lies[0]}; pass a dense tensor: {name}.{lies[1]}")
+
+
+def undense(t: torch.Tensor) -> tuple[str, str] | None:
+    """How a tensor lies that is not dense, and the method that makes a dense one of it; None of dense ones."""
+    if t.is_quantized:
+        return "quantized", "dequantize()"
+    return None if t.layout is torch.strided else (str(t.layout), "to_dense()")
+
+
 def refuse_foreign(name: str, t: torch.Tensor) -> None:
-    """Raises `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace."""
+    """Raises `UnsupportedLayout` for a tensor whose elements are not what it means, as torch's CausalBias.
+
+    `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace.
+    """
+    reason = reason_against(t)
+    if reason is not None:
+        raise errors.UnsupportedLayout(f"{name} is {reason}")
     if hasattr(t, "to_local"):
         raise errors.UnsupportedTransform(
             f"{name} is a {type(t).__name__}; attend to local tensors, .to_local(), with mods that read what "
@@ -222,8 +246,10 @@ def _check_types(tensors: dict[str, torch.Tensor]) -> None:
     if len(set(devices.values())) > 1:
         raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
     for name, t in tensors.items():
-        if t.layout is not torch.strided or t.is_quantized:
-            raise errors.UnsupportedLayout(f"{name} is {t.layout}; pass a dense tensor: {name}.to_dense()")
+        refuse_unreadable(name, t)
+    if len(set(map(is_fake, tensors.values()))) > 1:
+        fakes = ", ".join(name for name, t in tensors.items() if is_fake(t))
+        raise errors.UnsupportedTransform(f"{fakes} of q, k and v are FakeTensors; make all of them of one mode")
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:

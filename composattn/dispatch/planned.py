@@ -24,7 +24,7 @@ from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
-from ..call.problem import Problem, refuse_foreign, softmax_scale
+from ..call.problem import Problem, refuse_foreign, softmax_scale, undense
 from ..call.schedule import AUTO, Schedule
 from ..graph.expr import Expr, walk
 from ..graph.forms import of_these_forms
@@ -237,8 +237,9 @@ def check_captures(program: Program, problem: Problem) -> None:
             _check_blocks(capture, problem)
         tensor = capture.tensor
         refuse_foreign("a captured tensor", tensor)
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise errors.UnsupportedCapture(f"a captured tensor is {tensor.layout}; capture a dense one: .to_dense()")
+        lies = undense(tensor)
+        if lies is not None:
+            raise errors.UnsupportedCapture(f"a captured tensor is {lies[0]}; capture a dense one: .{lies[1]}")
         if tensor.device != problem.device:
             raise errors.DeviceMismatch(
                 f"a captured tensor of shape {tuple(tensor.shape)} lies on {tensor.device}, q on {problem.device}; "

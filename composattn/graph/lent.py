@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedCapture
 from .counters import OF_ONE_TENSOR, Counter, is_shared, storage_uses
 from .expr import Capture
+from .foreign import is_fake, reason_against
 from .forms import of_the_form
 from .moved import refused
 
@@ -420,7 +422,14 @@ class TensorsOf:
 
 
 def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
-    """The capture that stands for the memory of `tensor`, or a new one, which from now on follows it."""
+    """The capture that stands for the memory of `tensor`, or a new one, which from now on follows it.
+
+    Raises: `UnsupportedCapture` for a tensor whose elements are not to be read.
+    """
+    if tensor.__class__ not in _PLAIN:
+        _refuse_foreign(tensor, user)
+    if torch._is_functional_tensor(tensor):
+        return None  # its storage has no memory, and torch ends the process where it is asked for its counter
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -437,6 +446,13 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
         if user == EAGER:
             _of_tensor[tensor._cdata] = capture
     return capture
+
+
+def _refuse_foreign(tensor: torch.Tensor, user: str) -> None:
+    reason = "a FakeTensor beside q that is none; make both of one FakeTensorMode" if is_fake(tensor) else None
+    reason = reason_against(tensor) if reason is None or user != EAGER else reason
+    if reason is not None:
+        raise UnsupportedCapture(f"a captured tensor is {reason}")
 
 
 def _forget_tensor(capture: Lent) -> None:

@@ -5,21 +5,26 @@ from composattn.integrations import sdpa
 out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
 with sdpa.routed():
     out = model(tokens)          # every call of torch's function inside, in this thread, computes with composattn
+
+torch itself is changed by none of this: its function stays the same object, inside of the context too.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from ..api import attention
+from ..call.problem import refuse_unreadable
 from ..errors import DTypeMismatch, ShapeMismatch, UnsupportedOption, WrongRank
+from ..mods.mask import Mask
 from ..mods.masks import causal
 from .tables import reader
 
@@ -42,23 +47,28 @@ def scaled_dot_product_attention(
 
     query (..., Hq, Sq, D), key (..., Hkv, Skv, D), value (..., Hkv, Skv, Dv); leading dimensions broadcast, as do heads
         without `enable_gqa`, by reading one of them again.
-    attn_mask: bool, True where visible, or added to the scores (differentiable), broadcast to (..., Hq, Sq, Skv).
+    attn_mask: bool, True where visible, or added to the scores (differentiable), broadcast to (..., Hq, Sq, Skv); or
+        `causal_upper_left` or `causal_lower_right` of torch.nn.attention.bias.
     is_causal: query i sees keys up to i, whatever the lengths.
     dropout_p, backend: as of `ca.attention`; torch's own generator decides otherwise which weights are dropped.
 
     A row that sees nothing gives 0. Source: torch.nn.functional.scaled_dot_product_attention.
 
     Raises: `UnsupportedOption` for a mask beside `is_causal`, `WrongRank`, `ShapeMismatch`,
-    `DTypeMismatch`, and what `ca.attention` raises.
+    `DTypeMismatch`, `UnsupportedLayout`, and what `ca.attention` raises.
     """
     if attn_mask is not None and is_causal:
         raise UnsupportedOption("attn_mask and is_causal exclude each other; hide later keys in attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        refuse_unreadable(name, tensor)
         if tensor.ndim < 2:
             raise WrongRank(f"{name} needs (..., S, D), got {tuple(tensor.shape)}")
     q, k, v, leading = _four_dimensions(query, key, value, enable_gqa)
     score_mod = mask_mod = None
-    if attn_mask is not None:
+    if isinstance(attn_mask, CausalBias):
+        mask_mod = _of_torchs_bias(attn_mask, q.shape[2], k.shape[2])
+    elif attn_mask is not None:
+        refuse_unreadable("attn_mask", attn_mask)
         at = _table(attn_mask, leading, q.shape[2], k.shape[2], query.dtype)
         if attn_mask.dtype is torch.bool:
             mask_mod = at
@@ -70,6 +80,16 @@ def scaled_dot_product_attention(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, dropout_p=dropout_p, backend=backend
     )
     return out.reshape(*leading, *out.shape[2:])  # type: ignore[no-any-return]
+
+
+def _of_torchs_bias(bias: CausalBias, q_length: int, kv_length: int) -> Mask:
+    """A tensor by class alone: torch never writes to its memory. Raises `ShapeMismatch`."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_length, kv_length):
+        raise ShapeMismatch(
+            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; there are {q_length} "
+            f"and {kv_length}"
+        )
+    return causal(align="top_left" if bias.variant is CausalVariant.UPPER_LEFT else "bottom_right")
 
 
 def _four_dimensions(
@@ -120,10 +140,24 @@ def _table(
 
 
 class _Routed(TorchFunctionMode):
-    """Sees calls by any name; but none inside of torch's own Python functions, during which a mode is off."""
+    """Sees calls by any name. During one of torch's own Python functions a mode is off: those that call the function
+    run as a copy that finds ours by its name."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_here if func is _THEIRS else func)(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _with_ours(func)(*args, **(kwargs or {}))
+
+
+def _with_ours(func: Any) -> Any:
+    if func is _THEIRS:
+        return _here
+    name = _THEIRS.__name__
+    calls_it = isinstance(func, types.FunctionType) and name in func.__code__.co_names
+    if not calls_it or func.__globals__.get(name) is not _THEIRS:
+        return func
+    names = {**func.__globals__, name: _here}
+    copied = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copied.__kwdefaults__ = func.__kwdefaults__
+    return copied
 
 
 class _Local(threading.local):
@@ -137,24 +171,42 @@ def _here(*args: Any, **kwargs: Any) -> torch.Tensor:
     return scaled_dot_product_attention(*args, **kwargs, backend=_local.backends[-1])
 
 
-@functools.wraps(_THEIRS)
-def _by_thread(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return (_here if _local.backends else _THEIRS)(*args, **kwargs)
+class _Eager:
+    """Compiled functions run in eager mode while any thread is inside: torch has one such setting for all threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.stance = threading.Lock(), 0, None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.stance = torch.compiler.set_stance("force_eager")
+            self.inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:  # the first one's: threads may leave in any order
+                self.stance.__exit__(*error)  # type: ignore[attr-defined]
+
+
+_eager = _Eager()
 
 
 @contextmanager
 def routed(backend: str | None = None) -> Iterator[None]:
     """Inside, calls of torch's scaled_dot_product_attention in this thread compute with composattn.
 
-    What composattn can't do raises, nothing falls back. Compiled functions run in eager mode meanwhile, as their code
-    has torch's function in it: to compile, call `sdpa.scaled_dot_product_attention`. Code that never calls torch's
-    function is as before: `nn.TransformerEncoderLayer` in inference mode has a path of its own.
+    What composattn can't do raises, nothing falls back. Contexts nest: the innermost one's backend counts. Other
+    threads are as before, but for one thing: compiled functions run in eager mode meanwhile, in all threads, as their
+    code has torch's function in it. To compile, call `sdpa.scaled_dot_product_attention`. After the last context all is
+    as it was. Code that never calls torch's function is as before: `nn.TransformerEncoderLayer` in inference mode has a
+    path of its own.
     """
     outer = _local.backends
     _local.backends = (*outer, backend)
-    torch.nn.functional.scaled_dot_product_attention = _by_thread  # stays: it asks which thread it is in
     try:
-        with torch.compiler.set_stance("force_eager"), _Routed():
+        with _eager, nullcontext() if outer else _Routed():
             yield
     finally:
         _local.backends = outer

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import composattn
@@ -82,6 +87,55 @@ def test_a_row_that_sees_nothing_gives_0() -> None:
     assert not sdpa.scaled_dot_product_attention(q, q, q, attn_mask=mask)[0, 0, 1].any()
 
 
+@pytest.mark.parametrize("is_routed", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 6), (6, 4)])
+@pytest.mark.parametrize("made", [causal_upper_left, causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_torchs_causal_biases_are_what_they_say(made: Any, sizes: tuple[int, int], is_routed: bool) -> None:
+    q, k = torch.randn(1, 2, sizes[0], 8), torch.randn(1, 2, sizes[1], 8)
+    shift = sizes[1] - sizes[0] if made is causal_lower_right else 0
+    seen = torch.ones(sizes).tril(shift).bool()
+    wanted = sdpa.scaled_dot_product_attention(q, k, k, attn_mask=seen)
+    with sdpa.routed() if is_routed else nullcontext():
+        function = F.scaled_dot_product_attention if is_routed else sdpa.scaled_dot_product_attention
+        close(function(q, k, k, attn_mask=made(*sizes)), wanted)
+    with pytest.raises(errors.ShapeMismatch, match="CausalBias of 3 queries"):
+        sdpa.scaled_dot_product_attention(q, k, k, attn_mask=made(3, 3))
+
+
+def test_tensors_whose_elements_are_not_what_they_mean_are_refused_wherever_a_mod_reads_them() -> None:
+    q, plain = torch.randn(1, 2, 6, 8), torch.randn(6, 6)
+    for _ in range(3):  # a call that is known is no way around it
+        composattn.attention(q, q, q, score_mod=composattn.mods.bias(plain))
+    for given in (causal_lower_right(6, 6), masked_tensor(plain, plain > 0)):
+        with pytest.raises(errors.UnsupportedCapture, match="whose elements are not what it means"):
+            composattn.attention(q, q, q, score_mod=composattn.mods.bias(given))
+    with pytest.raises(errors.UnsupportedLayout, match="attn_mask is a MaskedTensor"):
+        sdpa.scaled_dot_product_attention(q, q, q, attn_mask=masked_tensor(plain, plain > 0))
+
+
+KINDS: dict[str, Any] = {
+    "nested": lambda t: torch.nested.nested_tensor([t[0]]),
+    "jagged": lambda t: torch.nested.nested_tensor([t[0]], layout=torch.jagged),
+    "sparse": lambda t: t.to_sparse(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "masked": lambda t: masked_tensor(t, t > 0),
+    "fake": lambda t: FakeTensorMode().from_tensor(t),
+}
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:torch.quantize_per_tensor")
+def test_other_kinds_of_tensors_are_refused_by_name(kind: str, place: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 6, 8)) | {"attn_mask": torch.randn(1, 2, 6, 6)}
+    given[place] = KINDS[kind](given[place])
+    if (kind, place) == ("fake", "query"):
+        pytest.skip("torch says so itself, and has a setting that allows it")
+    with pytest.raises(errors.ComposattnError, match=place[0] if place != "attn_mask" else "attn_mask|captured"):
+        sdpa.scaled_dot_product_attention(**given)
+
+
 class Layer(torch.nn.Module):
     """Calls torch's function by a name of its own, and inside of torch's own layer."""
 
@@ -125,6 +179,29 @@ def test_what_was_compiled_before_is_routed_too(monkeypatch: Any) -> None:
     assert len(seen) == 2
     compiled(x)
     assert len(seen) == 2
+
+
+def test_after_the_context_and_inside_of_it_torch_is_what_it_was() -> None:
+    class Scripted(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    theirs, stance, x = F.scaled_dot_product_attention, eval_frame._stance, torch.randn(1, 2, 5, 8)
+    with sdpa.routed():
+        assert F.scaled_dot_product_attention is theirs
+        close(torch.jit.script(Scripted())(x), sdpa.scaled_dot_product_attention(x, x, x))
+    assert F.scaled_dot_product_attention is theirs and eval_frame._stance == stance
+
+
+def test_contexts_of_threads_that_leave_in_any_order_leave_nothing_behind() -> None:
+    stance, first, second = eval_frame._stance, sdpa.routed(), sdpa.routed()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        assert eval_frame._stance.stance == "force_eager"  # the other thread is inside
+        other.submit(second.__exit__, None, None, None).result()
+    assert eval_frame._stance == stance
 
 
 def test_the_function_itself_compiles() -> None:
