@@ -24,6 +24,7 @@ from .mods.mask import Mask
 from .parallel import context
 
 KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
+_AUXILIARY = ("lse", "max_scores")  # what torch's AuxRequest may ask for
 _PAIRS_AT_ONCE = 1 << 24  # elements of a dense mask that are looked at together: 16 MiB of bools
 
 
@@ -92,7 +93,7 @@ def flex_attention(
         )
     from torch.nn.attention.flex_attention import AuxOutput
 
-    asked = [name for name in ("lse", "max_scores") if getattr(return_aux, name)]
+    asked = [name for name in _AUXILIARY if getattr(return_aux, name)]
     found = attention(
         query,
         key,
@@ -120,6 +121,9 @@ def _check_aux(return_aux: Any, return_lse: bool) -> None:
         raise errors.UnsupportedOption(
             f"return_aux is {return_aux!r}; pass torch's AuxRequest(lse=True, max_scores=True), or a part of it"
         )
+    more = [name for name, asked in return_aux._asdict().items() if asked and name not in _AUXILIARY]
+    if more:
+        raise errors.UnsupportedOption(f"return_aux asks for {', '.join(more)}; there are {', '.join(_AUXILIARY)}")
     if return_lse:
         raise errors.UnsupportedOption(
             "return_lse and return_aux both say what to return; pass return_aux=AuxRequest(lse=True) alone"

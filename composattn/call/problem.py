@@ -190,7 +190,9 @@ def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
 
 
 def refuse_unreadable(name: str, t: torch.Tensor) -> None:
-    """Raises `UnsupportedLayout` for a tensor that is nested or sparse, and what `refuse_foreign` raises."""
+    """Raises `NotATensor`, `UnsupportedLayout` for a nested or sparse tensor, and what `refuse_foreign` raises."""
+    if not isinstance(t, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor")
     refuse_foreign(name, t)
     if t.is_nested:
         raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..api import attention
+from ..call.problem import refuse_unreadable
 from ..call.sequences import Varlen
-from ..errors import UnsupportedOption, WrongRank
+from ..errors import UnknownKeyword, UnsupportedOption, WrongRank
 from ..mods.mask import Mask
 from ..mods.masks import causal as causal_mask
 from ..mods.masks import sliding_window
@@ -30,7 +31,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -38,19 +39,23 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """out (B, Sq, Hq, Dv) of q (B, Sq, Hq, D), k (B, Skv, Hkv, D), v (B, Skv, Hkv, Dv).
 
     dropout_p: as of `ca.attention`.
-    window_size: (left, right) keys beside the query's own that it sees, -1 all of that side.
+    window_size: (left, right) keys beside the query's own that it sees, -1 or None all of that side.
     softcap: c·tanh(score / c), 0 none. alibi_slopes: (H,) or (B, H) fp32, score - slope·|q + Skv - Sq - kv|.
     return_attn_probs: gives (out, lse, None), lse (B, Hq, Sq); weights are never formed.
     learnable_sink: (Hq,), a logit beside those of the keys (`sinks` of `ca.attention`), as in flash-attn 4.
     backend: as of `ca.attention`. Source: flash_attn.flash_attn_func, version 2.8.
 
-    Raises: `WrongRank`, and what `ca.attention` raises.
+    Raises: `UnknownKeyword`, `WrongRank`, `UnsupportedOption` for a window that is no pair, and what `ca.attention`
+    raises.
     """
+    _refuse_keywords(unknown)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        refuse_unreadable(name, tensor)
         if tensor.ndim != 4:
             raise WrongRank(f"{name} needs (B, S, H, D), got {tuple(tensor.shape)}")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -70,7 +75,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -79,14 +84,17 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """out (total_q, Hq, Dv) of packed q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as of `ca.Varlen`. With `return_attn_probs` lse (Hq,
     total_q). Other arguments as of `flash_attn_func`. Source: flash_attn.flash_attn_varlen_func, version 2.8.
 
-    Raises: `UnsupportedOption` for block_table, and what `ca.Varlen` and `ca.attention` raise.
+    Raises: `UnsupportedOption` for block_table and for a window that is no pair, `UnknownKeyword`, and what `ca.Varlen`
+    and `ca.attention` raise.
     """
+    _refuse_keywords(unknown)
     if block_table is not None:
         raise UnsupportedOption("block_table is not taken here; keys in pages: ca.attention(..., paged=ca.Paged(...))")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -101,13 +109,13 @@ def _options(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int, int],
+    window_size: tuple[int | None, int | None],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:
     """The same said to `ca.attention`."""
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = _window(window_size)
     masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
     if left is not None or right is not None:
         masks.append(sliding_window((left, right), align="bottom_right"))
@@ -123,3 +131,33 @@ def _options(
         "deterministic": deterministic or None,
         "dropout_p": dropout_p,
     }
+
+
+def _window(sides: Any) -> tuple[int | None, int | None]:
+    """Keys left and right, None all. Raises: `UnsupportedOption` for what is no pair."""
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(n, int | None) for n in sides):
+        raise UnsupportedOption(
+            f"window_size is {sides!r}; it must be (left, right), with -1 or None for all of a side"
+        )
+    left, right = (None if side is None or side < 0 else side for side in sides)
+    return left, right
+
+
+# arguments of later versions of flash-attn, and what says the same to composattn
+_ELSEWHERE = {
+    "seqused_q": "ca.attention(..., varlen=ca.Varlen(..., seqused_q=...))",
+    "seqused_k": "ca.attention(..., varlen=ca.Varlen(..., seqused_k=...))",
+    "page_table": "ca.attention(..., paged=ca.Paged(page_table, page_size, seqused))",
+    "attention_chunk": "ca.attention(..., mask_mod=ca.mods.chunked(...))",
+    "score_mod": "ca.attention(..., score_mod=...)",
+    "mask_mod": "ca.attention(..., mask_mod=...)",
+    "num_splits": "ca.attention(..., schedule=ca.Schedule(...))",
+}
+
+
+def _refuse_keywords(unknown: dict[str, Any]) -> None:
+    """Raises `UnknownKeyword` for an argument that is given and not taken; flash-attn's None stands for none."""
+    for name, given in unknown.items():
+        if given is not None:
+            way = _ELSEWHERE.get(name, "arguments are those of flash-attn 2.8, learnable_sink and backend")
+            raise UnknownKeyword(f"{name} is not taken here; {way}")

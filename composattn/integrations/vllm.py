@@ -117,6 +117,14 @@ class Step:
     causal: bool
 
 
+# what vLLM may say of a step that makes it another attention
+_OTHERS = {
+    "mm_req_doc_ranges": "tokens of pictures that see each other both ways",
+    "dcp_local_seq_lens": "keys that several ranks share",
+    "encoder_seq_lens": "attention to an encoder's keys",
+}
+
+
 class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
     """Of each step: no copy of vLLM's tensors, and no look at their contents."""
 
@@ -127,8 +135,17 @@ class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
-        """Raises: `UnsupportedOption` where each request says whether it is causal."""
+        """Raises: `UnsupportedOption` where each request says whether it is causal, and for what `_OTHERS` names.
+
+        common_prefix_len, fast_build: hints of how to compute a step, not of what.
+        """
         of = common_attn_metadata
+        for name, what in _OTHERS.items():
+            given = getattr(of, name, None)
+            if isinstance(given, torch.Tensor) or given:
+                raise UnsupportedOption(
+                    f"vLLM asks for {what} ({name}); composattn's backend there does not compute it"
+                )
         if isinstance(of.causal, torch.Tensor):
             raise UnsupportedOption("requests that differ in whether they are causal have no one mask here")
         # a bound that changes is another plan: of one token each it is worth one
@@ -184,6 +201,8 @@ class Layer(AttentionImpl[Step]):  # type: ignore[misc]
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`output` (tokens, heads, D), written. query alike; kv_cache (blocks, Hkv, block, 2 D), keys before values.
+
+        layer: its scales are of caches in 8 bits, which are refused. key, value: in the cache by now.
 
         Raises: `UnsupportedOption` for an output in fewer bits, and what `ca.Attention` raises.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -107,3 +108,26 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         flash_attn_varlen_func(q[0], q[0], q[0], begins, begins, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(errors.InvalidModArgument, match="slopes"):
         flash_attn_func(q, q, q, alibi_slopes=torch.rand(1, 1, 2))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_arguments_that_are_not_taken_are_refused_by_name(varlen: bool) -> None:
+    q, begins = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    call = functools.partial(flash_attn_varlen_func, q, q, q, begins, begins, 4, 4)
+    call = call if varlen else functools.partial(flash_attn_func, q[None], q[None], q[None])
+    with pytest.raises(errors.UnknownKeyword, match=r"attention_chunk is not taken here; .*chunked"):
+        call(attention_chunk=4)
+    with pytest.raises(errors.UnknownKeyword, match="q_descale"):
+        call(q_descale=torch.ones(1))
+    for window in (3, (1, 2, 3), (1.5, 0)):
+        with pytest.raises(errors.UnsupportedOption, match="left, right"):
+            call(window_size=window)
+    assert torch.equal(call(window_size=(None, 0), q_descale=None), call(causal=True))
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(errors.NotATensor, match="k is a list"):
+        flash_attn_func(q, q.tolist(), q)
+    with pytest.raises(errors.UnsupportedLayout, match=r"v is torch\.sparse_coo"):
+        flash_attn_func(q, q, q.to_sparse())
