@@ -24,6 +24,9 @@ from composattn.errors import ComposattnError
 TOKENS, TARGETS, WORDS = 24, 10, 99  # per sequence, of a decoder with an encoder, in the vocabulary
 LARGEST = 30_000_000  # parameters
 SHARP = 12.0  # what weights of queries and keys are multiplied with, so that masks, scales and caps show
+# of the largest number: plain, all classes stay below 3e-6; sharp, eager itself is 9e-3 from fp64 (mT5), and what was
+# dropped moved models by 4e-2 or more
+TOLERANCE = {False: 1e-4, True: 2e-3}
 
 KINDS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -197,8 +200,8 @@ def logits_and_gradients(model: Any, given: dict[str, torch.Tensor]) -> tuple[to
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.numel()}
 
 
-def judged(kind: str, name: str, sharp: bool = False, tolerance: float = 1e-4) -> Found:
-    """How a class under composattn compares with itself in `eager`; `tolerance`: of the largest number."""
+def judged(kind: str, name: str, sharp: bool = False) -> Found:
+    """How a class under composattn compares with itself in `eager`."""
     try:
         of, config = made(kind, name)
         reference = built(of, config, "sdpa" if name in READ_PADDING else "eager", sharp)
@@ -218,7 +221,7 @@ def judged(kind: str, name: str, sharp: bool = False, tolerance: float = 1e-4) -
     except Exception as error:
         return Found(Verdict.UNNAMED, _line(error))
     difference = _greatest_difference(found, wanted)
-    if not difference <= tolerance:
+    if not difference <= TOLERANCE[sharp]:
         return Found(Verdict.DIFFERENT, f"{difference:.1e} of the greatest, {len(calls)} calls")
     if not calls and name not in WITHOUT_ATTENTION:
         return Found(Verdict.NOT_ASKED)
