@@ -87,7 +87,7 @@ class LocalScalar(Scalar):
 
     __slots__ = ("_local",)
 
-    in_graphs = None
+    in_graphs: str | None = None
 
     def __init__(self, value: int) -> None:
         self._local = threading.local()
