@@ -23,9 +23,15 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 WHOLE = slice(None)
 
+_OF_ARITHMETIC = ["add", "sub", "rsub", "mul", "div", "baddbmm", "addcmul"]
+_OF_ARITHMETIC += [f"__{way}{name}__" for way in ("", "r", "i") for name in ("add", "sub", "mul", "truediv")]
 # arithmetic on a mask of bools: code that means masks of 0 and -inf, which it was never given
-_ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "baddbmm", "addcmul"}
-_ARITHMETIC |= {f"__{way}{name}__" for way in ("", "r", "i") for name in ("add", "sub", "mul", "truediv")}
+_ARITHMETIC = frozenset(
+    getattr(of, name) for of in (torch, torch.Tensor) for name in _OF_ARITHMETIC if hasattr(of, name)
+)
+_WRITES = frozenset(
+    getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and not name.endswith("__")
+)
 
 # keywords of transformers that say nothing about what is visible, each with what it is for
 _SAY_NOTHING = {
@@ -124,15 +130,14 @@ class ModelMask:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A function of torch, of the tensor. Raises `UnsupportedOption` for arithmetic on bools, and for writes."""
-        name = getattr(func, "__name__", "")
         masks = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ModelMask)]
-        if name in _ARITHMETIC and any(of.dtype is torch.bool for of in masks):
+        if func in _ARITHMETIC and any(of.dtype is torch.bool for of in masks):
             raise UnsupportedOption(
                 "this model adds its mask to scores by itself, and its masks are of bools; load it with "
                 'attn_implementation="eager", or, where it is a part of a model, name the others: '
                 'attn_implementation={"text_config": "composattn"}'
             )
-        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], ModelMask):
+        if func in _WRITES and isinstance(args[0], ModelMask):
             args[0]._refuse_write()
         tensors = pytree.tree_map_only(ModelMask, ModelMask.tensor, (args, kwargs or {}))
         return func(*tensors[0], **tensors[1])
