@@ -64,7 +64,8 @@ def scaled_dot_product_attention(
         if tensor.ndim < 2:
             raise WrongRank(f"{name} needs (..., S, D), got {tuple(tensor.shape)}")
     q, k, v, leading = _four_dimensions(query, key, value, enable_gqa)
-    score_mod = mask_mod = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
     if isinstance(attn_mask, CausalBias):
         mask_mod = _of_torchs_bias(attn_mask, q.shape[2], k.shape[2])
     elif attn_mask is not None:
