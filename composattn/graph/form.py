@@ -9,8 +9,9 @@ tensors and `ca.scalar` values that it speaks of are its leaves, given beside it
 Arguments are "b", "h", "q", "kv", "q_len", "kv_len", "score", "t3" (leaf 3), "x5" (the value of step 5), ints, bools,
 None, and ("f", hex) for floats, ("i", ...) for tuples, ("d", name) for dtypes, ("=", name, argument) for keywords.
 Steps named "op:..." are rows of `ops.OPS`; ("made", maker, constants, leaf, ...) is a captured tensor that one of
-`MAKERS` makes of tensors; other names are Python's or torch's functions, as `recorded` wrote them down where a mod ran
-inside of a compiled region.
+`MAKERS` makes of tensors. A mod that a compiled region refuses has a form too, which is refused when it runs:
+
+    ("refused", error, message, line)
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 
 import torch
 
+from .. import errors
 from ..errors import ComposattnError, UnreadableProgram
 from .dynamo import is_traced
 from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
 from .lent import capture_of
 from .ops import apply
-from .proxies import Proxy, as_expr, passing_gradients
-from .torch_functions import call_by_name
+from .proxies import as_expr
 
 INDICES = ("b", "h", "q", "kv", "q_len", "kv_len")
 
@@ -50,6 +51,40 @@ class Formed(Capture):
     def leaves(self) -> tuple[Any, ...]:
         """The tensors that it is made of."""
         raise NotImplementedError
+
+
+class Numbers(Formed):
+    """A tensor that a mod makes of numbers."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Numbers:
+        """That which holds what `tensor` does."""
+        return _numbers(*_written_out(tensor))
+
+    @property
+    def form(self) -> tuple[str, tuple[Any, ...]]:
+        return "numbers", tuple(map(decode, _written_out(self.tensor)))
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        return ()
+
+
+def _written_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Type, device, shape and numbers, which are told apart by all of their bits."""
+    held = tuple(tensor.reshape(-1).tolist())
+    return str(tensor.dtype).removeprefix("torch."), str(tensor.device), encode(tuple(tensor.shape)), encode(held)
+
+
+@functools.lru_cache(maxsize=512)
+def _numbers(dtype: str, device: str, shape: Any, held: Any) -> Numbers:
+    made = torch.tensor(decode(held), dtype=getattr(torch, dtype), device=device)
+    return Numbers(made.view(decode(shape)))
+
+
+MAKERS["numbers"] = lambda constants, _: _numbers(*map(encode, constants))
 
 
 def form_of(root: Expr) -> tuple[str, tuple[Any, ...]]:
@@ -181,11 +216,15 @@ def leaf_count(form: str | None) -> int:
 
 
 def _counted(form: Any) -> int:
+    if form[0] == "refused":
+        return 0
     return int(form[1]) if form[0] == "steps" else sum(map(_counted, form[1:]))
 
 
 def _graph(form: Any, leaves: list[Any]) -> tuple[Expr, list[Any]]:
     kind = form[0]
+    if kind == "refused":
+        _refuse(*form[1:])
     if kind == "steps":
         return _run(form, leaves[: form[1]]), leaves[form[1] :]
     graphs = []
@@ -205,8 +244,7 @@ def _run(form: Any, leaves: Sequence[Any]) -> Expr:
             maker, constants, *own = arguments
             done.append(MAKERS[maker](decode(constants), [_leaf(t, leaves) for t in own]))
         else:
-            with passing_gradients():  # of masks too: a form does not say which it is
-                done.append(_call(name, arguments, leaves, done))
+            raise LookupError(f"a step named {name!r}")
     return as_graph(_argument(result, leaves, done))
 
 
@@ -236,35 +274,6 @@ def _refuse_other_rank(capture: Capture, where: Sequence[Expr]) -> None:
         )
 
 
-def _call(name: str, arguments: Sequence[Any], leaves: Sequence[Any], done: Sequence[Any]) -> Any:
-    """What tracing makes of a step that a compiled region wrote down."""
-
-    def value(word: Any) -> Any:
-        if isinstance(word, str):
-            found = _argument(word, leaves, done)
-            return Proxy(found) if isinstance(found, Expr) else found
-        if not isinstance(word, tuple):
-            return word
-        if word[0] == "d":
-            return getattr(torch, word[1].removeprefix("torch."))
-        if word[0] == "s":
-            return word[1]
-        if word[0] == "...":
-            return Ellipsis
-        return float.fromhex(word[1]) if word[0] == "f" else tuple(map(value, word[1:]))
-
-    if name == "composattn":  # a mask or score mod that the mod called
-        return _called(*map(value, arguments))
-    is_named = [isinstance(a, tuple) and a[0] == "=" for a in arguments]
-    named = {a[1]: value(a[2]) for a, n in zip(arguments, is_named, strict=True) if n}
-    return call_by_name(name, [value(a) for a, n in zip(arguments, is_named, strict=True) if not n], named)
-
-
-def _called(form: str, names: Sequence[str], arguments: Sequence[Any], leaves: Sequence[Any]) -> Any:
-    at = {score() if name == "score" else index(name): as_expr(a) for name, a in zip(names, arguments, strict=True)}
-    return Proxy(substitute(graph_of(form, leaves), at))
-
-
 def _leaf(name: str, leaves: Sequence[Any]) -> Any:
     return leaves[int(name[1:])]
 
@@ -285,6 +294,21 @@ def as_graph(value: Any) -> Expr:
     if isinstance(value, Expr):
         return value
     return as_expr(value)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def refused(error: ComposattnError) -> str:
+    """The form of a mod that a compiled region can't read."""
+    line = getattr(error, "line", None)
+    message = str(error) if line is None else str(error).removesuffix(f"\n  at {line}")
+    return repr(("refused", type(error).__name__, message, line))
+
+
+def _refuse(kind: str, message: str, line: str | None) -> None:
+    error = getattr(errors, kind)
+    raise error(message, line) if issubclass(error, errors.TraceError) else error(message)
 
 
 # --- forms joined -------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import linecache
 import os
 import sys
 import threading
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,10 @@ _PYTHON = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
 pending = threading.local()
-"""`pending.last` is the refusal that the mod at hand has met, if any; `pending.own` are tensors that it made."""
+"""`pending.last` is the refusal that the mod at hand has met, if any; `pending.own` are tensors that it made.
+
+`pending.frames` gives (file, line) of the mod's frames, the innermost first, where Dynamo follows them: none is Python's.
+"""
 
 OWN_BACKWARD = (
     "a torch.autograd.Function is applied in a mod, and its backward is not the gradient of what its forward computes; "
@@ -28,13 +33,15 @@ OWN_BACKWARD = (
 
 def user_line() -> str | None:
     """`file:line: source` of the innermost frame that is neither ours nor torch's."""
-    frame = sys._getframe(1)
+    followed = getattr(pending, "frames", None)
+    frames = _of_python(sys._getframe(1)) if followed is None else followed()
+    return next((quoted for name, line in frames if (quoted := quote(name, line)) is not None), None)
+
+
+def _of_python(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
     while frame is not None:
-        quoted = quote(frame.f_code.co_filename, frame.f_lineno)
-        if quoted is not None:
-            return quoted
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
 
 
 def quote(name: str, line: int) -> str | None:

@@ -26,17 +26,17 @@ from .refusals import OWN_BACKWARD, pending, quote, refuse
 from .torch_functions import CONSTANT_MAKERS, RANDOM, constant, detach_tensor, refuse_function, tensors_in, torch_call
 from .vectors import Several
 
-_SHAPE_QUESTIONS = {
+SHAPE_QUESTIONS = {
     "size", "dim", "numel", "nelement", "ndimension", "stride", "__len__", "is_floating_point", "is_complex",
     "element_size", "is_contiguous", "__hash__", "get_device",
 }  # fmt: skip
-_FORM = {
+FORM = {
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "is_leaf", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "names",
 }  # fmt: skip
 
 
-class _Guard(TorchFunctionMode):
+class Guard(TorchFunctionMode):
     """While a mod runs, no torch function may do at tracing time what the mod should do at every score.
 
     0-d tensors made on the spot become constants, elements of captured tensors become reads even at constant
@@ -63,20 +63,20 @@ class _Guard(TorchFunctionMode):
             return tuple(read_at(capture_of(tensors[0]), (), i) for i in range(len(tensors[0])))
         if not tensors:
             return _own(func(*args, **kwargs))
-        if name in _SHAPE_QUESTIONS:
+        if name in SHAPE_QUESTIONS:
             return func(*args, **kwargs)
         if name == "detach":
             return detach_tensor(tensors[0])
         return torch_call(func, args, kwargs)
 
 
-_GUARD = _Guard()
+GUARD = Guard()
 
 
 def _property(func: Any, tensor: torch.Tensor) -> Any:
     """A property of a tensor: what it is may be asked, what it holds may not be taken from it."""
     name = getattr(func.__self__, "__name__", "a property")
-    if name in _FORM:
+    if name in FORM:
         return func(tensor)
     if name == "data":
         return detach_tensor(tensor)
@@ -123,7 +123,26 @@ def _check_own_gradient(fn: Callable[..., Any], result: Any) -> None:
         raise errors.UnsupportedOperation(OWN_BACKWARD, _definition(fn))
 
 
-def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> Any:
+Runner = Callable[[Callable[..., Any], Sequence[Any], bool], Any]
+"""Gives what a mod makes of traced values: the mod, the values, whether the mod is one of scores."""
+
+
+def in_python(fn: Callable[..., Any], arguments: Sequence[Any], of_score: bool) -> Any:
+    """What `fn` returns, run as any function. Raises: `UnsupportedOperation` for a backward that is not its own."""
+    before = nodes_made()
+    try:
+        with GUARD:
+            result = fn(*arguments)
+        if nodes_made() != before and of_score and pending.last is None:
+            _check_own_gradient(fn, result)
+        return result
+    except Exception as error:
+        if nodes_made() != before and pending.last is None and not isinstance(error, errors.ComposattnError):
+            raise errors.UnsupportedOperation(OWN_BACKWARD, _line_of(error)) from error
+        raise
+
+
+def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str, runner: Runner) -> Any:
     if not callable(fn):
         raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
     wanted = len(arguments)
@@ -140,13 +159,8 @@ def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str) -> An
     try:
         if not recording:
             torch._C._set_grad_enabled(True)
-        with _GUARD:
-            result = fn(*arguments)
-        if nodes_made() != nodes and signature is SCORE_SIGNATURE and pending.last is None:
-            _check_own_gradient(fn, result)
+        result = runner(fn, arguments, signature is SCORE_SIGNATURE)
     except Exception as error:
-        if nodes_made() != nodes and pending.last is None and not isinstance(error, errors.ComposattnError):
-            raise errors.UnsupportedOperation(OWN_BACKWARD, _line_of(error)) from error
         _explain(error)
         raise
     else:
@@ -219,7 +233,7 @@ def _is_torchs(error: BaseException) -> bool:
 
 def _line_of(error: BaseException) -> str | None:
     """The user's line that an error came through last."""
-    found = None
+    found: str | None = getattr(error, "line_in_mod", None)  # Dynamo followed it
     trace = error.__traceback__
     while trace is not None:
         found = quote(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
@@ -227,12 +241,12 @@ def _line_of(error: BaseException) -> str | None:
     return found
 
 
-def trace_mask(fn: Callable[..., Any]) -> Expr:
+def trace_mask(fn: Callable[..., Any], runner: Runner = in_python) -> Expr:
     """The bool expression of `mask_mod(b, h, q_idx, kv_idx)`; True means that q may attend to kv.
 
     Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
     """
-    result = _run(fn, _INDEX_PROXIES, MASK_SIGNATURE)
+    result = _run(fn, _INDEX_PROXIES, MASK_SIGNATURE, runner)
     expr = _returned(fn, result, "mask_mod must return a bool (a comparison, or comparisons joined with & | ~)")
     if expr.dtype is not DType.BOOL:
         raise errors.WrongReturn(
@@ -243,12 +257,12 @@ def trace_mask(fn: Callable[..., Any]) -> Expr:
     return expr
 
 
-def trace_score(fn: Callable[..., Any]) -> Expr:
+def trace_score(fn: Callable[..., Any], runner: Runner = in_python) -> Expr:
     """The float expression of `score_mod(score, b, h, q_idx, kv_idx)`.
 
     Raises: `WrongSignature`, `WrongReturn` and the `TraceError`s, each quoting the user's line.
     """
-    result = _run(fn, (_SCORE_PROXY, *_INDEX_PROXIES), SCORE_SIGNATURE)
+    result = _run(fn, (_SCORE_PROXY, *_INDEX_PROXIES), SCORE_SIGNATURE, runner)
     expr = _returned(fn, result, "score_mod must return the new score")
     if expr.dtype is DType.BOOL:
         raise errors.WrongReturn(

@@ -22,7 +22,7 @@ from .. import errors
 from ..analysis.symbolic import definition
 from ..graph import copies
 from ..graph.among import among, written
-from ..graph.dynamo import is_traced
+from ..graph.dynamo import HANDED_OVER, is_traced, read, teach_dynamo
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, substitute, walk
 from ..graph.fingerprint import Fingerprint, fingerprint, places_of
@@ -30,7 +30,6 @@ from ..graph.form import JOINED, form_of, graph_of, joined
 from ..graph.moves import on_device
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
-from ..graph.recorded import Recorded, record
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -152,12 +151,8 @@ class Mod:
 
         `lengths` gives q_len and kv_len where they are known. Raises: `UnknownLength`.
         """
-        for value in leaves.values():
-            if isinstance(value, Recorded):
-                inner = tuple([leaves[name] for name in leaves])
-                return value.tape.add("composattn", (self.form, tuple(leaves), inner, self.leaves), {})
-        if any(isinstance(v, Symbolic) for v in leaves.values()):
-            return traced(call_graph(self.expr, leaves))
+        if any([isinstance(v, Symbolic) for v in leaves.values()]):
+            return of_traced(self, tuple(leaves), tuple(leaves.values()))
         return _evaluated(self.expr, leaves, {name: v for name, v in lengths.items() if v is not None})
 
 
@@ -197,10 +192,13 @@ def asked_by_dynamo() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch._dynamo")
 
 
-def call_graph(expr: Expr, leaves: dict[str, Any]) -> Expr:
-    """`expr` of traced values."""
-    node = {name: score() if name == "score" else index(name) for name in leaves}
-    return substitute(expr, {node[k]: as_expr(v) for k, v in leaves.items()})
+def of_traced(mod: Mod, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """A mod of traced values, by their names."""
+    at = {score() if k == "score" else index(k): as_expr(v) for k, v in zip(names, values, strict=True)}
+    return traced(substitute(mod.expr, at))
+
+
+HANDED_OVER.add(of_traced.__code__)
 
 
 def _evaluated(expr: Expr, leaves: dict[str, Any], known: dict[str, Any]) -> torch.Tensor:
@@ -302,7 +300,9 @@ def formed(
     if is_traced():
         with cached():
             _compute_parametrized(fn)
-            return *record(fn, names), name or "mod"  # which matters to nobody there
+            teach_dynamo()
+            form, leaves = read(fn, trace)
+            return form, leaves, name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
     known = None if mark is None else told(trace, mark)
     if known is not None:

@@ -1,0 +1,416 @@
+"""A mod in a compiled region: Dynamo follows its Python, and the tracer of eager code reads what it does to values.
+
+There is one reading of mods. Score and indices are the traced values of `proxies` here too. Dynamo finds out what the
+mod's names stand for, which lines run, and what of it has to be guarded; whatever is done to a traced value, and all
+that is done to tensors, is handed to the eager classes, which do it or refuse it. A captured tensor is for them its
+fake one: type, shape and whether it learns. What comes out is a graph, of which the region has the form, a constant.
+
+Dynamo hands over in four places: operators and functions written in C, torch's functions (by a mode that only Dynamo
+knows of), functions of our own that are on values, and objects that stand for values.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import config, exc, variables
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from .. import errors
+from . import dynamo, proxies, scalar, torch_functions, vectors
+from .expr import Capture, Expr
+from .form import Numbers, form_of, refused
+from .proxies import Proxy, Symbolic, nodes_made
+from .refusals import OWN_BACKWARD, pending, refuse, user_line
+from .scalar import Scalar
+from .trace import FORM, GUARD, SHAPE_QUESTIONS
+from .vectors import Several
+
+_OF_VALUES = {module.__file__ for module in (proxies, scalar, torch_functions, vectors)}
+
+
+class Traced(UserDefinedObjectVariable):
+    """An object of the eager tracer, as Dynamo has it: a traced value, a row, a method of one."""
+
+    def python_type(self) -> type:
+        return type(self.value)
+
+    def is_python_constant(self) -> bool:
+        return False
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        return _reading().run(tx, getattr, (self.value, name))
+
+    def call_obj_hasattr(self, tx: Any, name: str) -> Any:
+        return _reading().run(tx, hasattr, (self.value, name))
+
+    def call_method(self, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return _reading().call(tx, getattr(self.value, name), args, kwargs)
+
+    def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return _reading().call(tx, self.value, args, kwargs)
+
+    def unpack_var_sequence(self, tx: Any) -> list[Any]:
+        return list(_reading().run(tx, tuple, (self.value,)).items)
+
+    force_unpack_var_sequence = unpack_var_sequence
+
+    def has_unpack_var_sequence(self, tx: Any) -> bool:
+        return True
+
+    has_force_unpack_var_sequence = has_unpack_var_sequence
+
+    def is_hashable(self) -> bool:
+        return True
+
+    is_python_hashable = is_hashable
+
+    def hash_impl(self, tx: Any) -> tuple[int, bool]:
+        return hash(self.value), False
+
+    def get_python_hash(self) -> int:
+        return hash(self.value)
+
+
+class _Mode(VariableTracker):
+    """On Dynamo's stack of function modes: is told of each torch function that the mod calls."""
+
+    value = object()  # of a mode that no Python has
+
+    def call_torch_function(self, tx: Any, fn: Any, kinds: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        reading, args = _reading(), list(args)
+        func = fn.as_python_constant()
+        if _asks_for_form(func) and not any(map(_is_traced, args)):
+            return fn.call_function(tx, args, kwargs)  # lengths may be symbolic
+        return reading.call(tx, func, args, kwargs)
+
+
+def _asks_for_form(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in FORM
+    return name in SHAPE_QUESTIONS
+
+
+class _Iterated(tuple[Any, ...]):
+    """What an iterator gives, all of it."""
+
+
+class _Unknown(Exception):
+    """A value that only Dynamo can have."""
+
+
+class _Through(BaseException):
+    """What Dynamo raises for itself, on its way through the tracer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Reading:
+    """One mod that Dynamo follows."""
+
+    def __init__(self, of_score: bool) -> None:
+        self.of_score = of_score
+        self.leaves: dict[int, tuple[Any, Any]] = {}  # by identity: a fake tensor or scalar, and what Dynamo has
+        self.numbers: dict[Any, Scalar] = {}  # that Dynamo keeps symbolic, by their nodes
+        self.tx: Any = None
+        self.raised: tuple[Exception, str | None] | None = None
+
+    def frames(self) -> Iterator[tuple[str, int]]:
+        """Where the mod is."""
+        tx = self.tx
+        while tx is not None:
+            yield tx.f_code.co_filename, tx.lineno
+            tx = tx.parent
+
+    # --- real things for Dynamo's, and back -----------------------------------------------------------------------
+
+    def real(self, value: Any) -> Any:
+        """What stands for a value of Dynamo's. Raises: `_Unknown`."""
+        value = value.realize()
+        if isinstance(value, Traced):
+            return value.value
+        if isinstance(value, variables.NumpyNdarrayVariable):
+            fake = value.as_proxy().node.meta["example_value"]
+            return torch.empty(fake.shape, dtype=fake.dtype).numpy() if fake.ndim else self._leaf(value, fake)
+        if isinstance(value, variables.TensorVariable):
+            return self._leaf(value, value.as_proxy().node.meta["example_value"])
+        if isinstance(value, variables.SymNodeVariable):
+            return self._number(value)
+        if isinstance(value, variables.TupleVariable | variables.ListVariable | SizeVariable):
+            kind = list if isinstance(value, variables.ListVariable) else tuple
+            return kind([self.real(item) for item in value.items])
+        if isinstance(value, variables.SliceVariable):
+            return slice(*[self.real(item) for item in value.items])
+        if isinstance(value, variables.ConstDictVariable):
+            return {key.vt.as_python_constant(): self.real(item) for key, item in value.items.items()}
+        if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, Scalar):
+            return self._leaf(value, value.value)
+        if isinstance(value, UserDefinedObjectVariable) and hasattr(value.python_type(), "formed"):
+            parts = [self.real(value.var_getattr(self.tx, name)) for name in ("form", "leaves", "name")]
+            return value.python_type().formed(*parts)
+        if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
+            return value.as_python_constant()
+        raise _Unknown(value)
+
+    def _leaf(self, value: Any, real: Any) -> Any:
+        self.leaves[id(real)] = real, value
+        return real
+
+    def _number(self, value: Any) -> Any:
+        if not issubclass(value.python_type(), int) or value.python_type() is bool:
+            return value.evaluate_expr(self.tx.output)
+        node = value.sym_num.node.expr
+        if node not in self.numbers:
+            self.numbers[node] = Scalar(0)
+        return self._leaf(value, self.numbers[node])
+
+    def given(self, value: Any) -> Any:
+        """`real`, or an object of the class that there is."""
+        try:
+            return self.real(value)
+        except _Unknown:
+            return type(value.python_type().__name__, (), {})()
+
+    def value(self, tx: Any, real: Any) -> Any:
+        """What Dynamo has for something that the tracer gave."""
+        if isinstance(real, Symbolic | Several):
+            return Traced(real)
+        if id(real) in self.leaves:
+            return self.leaves[id(real)][1]
+        if isinstance(real, torch.SymInt):
+            return VariableTracker.build(tx, int(real))
+        if real is NotImplemented or isinstance(
+            real, bool | int | float | complex | str | type(None) | type(Ellipsis) | torch.dtype | torch.device | type
+        ):
+            return VariableTracker.build(tx, real)
+        if isinstance(real, torch.Size):
+            return SizeVariable([self.value(tx, item) for item in real])
+        if isinstance(real, _Iterated):
+            return variables.ListIteratorVariable(
+                [self.value(tx, item) for item in real], mutation_type=ValueMutationNew()
+            )
+        if isinstance(real, tuple):
+            return variables.TupleVariable([self.value(tx, item) for item in real])
+        if isinstance(real, list):
+            return variables.ListVariable([self.value(tx, item) for item in real], mutation_type=ValueMutationNew())
+        return Traced(real)
+
+    # --- what is done to values -------------------------------------------------------------------------------------
+
+    def call(self, tx: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func` of what stands for these, as eager code does it."""
+        self.tx = tx
+        return self.run(tx, func, [self.given(a) for a in args], {k: self.given(v) for k, v in kwargs.items()})
+
+    def run(self, tx: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+        """`func` of real things."""
+        self.tx = tx
+        try:
+            with GUARD:
+                found = func(*args, **(kwargs or {}))
+                if hasattr(found, "__next__"):
+                    found = _Iterated(found)
+        except (errors.ComposattnError, exc.TorchDynamoException):
+            raise
+        except Exception as error:
+            self.raised = error, user_line()
+            kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
+            exc.raise_observed_exception(kind, tx, args=[str(error)])
+        return self.value(tx, found)
+
+    def follow(self, tx: Any, fn: Any, arguments: Sequence[Any]) -> Any:
+        """What the mod makes of these traced values."""
+        modes = tx.symbolic_torch_function_state
+        modes.push_torch_function_mode(_Mode())
+        pending.frames = self.frames
+        try:
+            with config.patch(rewrite_assert_with_torch_assert=False):
+                result = fn.call_function(tx, [Traced(a) for a in arguments], {})
+            self.tx = tx
+            return self.given(result)
+        except exc.ObservedException as error:
+            if self.raised is None:
+                raise _Through(error) from None
+            exc.handle_observed_exception(tx)
+            raised, raised.line_in_mod = self.raised[0], self.raised[1]  # type: ignore[attr-defined]
+            raise raised from None
+        except exc.Unsupported as error:
+            if "ata-dependent branching" in str(error):
+                return torch_functions.refuse_function("__bool__")
+            raise _Through(error) from None
+        except exc.TorchDynamoException as error:
+            raise _Through(error) from None
+        finally:
+            modes.pop_torch_function_mode()
+            pending.frames = None
+
+
+def _reading() -> Reading:
+    return pending.reading  # type: ignore[no-any-return]
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether a traced value is among what Dynamo has here."""
+    if isinstance(value, Traced):
+        return True
+    if isinstance(value, UserDefinedObjectVariable):
+        return isinstance(value.value, Symbolic)
+    if isinstance(value, variables.TupleVariable | variables.ListVariable | variables.SliceVariable):
+        return any(map(_is_traced, value.items))
+    return False
+
+
+# --- the region's side ----------------------------------------------------------------------------------------------
+
+
+def read(tx: Any, fn: Any, trace: Callable[..., Expr]) -> Any:
+    """(form, leaves) of a mod, as Dynamo has them."""
+    reading = Reading(trace.__name__ == "trace_score")
+    outer = getattr(pending, "reading", None), getattr(pending, "frames", None)
+    pending.reading = reading
+    reading.tx = tx
+    try:
+        graph = trace(_function(fn), lambda _, arguments, of_score: reading.follow(tx, fn, arguments))
+        form, leaves = form_of(_with_numbers(graph, reading))
+        given = [reading.leaves[id(leaf)][1] for leaf in leaves]
+    except errors.ComposattnError as error:
+        if torch.compiler._is_exporting_flag:  # what is exported need not run here
+            raise exc.UserError(exc.UserErrorType.INVALID_INPUT, f"{type(error).__name__}: {error}") from error
+        form, given = refused(error), []
+    except _Through as through:
+        raise through.error from None
+    finally:
+        pending.reading, pending.frames = outer
+    return variables.TupleVariable([VariableTracker.build(tx, form), variables.TupleVariable(given)])
+
+
+def _with_numbers(graph: Expr, reading: Reading) -> Expr:
+    """`graph`, where tensors that the mod made of numbers are written as these numbers."""
+    from .expr import read, size, transform
+
+    def written(node: Expr) -> Expr | None:
+        if type(node.attr) is not Capture or id(node.attr.tensor) in reading.leaves:
+            return None
+        held = Numbers.of(node.attr.tensor)
+        return read(held, node.args) if node.op == "read" else size(held, node.args[0].attr)
+
+    return transform(graph, written)
+
+
+def _function(fn: Any) -> Any:
+    """A function of the signature and the name that one of Dynamo's has; it is looked at and not called."""
+    fn = fn.realize()
+    if isinstance(fn, variables.NestedUserFunctionVariable):
+        code = fn.get_code()
+        defaults = () if fn.defaults is None else tuple(fn.defaults.items)
+        cells = tuple([types.CellType() for _ in code.co_freevars])
+        made = types.FunctionType(code, {}, code.co_name, defaults, cells)
+        if fn.kwdefaults is not None:
+            made.__kwdefaults__ = dict.fromkeys(code.co_varnames)
+        return made
+    if isinstance(fn, variables.FunctoolsPartialVariable):
+        return functools.partial(_function(fn.func), *fn.args, **fn.keywords)
+    if isinstance(fn, variables.UserMethodVariable):
+        return types.MethodType(fn.fn, fn)
+    for name in ("fn", "value"):
+        if hasattr(fn, name):
+            return getattr(fn, name)
+    return fn.as_python_constant() if fn.is_python_constant() else lambda *_: None
+
+
+# --- what Dynamo hands over -------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Has Dynamo hand over."""
+    from torch._dynamo.variables import builtin, functions, misc
+    from torch._dynamo.variables import torch as torchs
+    from torch.utils._device import _device_constructors
+
+    # torch 2.11 does not tell a function mode of what makes tensors of nothing, as torch 2.13 does
+    torchs.get_overridable_functions().update(_device_constructors())
+    for module, names in ((builtin, None), (torchs, {"TorchInGraphFunctionVariable"}), (functions, {"SkipFunctionVariable"}),
+                          (misc, {"NumpyVariable"})):  # fmt: skip
+        for name, kind in vars(module).items():
+            is_own = isinstance(kind, type) and kind.__module__ == module.__name__ and "call_function" in vars(kind)
+            if is_own and (name.endswith("Variable") if names is None else name in names):
+                kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
+    InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
+        InstructionTranslatorBase.inline_user_function_return
+    )
+    misc.AutogradFunctionVariable.call_apply = functools.partialmethod(  # type: ignore[method-assign]
+        _applied, misc.AutogradFunctionVariable.call_apply
+    )
+
+
+_OF_TENSORS = {
+    *(getattr(operator, name) for name in operator.__all__ if name not in ("is_", "is_not", "setitem", "attrgetter")),
+    abs, bool, int, float, complex, round, pow, divmod, sum, min, max, any, all, range,
+}  # fmt: skip
+
+
+def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        reading = getattr(pending, "reading", None)
+        if reading is None or tx is None:
+            return of_dynamo(self, tx, args, kwargs)
+        given = [*args, *kwargs.values()]
+        func = self.as_python_constant()
+        of_tensors = func in _OF_TENSORS and any(a.is_tensor() for a in given) if func.__hash__ else False
+        if not of_tensors and not any(map(_is_traced, given)):
+            return of_dynamo(self, tx, args, kwargs)
+        reading.tx = tx
+        try:
+            real = [reading.real(a) for a in args]
+            named = {k: reading.real(v) for k, v in kwargs.items()}
+        except _Unknown:
+            if func in _OF_TENSORS:
+                return reading.call(tx, func, args, kwargs)
+            return of_dynamo(self, tx, args, kwargs)
+        return reading.run(tx, func, real, named)
+
+    return call_function
+
+
+def _not_following(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+    def inline_user_function_return(self: Any, fn: Any, args: Sequence[Any], kwargs: Any, *more: Any, **named: Any) -> Any:
+        code = fn.get_code()
+        if code is dynamo.read.__code__:
+            return read(self, args[0], args[1].as_python_constant())
+        reading = getattr(pending, "reading", None)
+        if reading is not None and (code.co_filename in _OF_VALUES or code in dynamo.HANDED_OVER):
+            return reading.call(self, fn.get_function(), args, kwargs)
+        return of_dynamo(self, fn, args, kwargs, *more, **named)
+
+    return inline_user_function_return
+
+
+def _applied(function: Any, of_dynamo: Callable[..., Any], tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Dynamo's `call_apply`: in a mod the forward of an `autograd.Function` is followed, its backward is looked at."""
+    from .applied import agrees
+
+    reading = getattr(pending, "reading", None)
+    if reading is None:
+        return of_dynamo(function, tx, args, kwargs)
+    reading.tx = tx
+    given, named = [reading.given(a) for a in args], {k: reading.given(v) for k, v in kwargs.items()}
+    nodes, pending.nodes = pending.nodes, None if pending.nodes is None else nodes_made() - 1
+    try:
+        held = [Traced(v) if isinstance(v, torch.Tensor) else a for a, v in zip(args, given, strict=True)]
+        with_names = {k: Traced(named[k]) if isinstance(named[k], torch.Tensor) else a for k, a in kwargs.items()}
+        result = of_dynamo(function, tx, held, with_names)
+    finally:
+        pending.nodes = nodes
+    if reading.of_score and not agrees(function.fn_cls, given, named):
+        refuse(errors.UnsupportedOperation, OWN_BACKWARD)
+    return result
