@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import config, exc, variables
+from torch._dynamo import config, exc, symbolic_convert, variables
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -139,11 +140,8 @@ class Reading:
         value = value.realize()
         if isinstance(value, Traced):
             return value.value
-        if isinstance(value, variables.NumpyNdarrayVariable):
-            fake = value.as_proxy().node.meta["example_value"]
-            return torch.empty(fake.shape, dtype=fake.dtype).numpy() if fake.ndim else self._leaf(value, fake)
         if isinstance(value, variables.TensorVariable):
-            return self._leaf(value, value.as_proxy().node.meta["example_value"])
+            return self._tensor(value)
         if isinstance(value, variables.SymNodeVariable):
             return self._number(value)
         if isinstance(value, variables.TupleVariable | variables.ListVariable | SizeVariable):
@@ -161,6 +159,17 @@ class Reading:
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
             return value.as_python_constant()
         raise _Unknown(value)
+
+    def _tensor(self, value: Any) -> Any:
+        proxy = value.as_proxy()
+        fake = proxy.node.meta["example_value"]
+        if isinstance(value, variables.NumpyNdarrayVariable) and fake.ndim:
+            return torch.empty(fake.shape, dtype=fake.dtype).numpy()  # refused, whatever it holds
+        if id(fake) in self.leaves:
+            return fake
+        if isinstance(value, (variables.NumpyNdarrayVariable, variables.UnspecializedPythonVariable)):
+            value = wrap_fx_proxy(self.tx, proxy, example_value=fake)  # a number: a tensor to the region's graph
+        return self._leaf(value, fake)
 
     def _leaf(self, value: Any, real: Any) -> Any:
         self.leaves[id(real)] = real, value
@@ -220,7 +229,9 @@ class Reading:
                 found = func(*args, **(kwargs or {}))
                 if hasattr(found, "__next__"):
                     found = _Iterated(found)
-        except (errors.ComposattnError, exc.TorchDynamoException):
+        except (errors.ComposattnError, exc.TorchDynamoException) as error:
+            if isinstance(error, errors.TraceError) and error.line is None:
+                raise type(error)(str(error), user_line()) from None
             raise
         except Exception as error:
             self.raised = error, user_line()
@@ -246,6 +257,8 @@ class Reading:
             raise raised from None
         except exc.Unsupported as error:
             if "ata-dependent branching" in str(error):
+                stack = error.real_stack or ()
+                pending.frames = lambda: ((frame.filename, frame.lineno) for frame in reversed(stack))
                 return torch_functions.refuse_function("__bool__")
             raise _Through(error) from None
         except exc.TorchDynamoException as error:
@@ -345,12 +358,30 @@ def install() -> None:
             is_own = isinstance(kind, type) and kind.__module__ == module.__name__ and "call_function" in vars(kind)
             if is_own and (name.endswith("Variable") if names is None else name in names):
                 kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
+    _hand_over_comparisons()
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
         InstructionTranslatorBase.inline_user_function_return
     )
     misc.AutogradFunctionVariable.call_apply = functools.partialmethod(  # type: ignore[method-assign]
         _applied, misc.AutogradFunctionVariable.call_apply
     )
+
+
+def _hand_over_comparisons() -> None:
+    """Dynamo keeps what does them apart from the classes, as it was when it was imported."""
+    tables: list[dict[str, Any]] = [symbolic_convert.compare_op_handlers, vars(symbolic_convert)]
+    for table in tables:
+        for name, handler in list(table.items()):
+            if isinstance(handler, types.MethodType) and handler.__func__.__name__ == "call_function":
+                table[name] = handler.__self__.call_function
+    contains, generic = symbolic_convert.handle_contains, getattr(symbolic_convert, "generic_contains", None)
+    if generic is not None:
+
+        def handed_over(tx: Any, held: Any, item: Any) -> Any:
+            is_traced = _is_traced(held) or _is_traced(item)
+            return contains(tx, [held, item], {}) if is_traced else generic(tx, held, item)
+
+        symbolic_convert.generic_contains = handed_over  # type: ignore[assignment]
 
 
 _OF_TENSORS = {
@@ -362,10 +393,12 @@ _OF_TENSORS = {
 def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         reading = getattr(pending, "reading", None)
-        if reading is None or tx is None:
+        func = self.as_python_constant()
+        if func is operator.invert and isinstance(args[0].realize(), UserDefinedObjectVariable):
+            return args[0].call_method(tx, "__invert__", [], {})  # `~causal()`: Dynamo knows it of tensors alone
+        if reading is None:
             return of_dynamo(self, tx, args, kwargs)
         given = [*args, *kwargs.values()]
-        func = self.as_python_constant()
         of_tensors = func in _OF_TENSORS and any(a.is_tensor() for a in given) if func.__hash__ else False
         if not of_tensors and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)
