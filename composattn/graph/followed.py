@@ -122,7 +122,7 @@ class Reading:
     def __init__(self, of_score: bool) -> None:
         self.of_score = of_score
         self.leaves: dict[int, tuple[Any, Any]] = {}  # by identity: a fake tensor or scalar, and what Dynamo has
-        self.numbers: dict[Any, Scalar] = {}  # that Dynamo keeps symbolic, by their nodes
+        self.numbers: dict[Any, Any] = {}  # what stands for those that Dynamo keeps symbolic, by their nodes
         self.tx: Any = None
         self.raised: tuple[Exception, str | None] | None = None
 
@@ -165,11 +165,12 @@ class Reading:
         fake = proxy.node.meta["example_value"]
         if isinstance(value, variables.NumpyNdarrayVariable) and fake.ndim:
             return torch.empty(fake.shape, dtype=fake.dtype).numpy()  # refused, whatever it holds
-        if id(fake) in self.leaves:
-            return fake
-        if isinstance(value, (variables.NumpyNdarrayVariable, variables.UnspecializedPythonVariable)):
-            value = wrap_fx_proxy(self.tx, proxy, example_value=fake)  # a number: a tensor to the region's graph
-        return self._leaf(value, fake)
+        if not isinstance(value, (variables.NumpyNdarrayVariable, variables.UnspecializedPythonVariable)):
+            return self._leaf(value, fake)
+        if proxy.node not in self.numbers:  # a tensor to the graph of the region, and not to Dynamo
+            tensor = wrap_fx_proxy(self.tx, self.tx.output.create_proxy("call_function", torch.clone, (proxy,), {}))
+            self.numbers[proxy.node] = self._leaf(tensor, tensor.as_proxy().node.meta["example_value"])
+        return self.numbers[proxy.node]
 
     def _leaf(self, value: Any, real: Any) -> Any:
         self.leaves[id(real)] = real, value
@@ -416,7 +417,9 @@ def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_following(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
-    def inline_user_function_return(self: Any, fn: Any, args: Sequence[Any], kwargs: Any, *more: Any, **named: Any) -> Any:
+    def inline_user_function_return(
+        self: Any, fn: Any, args: Sequence[Any], kwargs: Any, *more: Any, **named: Any
+    ) -> Any:
         code = fn.get_code()
         if code is dynamo.read.__code__:
             return read(self, args[0], args[1].as_python_constant())
