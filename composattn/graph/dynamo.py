@@ -34,7 +34,7 @@ HANDED_OVER: set[types.CodeType] = set()
 
 
 def read(fn: Callable[..., Any], trace: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
-    """(form, leaves) of a mod in a region that is compiled, by `trace`. See `followed.read`, which Dynamo calls instead."""
+    """(form, leaves) of a mod in a compiled region, by `trace`: `followed.read`, which Dynamo calls instead."""
     raise AssertionError("only what Dynamo follows is read here")
 
 

@@ -26,10 +26,10 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from .. import errors
-from . import dynamo, proxies, scalar, torch_functions, vectors
+from . import dynamo, expr, proxies, scalar, torch_functions, vectors
 from .expr import Capture, Expr
 from .form import Numbers, form_of, refused
-from .proxies import Proxy, Symbolic, nodes_made
+from .proxies import Symbolic, nodes_made
 from .refusals import OWN_BACKWARD, pending, refuse, user_line
 from .scalar import Scalar
 from .trace import FORM, GUARD, SHAPE_QUESTIONS
@@ -310,15 +310,13 @@ def read(tx: Any, fn: Any, trace: Callable[..., Expr]) -> Any:
 
 def _with_numbers(graph: Expr, reading: Reading) -> Expr:
     """`graph`, where tensors that the mod made of numbers are written as these numbers."""
-    from .expr import read, size, transform
-
     def written(node: Expr) -> Expr | None:
         if type(node.attr) is not Capture or id(node.attr.tensor) in reading.leaves:
             return None
         held = Numbers.of(node.attr.tensor)
-        return read(held, node.args) if node.op == "read" else size(held, node.args[0].attr)
+        return expr.read(held, node.args) if node.op == "read" else expr.size(held, node.args[0].attr)
 
-    return transform(graph, written)
+    return expr.transform(graph, written)
 
 
 def _function(fn: Any) -> Any:
@@ -353,11 +351,12 @@ def install() -> None:
 
     # torch 2.11 does not tell a function mode of what makes tensors of nothing, as torch 2.13 does
     torchs.get_overridable_functions().update(_device_constructors())
-    for module, names in ((builtin, None), (torchs, {"TorchInGraphFunctionVariable"}), (functions, {"SkipFunctionVariable"}),
-                          (misc, {"NumpyVariable"})):  # fmt: skip
+    of_c = {"TorchInGraphFunctionVariable", "SkipFunctionVariable", "NumpyVariable"}
+    of_c |= {name for name in vars(builtin) if name.endswith("Variable")}
+    for module in (builtin, torchs, functions, misc):
         for name, kind in vars(module).items():
             is_own = isinstance(kind, type) and kind.__module__ == module.__name__ and "call_function" in vars(kind)
-            if is_own and (name.endswith("Variable") if names is None else name in names):
+            if is_own and name in of_c:
                 kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
     _hand_over_comparisons()
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,18 +229,6 @@ def traced(expr: Expr) -> Proxy:
             "that of its formula. For a value without one capture tensor.detach(), made outside",
         )
     return Proxy(expr)
-
-
-@contextmanager
-def passing_gradients() -> Iterator[None]:
-    """Inside, values have gradients, and what cuts one is refused, as where a score mod is traced."""
-    outer = getattr(pending, "nodes", None)
-    pending.nodes = nodes_made()
-    try:
-        with torch.enable_grad():  # it may run inside of an operator, where torch records nothing
-            yield
-    finally:
-        pending.nodes = outer
 
 
 def _has_gradient(expr: Expr) -> bool:

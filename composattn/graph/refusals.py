@@ -21,7 +21,7 @@ _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 pending = threading.local()
 """`pending.last` is the refusal that the mod at hand has met, if any; `pending.own` are tensors that it made.
 
-`pending.frames` gives (file, line) of the mod's frames, the innermost first, where Dynamo follows them: none is Python's.
+`pending.frames` gives (file, line) of the mod's frames, innermost first, where Dynamo follows them and Python has none.
 """
 
 OWN_BACKWARD = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from .proxies import (
     read_at,
     refuse_cut,
 )
-from .refusals import OWN_BACKWARD, pending, refuse
+from .refusals import pending, refuse
 from .vectors import REDUCTIONS, Several, Vector, lift, reduce
 
 
@@ -427,24 +426,6 @@ def _wrapped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if isinstance(value, Several):
         return value.vector().to(kwargs["dtype"]) if kwargs.get("dtype") else value
     return cast(value, kwargs["dtype"]) if kwargs.get("dtype") else Proxy(as_expr(value))
-
-
-# --- by name ----------------------------------------------------------------------------------------------------
-
-_OPERATOR_NAMES = {"getitem": "__getitem__", "and_": "and", "or_": "or"}  # as Python's module operator calls them
-
-
-def call_by_name(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a torch function or operator of this name makes of traced values, tensors and numbers."""
-    if name == "autograd.Function":  # written down where its backward is one of its own
-        return refuse(errors.UnsupportedOperation, OWN_BACKWARD)
-    name = _OPERATOR_NAMES.get(name, name)
-    func = types.SimpleNamespace(__name__=name)
-    if name in CONSTANT_MAKERS:  # recorded where a compiled region runs the mod
-        return constant(getattr(torch, name), args, kwargs)
-    if name == "detach" and args and isinstance(args[0], torch.Tensor):
-        return detach_tensor(args[0])
-    return torch_call(func, tuple(args), kwargs)  # type: ignore[arg-type]
 
 
 # --- methods ----------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class Mod:
 
         `lengths` gives q_len and kv_len where they are known. Raises: `UnknownLength`.
         """
-        if any([isinstance(v, Symbolic) for v in leaves.values()]):
+        if any(isinstance(v, Symbolic) for v in leaves.values()):
             return of_traced(self, tuple(leaves), tuple(leaves.values()))
         return _evaluated(self.expr, leaves, {name: v for name, v in lengths.items() if v is not None})
 

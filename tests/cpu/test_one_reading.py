@@ -1,4 +1,4 @@
-"""Every form and every refusal of `test_tracing` in code that torch compiles: what eager code makes of it, word by word."""
+"""Every form and every refusal of `test_tracing` in code that torch compiles: as eager code says it, word by word."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ SEQUENCES: dict[str, Callable[..., Any]] = {
     "two names": lambda s, b, h, q, kv: (lambda y, x: s + y * 0.1 - x)(*GRID[q]),
     "iteration": lambda s, b, h, q, kv: sum([a * 0.1 for a in GRID[q]], s),
     "a list": lambda s, b, h, q, kv: s + list(GRID[q])[1],
-    "a tuple": lambda s, b, h, q, kv: s + tuple(GRID[q])[0],
+    "a tuple": lambda s, b, h, q, kv: s + (*GRID[q],)[0],
     "zip": lambda s, b, h, q, kv: s + sum([a * c for a, c in zip(GRID[q], GRID[kv], strict=True)]),
     "enumerate": lambda s, b, h, q, kv: s + sum([a * n for n, a in enumerate(GRID[q])]),
     "a length": lambda s, b, h, q, kv: s * len(GRID[q]),
