@@ -54,7 +54,7 @@ class Traced(UserDefinedObjectVariable):
         return _reading().run(tx, hasattr, (self.value, name))
 
     def call_method(self, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return _reading().call(tx, getattr(self.value, name), args, kwargs)
+        return _reading().call(tx, functools.partial(_method, name), [self, *args], kwargs)
 
     def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _reading().call(tx, self.value, args, kwargs)
@@ -79,6 +79,10 @@ class Traced(UserDefinedObjectVariable):
 
     def get_python_hash(self) -> int:
         return hash(self.value)
+
+
+def _method(name: str, value: Any, *args: Any, **named: Any) -> Any:
+    return getattr(value, name)(*args, **named)
 
 
 class _Mode(VariableTracker):
@@ -153,7 +157,7 @@ class Reading:
             return {key.vt.as_python_constant(): self.real(item) for key, item in value.items.items()}
         if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, Scalar):
             return self._leaf(value, value.value)
-        if isinstance(value, UserDefinedObjectVariable) and hasattr(value.python_type(), "formed"):
+        if isinstance(value, UserDefinedObjectVariable) and _is_mod(value.python_type()):
             parts = [self.real(value.var_getattr(self.tx, name)) for name in ("form", "leaves", "name")]
             return value.python_type().formed(*parts)
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
@@ -262,11 +266,17 @@ class Reading:
                 pending.frames = lambda: ((frame.filename, frame.lineno) for frame in reversed(stack))
                 return torch_functions.refuse_function("__bool__")
             raise _Through(error) from None
-        except exc.TorchDynamoException as error:
+        except errors.ComposattnError:
+            raise
+        except Exception as error:  # of Dynamo itself
             raise _Through(error) from None
         finally:
             modes.pop_torch_function_mode()
             pending.frames = None
+
+
+def _is_mod(kind: type) -> bool:
+    return hasattr(kind, "formed") and hasattr(kind, "composattn_fingerprint")
 
 
 def _reading() -> Reading:
@@ -310,6 +320,7 @@ def read(tx: Any, fn: Any, trace: Callable[..., Expr]) -> Any:
 
 def _with_numbers(graph: Expr, reading: Reading) -> Expr:
     """`graph`, where tensors that the mod made of numbers are written as these numbers."""
+
     def written(node: Expr) -> Expr | None:
         if type(node.attr) is not Capture or id(node.attr.tensor) in reading.leaves:
             return None
@@ -393,12 +404,11 @@ _OF_TENSORS = {
 def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         reading = getattr(pending, "reading", None)
-        func = self.as_python_constant()
-        if func is operator.invert and isinstance(args[0].realize(), UserDefinedObjectVariable):
+        if getattr(self, "fn", None) is operator.invert and isinstance(args[0].realize(), UserDefinedObjectVariable):
             return args[0].call_method(tx, "__invert__", [], {})  # `~causal()`: Dynamo knows it of tensors alone
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
-        given = [*args, *kwargs.values()]
+        func, given = self.as_python_constant(), [*args, *kwargs.values()]
         of_tensors = func in _OF_TENSORS and any(a.is_tensor() for a in given) if func.__hash__ else False
         if not of_tensors and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)
