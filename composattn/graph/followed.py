@@ -370,12 +370,27 @@ def install() -> None:
             if is_own and name in of_c:
                 kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
     _hand_over_comparisons()
+    variables.TensorVariable.var_getattr = _asking(variables.TensorVariable.var_getattr)  # type: ignore[method-assign]
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
         InstructionTranslatorBase.inline_user_function_return
     )
     misc.AutogradFunctionVariable.call_apply = functools.partialmethod(  # type: ignore[method-assign]
         _applied, misc.AutogradFunctionVariable.call_apply
     )
+
+
+def _asking(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+    """What a tensor is may be asked of Dynamo; what it holds (`.data`, `.grad`) is asked as in eager code."""
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        reading = getattr(pending, "reading", None)
+        holds = type(getattr(torch.Tensor, name, None)) in (types.GetSetDescriptorType, property) and name not in FORM
+        if reading is None or not holds:
+            return of_dynamo(self, tx, name)
+        reading.tx = tx
+        return reading.run(tx, getattr, (reading.real(self), name))
+
+    return var_getattr
 
 
 def _hand_over_comparisons() -> None:

@@ -70,7 +70,12 @@ def assert_equal_results(found: Sequence[torch.Tensor], mods: dict[str, dict[str
         torch.testing.assert_close(out, ca.attention(Q, Q, Q, **kwargs), msg=name)
 
 
-@pytest.mark.parametrize("reading", READINGS)
+def by_day(*names: str) -> list[Any]:
+    """The readings; those that are not named run at night."""
+    return [pytest.param(name, marks=() if name in names else (pytest.mark.nightly,)) for name in READINGS]
+
+
+@pytest.mark.parametrize("reading", by_day("compiled", "below a checkpoint", "exported"))
 def test_all_forms_in_one_region_compute_what_they_do_in_eager_code(reading: str) -> None:
     assert_equal_results(READINGS[reading](calls(FORMS))(Q), FORMS)
 
@@ -91,7 +96,7 @@ class Texts:
 IN_A_REGION = {n: k for n, k in UNSAID.items() if n not in ("mask: a tensor",)}  # refused before it is read
 
 
-@pytest.mark.parametrize("reading", [name for name in READINGS if "exported" not in name])
+@pytest.mark.parametrize("reading", by_day("compiled")[:3])  # what is exported is never run
 def test_all_refusals_in_one_region_have_the_class_and_the_words_of_eager_code(reading: str) -> None:
     texts = Texts()
     with pytest.raises(errors.ComposattnError):
@@ -183,6 +188,15 @@ def test_rows_are_taken_apart_and_types_are_asked_for_as_in_eager_code() -> None
     mods = {name: {"score_mod": mod} for name, mod in SEQUENCES.items()}
     for reading in ("compiled", "below a checkpoint"):
         assert_equal_results(READINGS[reading](calls(mods))(Q), mods)
+
+
+def test_a_gradient_that_data_would_cut_is_refused_alike() -> None:
+    learned = torch.ones(4, requires_grad=True)
+    mods = {"score_mod": lambda s, b, h, q, kv: s + learned.data[h]}
+    kind, words = said_in_eager_code(mods)
+    with pytest.raises(kind) as caught:
+        compiled(calls({"data": mods}))(Q)
+    assert str(caught.value) == words
 
 
 def test_the_largest_of_a_row_is_refused_alike() -> None:
