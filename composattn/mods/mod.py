@@ -91,8 +91,7 @@ class Mod:
         for name, by in given.items():
             _check_shift(name, by)
         if is_traced():
-            form, leaves = record(lambda *values: self.at(_moved(self._names, values, given), {}), self._names)
-            return self.formed(form, leaves, self.name)
+            return self.of(lambda *values: self.at(_moved(self._names, values, given), {}), self.name)  # type: ignore[attr-defined]
         at = {index(name): apply("add", _of_more(index(name), name), as_expr(by)) for name, by in given.items()}
         return type(self)(substitute(self.expr, at), self.name)
 
