@@ -12,54 +12,49 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from benchmarks.cases import Case, Direction, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, NotServed
 from composattn.analysis.program import Program
 from composattn.backends.fused.architecture import ARCHITECTURES
-from composattn.backends.fused.few_queries import packed_heads
-from composattn.backends.fused.target import Target
-from composattn.backends.fused.tiling import slots
-from composattn.backends.fused.traits import padded, queries
-from composattn.backends.hopper import backward_choice, large_blocks
+from composattn.backends.fused.call_class import CallClass
+from composattn.backends.fused.target import HOPPER, Target
+from composattn.backends.fused.traits import padded
+from composattn.backends.hopper import backward_choice
 from composattn.backends.hopper.backward_choice import backward_tiling
 from composattn.backends.hopper.backward_keys_apart import KeysApart
-from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.small_blocks import alone, small
-from composattn.backends.hopper.tiling import ROWS
+from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
+from composattn.backends.hopper.forward_table import FORMS, Form, serves
 from composattn.call.problem import Problem
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
 
 Choose = Callable[..., Any]
-
-
-def _few(problem: Problem, program: Program) -> bool:
-    return queries(problem) * slots(packed_heads(problem, program, ROWS)) <= ROWS
 
 
 def _widest(problem: Problem) -> int:
     return max(padded(problem.head_dim), padded(problem.head_dim_v))
 
 
-def _small(problem: Problem, program: Program, target: Target) -> Any:
-    if _few(problem, program) or _widest(problem) > 128:
-        return None
-    return small(problem, program, target, packed_heads(problem, program, ROWS))
+def class_of_case(case: Case) -> CallClass:
+    """What kind of call the forward of a dense case is."""
+    pattern = case.pattern(case, torch.device("cpu"))
+    score, mask = pattern.score_mod, pattern.mask_mod
+    program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
+    problem = Problem(
+        case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim, case.dtype,
+        torch.device("cpu"),
+    )  # fmt: skip
+    return forward_class(problem, program, HOPPER)
 
 
-def _alone(problem: Problem, program: Program, target: Target) -> Any:
-    if _few(problem, program) or _widest(problem) > 256 or not problem.layout.is_dense:
-        return None
-    return alone(problem, program, target, packed_heads(problem, program, ROWS))
+def _of_form(form: Form) -> Choose:
+    """The forward of a call by a form of the table, whatever row is its."""
 
-
-def _large(guesses: bool, stays: bool) -> Choose:
     def choose(problem: Problem, program: Program, target: Target) -> Any:
-        if _few(problem, program) or _widest(problem) > 256:
-            return None
-        if guesses and (program.keep is not None or _widest(problem) > 128):
-            return None
-        asked = dataclasses.replace(problem, schedule=dataclasses.replace(problem.schedule, persistent=stays))
-        with mock.patch.object(large_blocks, "rows_guess", lambda *_: guesses):
-            return large_blocks.large(asked, program, target, packed_heads(problem, program, ROWS))
+        call = forward_class(problem, program, target)
+        return tiling_of_form(form, problem, program, target) if serves(form, call) else None
 
     return choose
 
@@ -115,14 +110,7 @@ def _of_shared_keys(exchanges: bool, transposed: bool) -> Choose:
 
 
 CANDIDATES: dict[Direction, dict[str, Choose]] = {
-    "forward": {
-        "small": _small,
-        "large": _large(False, False),
-        "large, stays": _large(False, True),
-        "large, guesses": _large(True, False),
-        "large, guesses, stays": _large(True, True),
-        "alone": _alone,
-    },
+    "forward": {str(form): _of_form(form) for form in FORMS},
     "backward": {
         "64 queries": _tile_of(64),
         "80 queries": _tile_of(80),
@@ -182,8 +170,6 @@ class Candidate:
         return self.text
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
-        import torch
-
         job = self.of.prepare(case, pattern, inputs)
         with cut_by(case.direction, self.text):
             out = job.forward(*job.leaves)  # plans are kept, so later calls are cut so too

@@ -29,7 +29,6 @@ from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import Target
-from composattn.backends.hopper.few_rows import few_registers
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8
@@ -41,7 +40,7 @@ def cuts(dim: int) -> dict[str, dict[str, Any]]:
     """Fields of the tilings that `hopper/few_rows.py` chooses among."""
 
     def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
-        cut = {"blocks": blocks, "tile_n": tile_n, "stages": stages, "consumer_registers": few_registers(blocks)}
+        cut = {"blocks": blocks, "tile_n": tile_n, "stages": stages}
         return cut | (STAY if shared else LEAVE)
 
     one = 128, {64: 4, 96: 2, 128: 2}[dim]

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from benchmarks import turns
-from benchmarks.candidates import CANDIDATES
+from benchmarks.candidates import CANDIDATES, class_of_case
 from benchmarks.cases import Case, Pattern
 from benchmarks.implementations import OURS, available
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, save
 from benchmarks.shapes import drawn
+from composattn.backends.hopper.forward_table import row_of
 
 PEERS = ("torch cuDNN", "flash-attn-4")
 OTHERWISE = "FlexAttention"  # seconds to compile: where no other peer serves
@@ -59,6 +60,16 @@ def waves(cases: list[Case]) -> Iterator[list[Case]]:
         room -= takes
     if wave:
         yield wave
+
+
+def of_forms(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Milliseconds of each shape's forms, the chosen one by its own name."""
+    took: dict[str, dict[str, float]] = {}
+    for row in rows:
+        form = row.get("form", OURS) if row["impl"] == OURS else row["impl"].removeprefix(f"{OURS}: ")
+        if "ms" in row and (row["impl"] == OURS or form != row["impl"]):
+            took.setdefault(row["row"], {})[form] = row["ms"]
+    return took
 
 
 def judged(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -141,7 +152,11 @@ def main() -> None:
             if time.monotonic() > end:
                 break
             try:
-                result["rows"] += turns.timed(case, holders[case.name], told[case.name], options)
+                timed = turns.timed(case, holders[case.name], told[case.name], options)
+                if case.direction == "forward":  # which candidate the chosen one is: no other call times it
+                    form = str(row_of(class_of_case(case)).form)
+                    timed = [row | {"form": form} if row["impl"] == OURS else row for row in timed]
+                result["rows"] += timed
             except turns.Raised as error:
                 print(f"{case.name}: {error}", flush=True)
         save(result, options.out)

@@ -16,8 +16,8 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import long_documents, small_blocks
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import tiling_of_form
+from composattn.backends.hopper.forward_table import DOCUMENTS, GUESSES_STAYS, SMALL, STAYS
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -67,12 +67,8 @@ def test_results_do_not_depend_on_the_schedule(lies: str, generator: torch.Gener
         assert torch.equal(lse, other_lse), schedule
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("forward_apart", marks=pytest.mark.slow), "forward_from_first"])
-def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
-    kernel: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
+def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(generator: torch.Generator) -> None:
     """Documents of 1 to 130 rows, in tiles of 128 queries; of the last tile's rows one warpgroup has none."""
-    monkeypatch.setattr(long_documents, "LONG_DOCUMENTS", 100)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([70, 1, 130, 99]))
     q, k, v = (outlier_normal(1, 2, 300, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     mask = causal() & document(ids)
@@ -82,7 +78,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(
     found = []
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
-        cut = dataclasses.replace(forward_tiling(problem, program, FEW), kernel=kernel)
+        cut = tiling_of_form(DOCUMENTS, problem, program, FEW)
         plan = plan_forward(problem, program, FEW, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
@@ -100,23 +96,19 @@ def behind(b: object, h: object, q: Any, kv: Any) -> Any:
 TWO_Q: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
     "small": (64, 200, causal(), {}),
     "small, tiles that see nothing": (64, 200, behind, {}),
-    "guessing": (64, 400, None, {"kernel": "forward_guessing", "stages": 3}),
+    "guessing": (64, 400, None, {}),
     "d 128": (128, 300, causal(), {}),
-    "d 128, apart": (128, 300, behind, {"kernel": "forward_apart"}),
 }
 
 
 @pytest.mark.parametrize("name", sampled(TWO_Q, 4))
-def test_two_stages_of_queries_give_the_same_bits(
-    name: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
+def test_two_stages_of_queries_give_the_same_bits(name: str, generator: torch.Generator) -> None:
     dim, keys, mask, fields = TWO_Q[name]
     q, k, v = (outlier_normal(1, 3, keys, dim, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
-    if name == "guessing":
-        monkeypatch.setattr(small_blocks, "FEW_KEYS_GUESSED", {64: 100, 96: 100})
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    two = dataclasses.replace(forward_tiling(problem, program, HOPPER), **fields)
+    form = SMALL if "small" in name else GUESSES_STAYS if name == "guessing" else STAYS
+    two = dataclasses.replace(tiling_of_form(form, problem, program, HOPPER), **fields)
     assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)
     leaves = dataclasses.replace(two, persistent=False, q_stages=1)
     _, wanted = ca.attention(q, k, v, mask_mod=mask, scale=0.088, return_lse=True, backend="reference")

@@ -19,7 +19,7 @@ from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import backward_keys_apart, long_documents
+from composattn.backends.hopper import backward_keys_apart
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
@@ -28,7 +28,7 @@ from composattn.primitives.padded_tiles import PaddedTiles
 from composattn.primitives.seqlen import DenseSequence
 from composattn.primitives.tile_scheduler import Stretch
 from composattn.testing.tolerance import Case, assert_attention_close, check, run
-from tests.support import on_few_multiprocessors, outlier_normal
+from tests.support import cut_as_long_ones, on_few_multiprocessors, outlier_normal
 
 BACKEND = "hopper-emulated"
 ATTENTION = partial(ca.attention, backend=BACKEND)
@@ -36,11 +36,12 @@ NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
-    monkeypatch.setattr(long_documents, "LONG_DOCUMENTS", 100)
     monkeypatch.setattr(backward_keys_apart, "COMPLETE_AT_ONCE", 100)
+    with cut_as_long_ones():
+        yield
 
 
 def documents(*lengths: int) -> torch.Tensor:

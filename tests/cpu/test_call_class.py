@@ -67,8 +67,9 @@ def test_what_sums_gradients_and_dropout_are_kinds_of_their_own() -> None:
 
 
 def test_work_is_counted_in_tiles_of_each_multiprocessor() -> None:
-    found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 24, 25)]
-    assert found == [Work.AT_ONCE, Work.ROUND_AND_A_HALF, Work.ROUND_AND_A_HALF, Work.ROUNDS]
+    found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 24, 25, 67)]
+    two = Work.ROUND_AND_A_HALF, Work.ROUND_AND_A_HALF
+    assert found == [Work.AT_ONCE, *two, Work.FEW_ROUNDS, Work.ROUNDS]
     assert classed(q_len=16, heads=4).work is Work.FEW_ROWS
 
 
@@ -92,6 +93,6 @@ def test_layout_order_and_rows_that_are_no_whole_sectors_are_told() -> None:
 def test_equal_calls_have_equal_classes_and_a_class_can_be_read() -> None:
     assert classed() == classed() and hash(classed()) == hash(classed(q_len=511))
     assert str(classed(mask=MASKS[Mask.BOUNDS])) == (
-        "forward, any order, dense, D 64, no score mod, bounds on positions, rounds of tiles, "
+        "forward, any order, dense, D 64, no score mod, bounds on positions, up to four rounds, "
         "a row sees up to 256 of up to 512 keys"
     )

@@ -11,7 +11,7 @@ import torch
 import composattn as ca
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper.tiling import HopperTiling
+from composattn.backends.hopper.tiling import HopperTiling, launched_registers
 from composattn.call.problem import Problem
 from composattn.mods import softcap
 
@@ -62,8 +62,12 @@ def test_results_of_a_fixed_order_come_from_one_kind_of_block() -> None:
     assert len({blocks_and_keys(tiling(batch, schedule=fixed)) for batch in (1, 17, 32, 48)}) == 1
 
 
-@pytest.mark.parametrize("batch", [32, 48])
-def test_registers_for_which_threads_would_wait_for_ever_are_refused(batch: int) -> None:
-    chosen = tiling(batch, 1024)
-    with pytest.raises(ValueError, match="registers they are launched with"):
-        dataclasses.replace(chosen, consumer_registers=chosen.consumer_registers + 8)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_threads_that_compute_have_the_registers_that_copying_ones_leave(blocks: int) -> None:
+    """One more step of 8, and they would wait for ever for what they were not launched with."""
+    for rows, copying in ((64, 24), (64, 40), (128, 24), (128, 40), (192, 32)):
+        chosen = dataclasses.replace(tiling(32), tile_m=rows, blocks=blocks, producer_registers=copying)
+        launched = launched_registers(rows // 64, blocks) * (rows // 64 + 1)
+        more = rows // 64 * (chosen.consumer_registers + 8) + copying
+        assert rows // 64 * chosen.consumer_registers + copying <= launched
+        assert more > launched or chosen.consumer_registers == 240

@@ -40,6 +40,10 @@ class Kernel(abc.ABC):
         return str(self.plan.step)  # becomes part of the compiled kernel's name
 
 
+def _no_table(problem: Problem, program: Program, target: Target) -> str:
+    return "by rules; no table says what was measured"
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
@@ -47,7 +51,8 @@ class Architecture:
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
     `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
     Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
-    dQ is summed in a fixed order. `kernels`, by the step that a plan names, imports the kernel language.
+    dQ is summed in a fixed order; `forward_words`: why a forward has its tiling. `kernels`, by the step that a plan
+    names, imports the kernel language.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Architecture:
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
     backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
+    forward_words: Callable[[Problem, Program, Target], str] = _no_table
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""

@@ -137,7 +137,8 @@ class FusedCall:
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        plans = [str(self._forward)]
+        words = architecture_of(self.target).forward_words(self.problem, self.program, self.target)
+        plans = [f"{self._forward}\n  class      {words}"]
         if self.has_backward:
             in_order = self.gradient.deterministic()
             plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))

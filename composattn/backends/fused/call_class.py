@@ -59,7 +59,8 @@ class Work(enum.Enum):
     FEW_ROWS = "few rows"  # all of a sequence's queries, and heads that share keys, in one tile: decoding
     AT_ONCE = "tiles that run at once"
     ROUND_AND_A_HALF = "one and a half rounds"
-    ROUNDS = "rounds of tiles"
+    FEW_ROUNDS = "up to four rounds"
+    ROUNDS = "many rounds"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class CallClass:
     `d`, `dv`: head dimensions on chip. `sectors`: rows of q, k and v in memory are whole sectors of 32 bytes; a tile's
     copy takes up to twice as long where they are not. `packs`: query heads share the rows of a tile. `seen`: keys that
     a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
-    the upper ends of `BANDS`.
+    the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
+    or less.
     """
 
     direction: Direction
@@ -84,6 +86,7 @@ class CallClass:
     work: Work
     seen: int
     length: int
+    fills: bool
 
     @property
     def widest(self) -> int:
@@ -125,6 +128,7 @@ def class_of(
         work=Work.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
         seen=band(keys(problem) if few else _seen(problem, program, direction)),
         length=band(keys(problem) if direction == "forward" else queries(problem)),
+        fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
     )
 
 
@@ -173,7 +177,14 @@ def _work(problem: Problem, target: Target, direction: Direction, heads: int, ro
         tiles = -(-keys(problem) // rows) * problem.kv_heads * problem.batch
     if tiles <= target.sms:
         return Work.AT_ONCE
-    return Work.ROUND_AND_A_HALF if 2 * tiles <= 3 * target.sms else Work.ROUNDS
+    if 2 * tiles <= 3 * target.sms:
+        return Work.ROUND_AND_A_HALF
+    return Work.FEW_ROUNDS if tiles <= 4 * target.sms else Work.ROUNDS
+
+
+def _pairs(problem: Problem, rows: int, columns: int) -> int:
+    """Of a head of a sequence, in whole tiles."""
+    return -(-queries(problem) // rows) * rows * (-(-keys(problem) // columns) * columns)
 
 
 def _seen(problem: Problem, program: Program, direction: Direction) -> float:

@@ -9,7 +9,7 @@ import torch
 from ..fused.architecture import Architecture, Kernel
 from ..fused.target import HOPPER
 from .backward_choice import backward_tiling
-from .forward_choice import forward_tiling
+from .forward_choice import forward_tiling, forward_words
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
@@ -66,4 +66,5 @@ ARCHITECTURE = Architecture(
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,
     kernels=_kernels,
+    forward_words=forward_words,
 )

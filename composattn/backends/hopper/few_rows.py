@@ -10,8 +10,8 @@ from ..fused.few_queries import time_of
 from ..fused.target import Target
 from ..fused.tiling import key_tiles, slots
 from ..fused.traits import padded, queries, reads_along_keys, tiles_are_equal
-from .forward_fields import PAGE_REGISTERS, kernel_of, keys_in_order, tiling_of
-from .tiling import EIGHT_ROWS, EVEN_STAGES, ROWS, HopperTiling, in_equal_shares, launched_registers
+from .forward_forms import PAGE_REGISTERS, kernel_of, keys_in_order, tiling_of
+from .tiling import EIGHT_ROWS, EVEN_STAGES, ROWS, HopperTiling, in_equal_shares
 
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
@@ -31,14 +31,15 @@ def few_rows(problem: Problem, program: Program, target: Target, heads: int) -> 
     small = widest == 64 and not in_order and program.keep is None  # dropout's words: 14 and 24 spilled
     tile_n = keys_in_order(widest, program) if schedule.batch_invariant else 128 if small else 64
     blocks = 2 if widest <= (128 if tile_n == 64 else 96) and not schedule.persistent else 1
-    deep = _of_few_rows(problem, target, heads, tile_n, blocks, 8)
+    deep = _of_few_rows(problem, program, target, heads, tile_n, blocks, 8)
     if blocks == 1:
         return deep
     cuts = [dataclasses.replace(deep, stages=EVEN_STAGES), deep]  # the first of those that take as long
     if small:
-        cuts.append(_of_few_rows(problem, target, heads, 64, 3, EVEN_STAGES))
+        cuts.append(_of_few_rows(problem, program, target, heads, 64, 3, EVEN_STAGES))
     if not in_order:
-        alone = _of_few_rows(problem, target, heads, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * (deep.d + deep.dv)))
+        most = BYTES_ON_THE_WAY // (2 * 128 * (deep.d + deep.dv))
+        alone = _of_few_rows(problem, program, target, heads, 128, 1, most)
         shared = _has_equal_shares(problem, program, alone, target)
         cuts += [alone, in_equal_shares(alone)] if shared else [alone]
     return min(cuts, key=lambda tiling: time_of(problem, tiling, target).least())
@@ -58,23 +59,25 @@ def _has_equal_shares(problem: Problem, program: Program, tiling: HopperTiling, 
     return few and idle >= FULL_ROUNDS * (tiles + idle) and counted
 
 
-def _of_few_rows(problem: Problem, target: Target, heads: int, tile_n: int, blocks: int, most: int) -> HopperTiling:
+def _of_few_rows(
+    problem: Problem, program: Program, target: Target, heads: int, tile_n: int, blocks: int, most: int
+) -> HopperTiling:
     """With as many stages as shared memory holds, up to `most`."""
     d, dv, persistent = padded(problem.head_dim), padded(problem.head_dim_v), problem.schedule.persistent or False
     room = target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     return tiling_of(
         problem,
+        program,
         heads,
+        kernel=EIGHT_ROWS if _are_eight(problem, heads) else kernel_of(problem),
         tile_m=ROWS,
         tile_n=tile_n,
         stages=min(most, room // (2 * tile_n * (d + dv))),
-        warpgroups=1,
-        consumer_registers=few_registers(blocks),
         producer_registers=PAGE_REGISTERS,
         persistent=persistent,
         blocks=blocks,
         heads_together=problem.schedule.heads_together,
-        kernel=EIGHT_ROWS if _are_eight(problem, heads) else kernel_of(problem),
+        written="whole",
     )
 
 
@@ -82,8 +85,3 @@ def _are_eight(problem: Problem, heads: int) -> bool:
     """Whether eight rows of a tile are all queries' heads there can be; of packed sequences tensors say how many."""
     schedule = problem.schedule
     return problem.layout.q == "dense" and not schedule.batch_invariant and queries(problem) * slots(heads) <= 8
-
-
-def few_registers(blocks: int) -> int:
-    """Of a thread that computes, where `blocks` of few queries run on a multiprocessor: what a copying one leaves."""
-    return min(240, 2 * launched_registers(1, blocks) - PAGE_REGISTERS)

@@ -1,36 +1,49 @@
-"""Which tiling the Hopper forward of a call has; the choices were measured on an H200 (benchmarks/LOG.md)."""
+"""Which tiling the Hopper forward of a call has: by its class a row of the table, by the row a form."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ..fused.call_class import CallClass, Work, class_of
 from ..fused.few_queries import packed_heads
 from ..fused.target import Target
-from ..fused.tiling import slots
-from ..fused.traits import padded, queries
 from .few_rows import few_rows
-from .large_blocks import large
-from .long_documents import documents, has_long_documents
-from .small_blocks import alone, is_short, run_at_once, small
+from .forward_forms import alone, documents, large, small
+from .forward_table import Form, row_of
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
-    """Tiles of the forward kernel; the choices were measured on an H200 (benchmarks/LOG.md)."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if max(d, dv) > 256:
+    """Tiles of the forward kernel."""
+    return tiling_of_form(row_of(forward_class(problem, program, target)).form, problem, program, target)
+
+
+def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
+    """What kind of call it is, in tiles of 64 rows, the least that a warpgroup's product has."""
+    heads = packed_heads(problem, program, ROWS)
+    call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
+    # who asks blocks to stay has work for several rounds
+    stays = problem.schedule.persistent and call.work is not Work.FEW_ROWS
+    return dataclasses.replace(call, work=Work.ROUNDS) if stays else call
+
+
+def forward_words(problem: Problem, program: Program, target: Target) -> str:
+    """The class of a call, the form it gets, and what says so, for people to read."""
+    call = forward_class(problem, program, target)
+    row = row_of(call)
+    return f"{call}\n    form: {row.form}; {row.evidence}"
+
+
+def tiling_of_form(form: Form, problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
+    """A call's tiling by one of the forms; raises `ValueError` where fields of it exclude each other."""
+    if form.kind == "wide":
         return wide_tiling(problem, program, target)
     heads = packed_heads(problem, program, ROWS)
-    if queries(problem) * slots(heads) <= ROWS:
-        return few_rows(problem, program, target, heads)
-    widest = max(d, dv)
-    invariant = problem.schedule.batch_invariant
-    if run_at_once(problem, program, target, heads):
-        return alone(problem, program, target, heads)
-    if widest == 128 and has_long_documents(problem, program, heads):
+    if form.kind == "documents":
         return documents(problem, program, heads)
-    # 128 keys of D 128 leave a multiprocessor room for one such block
-    if is_short(problem, program, widest) and not (invariant and widest > 96):
-        return small(problem, program, target, heads)
-    return large(problem, program, target, heads)
+    if form.kind == "large":
+        return large(problem, program, target, heads, form.guesses, form.stays)
+    return {"few": few_rows, "small": small, "alone": alone}[form.kind](problem, program, target, heads)

@@ -25,7 +25,7 @@ FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is 
 class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
 
-    `pingpong`: warpgroups take turns at the matrix unit. `rescale_early`: the output is rescaled while scores are
+    `producer_registers`: of a thread that copies. `rescale_early`: the output is rescaled while scores are
     computed, not after it was accumulated (where rows guess, in tiles that look for their maximum). `lag`: how far a
     row's maximum may be below its largest score. `q_stages`: Q lies in a ring of so many; with two, in blocks that
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
@@ -35,10 +35,7 @@ class HopperTiling(ForwardTiling):
     """
 
     stages: int
-    warpgroups: int
-    consumer_registers: int
     producer_registers: int
-    pingpong: bool = False
     rescale_early: bool = False
     lag: Lag
     q_stages: int = 1
@@ -51,13 +48,24 @@ class HopperTiling(ForwardTiling):
             raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
         if self.kernel == GUESSING and self.lag.most:
             raise ValueError("rows that guess begin with their largest score so far: none may lag behind it")
-        launched = launched_registers(self.warpgroups, self.blocks)
-        if self.warpgroups * self.consumer_registers + self.producer_registers > launched * (self.warpgroups + 1):
-            raise ValueError(
-                f"threads would wait for ever for more than the {launched} registers they are launched with"
-            )
         if self.shares and not (self.drawn if self.shares == "last" else self.persistent and not self.drawn):
             raise ValueError("the last tiles are shared by blocks that draw them, all by others that stay")
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute, each of 64 rows."""
+        return self.tile_m // ROWS
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread that computes: what copying ones leave of those that a block is launched with."""
+        left = launched_registers(self.warpgroups, self.blocks) * (self.warpgroups + 1) - self.producer_registers
+        return min(240, left // self.warpgroups // 8 * 8)
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether warpgroups take turns at the matrix unit; of D 256 tiles are too small to gain."""
+        return self.warpgroups > 1 and max(self.d, self.dv) <= 192
 
     @property
     def dealt(self) -> str:

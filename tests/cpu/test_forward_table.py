@@ -1,0 +1,111 @@
+"""The table of the Hopper forward's forms: its rows, their evidence, what it gives away on shapes it was fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.candidates import class_of_case
+from benchmarks.shapes import drawn
+from benchmarks.sweep import of_forms
+from composattn.analysis.program import Program
+from composattn.backends.fused.call import FusedCall
+from composattn.backends.fused.call_class import BANDS, BEYOND, CallClass
+from composattn.backends.fused.target import HOPPER
+from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
+from composattn.backends.hopper.forward_table import TABLE, Measured, Row, row_of, serves
+from composattn.call.problem import Layout, Problem
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
+
+
+def some_class(generator: random.Random, row: Row) -> CallClass:
+    """Any that the row's pattern names, of the bands it has; another row may come before."""
+    bands = (*BANDS, BEYOND)
+    pick = generator.choice
+    within = [n for n in bands if row.length[0] < n <= row.length[1]]
+    length = pick(within)
+    seen = [n for n in bands if row.seen[0] < n <= min(row.seen[1], length)]
+    widest = pick([n for n in WIDTHS if row.widest[0] < n <= row.widest[1]])
+    square = pick(row.square)
+    return CallClass(
+        direction="forward", order=pick(row.order), layout=pick(row.layout), d=widest,
+        dv=widest if square else pick([n for n in (*WIDTHS, 8) if n < widest]), sectors=pick(row.sectors),
+        mods=pick(row.mods), mask=pick(row.mask), packs=pick(row.packs), work=pick(row.work),
+        seen=pick(seen or [length]), length=length, fills=pick(row.fills),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_every_row_is_some_calls(number: int) -> None:
+    generator, row = random.Random(number), TABLE[number]
+    assert any(row_of(some_class(generator, row)) is row for _ in range(3000)), f"others come before {row}"
+
+
+def test_whatever_a_row_names_can_cut_all_calls_that_it_gets() -> None:
+    generator = random.Random(0)
+    anything = Row(form=TABLE[0].form, evidence=TABLE[0].evidence, widest=(0, BEYOND))
+    for _ in range(5000):
+        call = some_class(generator, anything)
+        assert serves(row_of(call).form, call), call
+
+
+def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
+    for d, dv in itertools.product(range(32, 257, 32), repeat=2):
+        for length in (200, 1000, 8192):
+            problem = Problem(4, 64, 64, length, length, d, dv, torch.bfloat16, torch.device("cpu"))
+            tiling = forward_tiling(problem, Program(), HOPPER)
+            assert tiling.tile_n >= 64 and tiling.shared_memory(2) * getattr(tiling, "blocks", 1) <= 232448
+
+
+def test_evidence_is_of_results_that_are_here() -> None:
+    named = {row.evidence.results for row in TABLE if isinstance(row.evidence, Measured)}
+    assert named and all((RESULTS / name).is_file() for name in named)
+    assert all(row.evidence.why for row in TABLE if not isinstance(row.evidence, Measured))
+
+
+@functools.cache
+def fitted() -> dict[str, tuple[Row, dict[str, float]]]:
+    """Of each shape the row that is its, and what each form took, in ms."""
+    rows = json.loads((RESULTS / "sweeps" / "h200-forward-fit.json").read_text())["rows"]
+    took = of_forms(rows)
+    cases = [case for case in drawn("forward", "fit") if case.name in took]
+    return {case.name: (row_of(class_of_case(case)), took[case.name]) for case in cases}
+
+
+def test_what_the_table_takes_is_near_the_best_form_of_each_shape() -> None:
+    regrets = [took[str(row.form)] / min(took.values()) - 1 for row, took in fitted().values()]
+    assert len(regrets) == 200
+    assert statistics.fmean(regrets) <= 0.005 and max(regrets) <= 0.10
+
+
+def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
+    gains: dict[int, list[float]] = {}
+    for row, took in fitted().values():
+        other = min(ms for form, ms in took.items() if form != str(row.form))
+        gains.setdefault(TABLE.index(row), []).append(other / took[str(row.form)])
+    for number, row in enumerate(TABLE):
+        found = gains.get(number, [])
+        assert isinstance(row.evidence, Measured) == bool(found), row
+        if isinstance(row.evidence, Measured):
+            assert row.evidence.shapes == len(found)
+            assert row.evidence.gain == pytest.approx(statistics.geometric_mean(found), abs=1e-3)
+
+
+def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
+    problem = Problem(4, 64, 64, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
+    words = forward_words(problem, Program(), HOPPER)
+    assert "no mask, many rounds, a row sees up to 1,152 of up to 1,152 keys" in words
+    assert "form: large, guesses, stays; measured on 23 shapes" in words
+    paged = dataclasses.replace(problem, layout=Layout(kv="paged", page_size=16, used_kv=True))
+    assert "form: large; not measured: as it was" in forward_words(paged, Program(), HOPPER)
+    assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan
