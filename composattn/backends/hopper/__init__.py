@@ -23,7 +23,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_wide import HopperBackwardWide
     from .forward import (
         HopperForward,
-        HopperForwardApart,
         HopperForwardEightRows,
         HopperForwardFromFirst,
         HopperForwardGuessing,
@@ -36,7 +35,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward": HopperForward,
         "forward_eight_rows": HopperForwardEightRows,
         "forward_in_order": HopperForwardInOrder,
-        "forward_apart": HopperForwardApart,
         "forward_guessing": HopperForwardGuessing,
         "forward_from_first": HopperForwardFromFirst,
         "forward_wide": HopperForwardWide,

@@ -127,7 +127,7 @@ class HopperForwardInOrder(HopperForward):
 
 
 class HopperForwardApart(HopperForward):
-    """The same for masks with one interval, of which warpgroups pass by kv tiles that only others' rows see."""
+    """What those that guess and those of documents share: for masks with one interval, of which warpgroups pass by kv tiles that only others' rows see."""
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan)

@@ -17,8 +17,8 @@ EVEN_STAGES = 2
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 EIGHT_ROWS = "forward_eight_rows"  # of a tile of few queries: 8 % of short calls, 0 to 2 % where memory is the limit
-APART = "forward_apart"  # warpgroups pass by kv tiles that only others' rows see
-FROM_FIRST = "forward_from_first"  # so, and tiles begin where the first key is that the block's rows see
+# warpgroups pass by kv tiles that only others' rows see, and tiles begin where the first key is that the block's see
+FROM_FIRST = "forward_from_first"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.rescale_early else "after the product"
-        apart = "; each passes by kv tiles that only others' rows see" if self.kernel in (APART, FROM_FIRST) else ""
-        apart += "; tiles begin at the first key seen" if self.kernel == FROM_FIRST else ""
+        apart = "; each passes by kv tiles that only others' rows see, which begin at the first key seen"
+        apart = apart if self.kernel == FROM_FIRST else ""
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
         held = f"; {self.held} columns of Q in registers" if self.held else ""
