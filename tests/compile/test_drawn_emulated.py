@@ -133,8 +133,8 @@ def test_a_kernel_that_was_stopped_leaves_the_counter_at_zero(
 
 def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
     problem = Problem.of(*(torch.zeros(1, 1, 8192, d, dtype=torch.bfloat16) for d in (192, 192, 128)))
-    for mask, length, direct in ((None, 8192, True), (causal(), 8192, True), (causal(), 4096, False)):
-        sized = dataclasses.replace(problem, q_len=length, kv_len=length)
+    for mask, stays, direct in ((None, None, True), (causal(), None, True), (causal(), False, False)):
+        sized = dataclasses.replace(problem, schedule=ca.Schedule(persistent=stays))
         chosen = forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
         assert chosen.output_direct == direct == chosen.persistent
     assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0

@@ -111,8 +111,9 @@ def large(problem: Problem, program: Program, target: Target, heads: int, guesse
     narrow = widest <= 96 and not reads_pairs(program.score) and program.keep is None
     warpgroups, registers = (3, 160) if narrow and keys_by_registers(160, dv, program) >= asked else (2, 240)
     tile_m = ROWS * warpgroups
-    # one tile a block at most: D 128 loses 2 to 4 % by drawing it
-    persistent = _asked(problem, stays and query_tiles(problem, heads, tile_m) * problem.batch > target.sms)
+    # one tile a block at most: D 128 loses 2 to 4 % by drawing it; wider ones that stay hold columns of Q
+    once = widest <= 128 and query_tiles(problem, heads, tile_m) * problem.batch <= target.sms
+    persistent = _asked(problem, stays and not once)
     held = _held(problem, program, persistent)
     # 128 keys beside all of Q in registers, and two stages of them beside Q in shared memory
     holds_all = d > dv and held == d and keys_by_registers(registers - held // 4, dv, program) >= 128
