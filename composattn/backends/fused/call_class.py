@@ -54,7 +54,7 @@ class Mask(enum.Enum):
 
 
 class Work(enum.Enum):
-    """How much there is, in tiles of a warpgroup's rows (of as many queries, or keys) by multiprocessor."""
+    """How much there is, in tiles of so many queries (keys, in a backward) as a product has rows, by multiprocessor."""
 
     FEW_ROWS = "few rows"  # all of a sequence's queries, and heads that share keys, in one tile: decoding
     AT_ONCE = "tiles that run at once"
@@ -113,7 +113,7 @@ def class_of(
     heads: int = 1,
     deterministic: bool = False,
 ) -> CallClass:
-    """`rows`: of a warpgroup's tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
+    """`rows`: of the least tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
     few = direction == "forward" and queries(problem) * slots(heads) <= rows
     return CallClass(
         direction=direction,

@@ -127,7 +127,10 @@ class HopperForwardInOrder(HopperForward):
 
 
 class HopperForwardApart(HopperForward):
-    """What those that guess and those of documents share: for masks with one interval, of which warpgroups pass by kv tiles that only others' rows see."""
+    """What kernels that guess and those of documents share.
+
+    Of masks with one interval warpgroups pass by kv tiles that only others' rows see.
+    """
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan)
