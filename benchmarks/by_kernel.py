@@ -1,6 +1,6 @@
 """Where the time of a call goes, kernel by kernel: ours, other tilings (`tilings.py`) and peers, by torch's profiler.
 
-    python -m benchmarks.by_kernel "^backward D128 S1024 causal$" "rounds=True" --peer flash-attn-4
+    python -m benchmarks.by_kernel "^backward D128 S1024 causal$" "persistent=False" --peer flash-attn-4
 
 A case is named by a regular expression on `benchmarks/run.py --list`. Microseconds of the GPU, means over `--calls`
 calls that follow each other. A kernel that starts while the one before drains counts from there, so their sum is more
@@ -55,7 +55,7 @@ def by_kernel(call: Callable[[], object], calls: int) -> tuple[float, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", help="regular expression on the names of cases")
-    parser.add_argument("variants", nargs="*", help='such as "rounds=True"')
+    parser.add_argument("variants", nargs="*", help='such as "persistent=False"')
     parser.add_argument("--peer", nargs="+", default=[], help="implementations beside, by name")
     parser.add_argument("--calls", type=int, default=20)
     options = parser.parse_args()

@@ -117,7 +117,6 @@ CANDIDATES: dict[Direction, dict[str, Choose]] = {
         "96 queries": _tile_of(96),
         "128 queries": _tile_of(128),
         "a block a tile": _each_block,
-        "no rounds": _by_facts(rounds=False),
         "plain dQ": _by_facts(way={}),
         "no short rows": _by_facts(short_rows=0),
         "no halves": _by_facts(halves=False),

@@ -8,7 +8,6 @@ no sum over the sequences is needed to find a place. So do the stretches of a de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -59,23 +58,6 @@ def claims_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: i
     return cute.make_tensor(start, cute.make_layout((entries, heads, tiles, parts), stride=strides))
 
 
-def rounded_of(
-    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, before: Callable[[Any], Any]
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """int32 (B, H), how many have added all they have to dQ of a head, and (B, H, tiles), whether a tile is rounded.
-
-    `before`: how many numbers are in front of them for each head, of so many tiles.
-    """
-    entries, heads, tiles, _ = dq_accum.shape
-    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * before(tiles)
-    start = cute.recast_ptr(start, dtype=Int32)
-    strides = heads * tiles, tiles, 1
-    return (
-        cute.make_tensor(start, cute.make_layout((entries, heads), stride=(heads, 1))),
-        cute.make_tensor(start + entries * heads, cute.make_layout((entries, heads, tiles), stride=strides)),
-    )
-
-
 def shares_of(
     workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, sums: Any, work: Any
 ) -> cute.Tensor:
@@ -104,7 +86,6 @@ __all__ = [
     "claims_of",
     "cleared_of",
     "counter_of",
-    "rounded_of",
     "shares_of",
     "statistics_of",
 ]

@@ -212,10 +212,6 @@ class BoundEdge(Fixed):
         """Consumer: wait until the stage holds its data."""
         self._wait(self.full + slot.index, slot.phase)
 
-    def is_full(self, slot: Slot) -> cutlass.Boolean:
-        """Whether the stage holds its data by now."""
-        return cute.arch.mbarrier_test_wait(self.full + slot.index, slot.phase)
-
     def _wait(self, barrier: cute.Pointer, parity: Int32) -> None:
         if self.edge.tries_first:
             cute.arch.inline_ptx(_WAIT, read_only_args=[barrier, parity])

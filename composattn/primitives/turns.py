@@ -1,17 +1,16 @@
 """Numbers in device memory by which blocks say to others what is done, and wait for it."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 
 @cute.jit
-def say(turn: cute.Pointer, condition: Boolean, count: Int32 | cutlass.Constexpr = 1):
-    """One more has added, or `count`, and what it added is there."""
+def say(turn: cute.Pointer, condition: Boolean):
+    """One more has added, and what it added is there."""
     if condition:
         cute.arch.inline_ptx(
             "{\n\tfence.acq_rel.gpu;\n\tred.relaxed.gpu.global.add.s32 [{$r0}], {$r1};\n\t}",
-            read_only_args=[turn, Int32(count)],
+            read_only_args=[turn, Int32(1)],
         )
 
 
@@ -43,13 +42,6 @@ def read(turn: cute.Pointer) -> Int32:
     )
 
 
-def peek(place: cute.Pointer) -> Int32:
-    """The number there, and nothing else. `read` gives up all of the multiprocessor's first cache each time."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
-    )
-
-
 @cute.jit
 def publish_if(turn: cute.Pointer, value: Int32, condition: Boolean):
     """Puts a number there for those who see with it what was done before."""
@@ -67,4 +59,4 @@ def put_if(turn: cute.Pointer, value: Int32, condition: Boolean):
         cute.arch.inline_ptx("st.relaxed.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, value])
 
 
-__all__ = ["arrive_if", "peek", "publish_if", "put_if", "read", "say", "wait_for"]
+__all__ = ["arrive_if", "publish_if", "put_if", "read", "say", "wait_for"]

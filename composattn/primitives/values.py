@@ -30,11 +30,6 @@ def plain(x: Any) -> Any:
     return type(x)(cutlass_arith.ArithValue(x.value, True)) if isinstance(x, Integer) and not _known(x.value) else x
 
 
-def made_here(number: Any) -> Any:
-    """The same number, but what is made of it is made where it stands, and not ahead of loops around it."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[number])
-
-
 def choose(condition: Any, a: Any, b: Any) -> Any:
     """`a` where `condition` else `b`, of the type of whichever is a kernel value; no branch."""
     if isinstance(condition, bool):

@@ -20,7 +20,7 @@ from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.cut import Cut
 from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_claims, dq_clearing, dq_semaphore, dq_sender, preprocess
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender, preprocess
 from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
@@ -36,7 +36,6 @@ from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from composattn.primitives.block_pair import BothWarps, PairSums
 from composattn.primitives.pipelines import Warps
-from composattn.primitives.register_chunks import clear
 from composattn.testing import poisoned
 from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
 from tests.support import outlier_normal, sampled
@@ -55,7 +54,6 @@ MODS: dict[str, tuple[Any, Any]] = {
     "hidden": (None, lambda b, h, q, kv: (q >= 20) & (kv < 30)),
     "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv < 30)),
     "halves": (None, lambda b, h, q, kv: (q >= h * 160) & (q < h * 160 + 160)),
-    "one-head": (None, lambda b, h, q, kv: (h == 7) & (q >= kv)),
     "two-runs": (None, lambda b, h, q, kv: ((q < 90) | (q >= 95)) & (q < 240)),
     "document": (None, lambda b, h, q, kv: DOCUMENT[q] == DOCUMENT[kv]),
     "offsets": (None, document(offsets=OFFSETS)),
@@ -105,13 +103,10 @@ SELDOM = {
     "transposed-all-cut", "transposed-last-cut", "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
     "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "thirds-clearing-cut",
-    "last-first-cut", "clearing-blocks-that-leave", "thirds-gqa2-dv64",
+    "clearing-blocks-that-leave", "thirds-gqa2-dv64",
     # of tilings that no plan chooses
     "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",
     "thirds-leaving", "thirds-passing-gqa2",
-    # these run where they are rounded when complete
-    "rounding-d128", "rounding-d64", "rounding-one-head", "rounding-d96-cut", "rounding-bulk", "rounding-bulk-cut",
-    "rounding-thirds",
     # in a fixed order, and in the order backwards, these have the rest
     "causal-gqa2-d192", "window-d192-in-order",
 }  # fmt: skip
@@ -147,8 +142,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
-ROUNDING = {"rounds": True}
-CLEARING, PASSING, LAST_FIRST = {"clears": True}, {"passing": True}, {"last_queries_first": True}
+CLEARING, PASSING = {"clears": True}, {"passing": True}
 THIRDS: dict[str, Any] = {
     "kernel": "backward_thirds", "tile_m": 96, "dq_split": "rows", "dq_later": True, "persistent": True,
     "dq_in_bulk": True, "clears": True,
@@ -173,15 +167,9 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "stay-cut": (("plain", torch.bfloat16, 4, 2, 200, 270, 64, 64, False, False), STAY, (6, 4, 2)),
     "stay-bulk": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), BULK | STAY, None),
     "stay-bulk-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 128, 64, True, False), BULK | STAY, None),
-    "last-first": (("causal", torch.bfloat16, 4, 2, 300, 400, 128, 128, True, False), BULK | STAY | LAST_FIRST, None),
-    "last-first-cut": (
-        ("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
-        BULK | STAY | LAST_FIRST,
-        (6, 2, 3),
-    ),
     "heads-a-piece": (
         ("causal", torch.bfloat16, 4, 1, 250, 270, 128, 128, True, False),
-        BULK | STAY | CLEARING | LAST_FIRST | ROUNDING | {"heads_a_piece": 2, "heads_together": 1},
+        BULK | STAY | CLEARING | {"heads_a_piece": 2, "heads_together": 1},
         (3, 0, 2),
     ),
     "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
@@ -250,34 +238,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         THIRDS | {"short_rows": 32},
         None,
     ),
-    "rounding-d128": (("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False), STAY | ROUNDING, None),
-    "rounding-d64": (
-        ("causal", torch.float16, 4, 4, 300, 300, 64, 64, True, False),
-        STAY | CLEARING | ROUNDING,
-        None,
-    ),
-    "rounding-d96-cut": (
-        ("plain", torch.bfloat16, 4, 2, 250, 270, 96, 80, False, False),
-        STAY | CLEARING | ROUNDING,
-        (6, 4, 2),
-    ),
-    # nothing is added to seven heads, which are complete before they are clear
-    "rounding-one-head": (
-        ("one-head", torch.bfloat16, 8, 8, 300, 100, 64, 64, True, False),
-        STAY | CLEARING | ROUNDING,
-        None,
-    ),
-    "rounding-bulk": (("window", torch.bfloat16, 4, 4, 300, 300, 128, 128, True, False), BULK | STAY | ROUNDING, None),
-    "rounding-bulk-cut": (
-        ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
-        BULK | STAY | CLEARING | ROUNDING,
-        (6, 4, 2),
-    ),
-    "rounding-thirds": (
-        ("causal", torch.float16, 3, 3, 300, 300, 96, 96, True, False),
-        THIRDS | ROUNDING,
-        None,
-    ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }
 
@@ -297,33 +257,6 @@ def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generat
 @pytest.mark.parametrize("case", sampled(name for name in SHARED if "clearing" in name))
 def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
     check_shared(case, folder, generator, mode)
-
-
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(2), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    ["rounding-one-head", "rounding-bulk-cut", "rounding-thirds"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("rounding-d64", "rounding-d96-cut", "rounding-d128", "rounding-bulk")
-    ],
-)
-def test_dq_is_rounded_when_it_is_complete(case: str, mode: Mode, folder: Path, generator: torch.Generator) -> None:
-    check_shared(case, folder, generator, mode)
-
-
-def test_dq_that_nothing_is_added_to_is_rounded_when_it_is_clear(
-    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of heads that see nothing, whose tiles of keys are done at once; who clears goes slowly here."""
-
-    def slow(*arguments: Any) -> None:
-        for _ in range(40):
-            cute.arch.inline_ptx("nanosleep.u32 100;")
-        clear(*arguments)
-
-    monkeypatch.setattr(dq_clearing, "clear", slow)
-    check_shared("rounding-one-head", tmp_path, generator)
 
 
 def test_counters_that_nobody_has_set_are_found(
@@ -442,12 +375,6 @@ CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
 CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None, int]] = {
     "plain-ragged": (("plain", torch.bfloat16, 2, 2, 250, 270, 128, 128, True, False), CLAIMED, None, 1),
     "causal-gqa2-batch2": (("causal", torch.bfloat16, 4, 2, 200, 300, 128, 128, True, False), CLAIMED, None, 2),
-    "last-first-gqa2": (
-        ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, False, False),
-        CLAIMED | LAST_FIRST | {"tries_first": True},
-        None,
-        1,
-    ),
     "plain-cut-batch2": (("plain", torch.bfloat16, 2, 1, 250, 270, 128, 128, False, False), CLAIMED, (6, 2, 2), 2),
     "blocks-that-leave": (("plain", torch.float16, 1, 1, 170, 400, 128, 128, False, False), CLAIMED | LEAVE, None, 1),
 }

@@ -99,7 +99,7 @@ def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, gene
     "case, changes",
     [
         ("window-used-gqa2", {"persistent": True}),
-        pytest.param("causal-gqa2-d96", {"persistent": True, "rounds": True}, marks=pytest.mark.slow),
+        pytest.param("causal-gqa2-d96", {"persistent": True}, marks=pytest.mark.slow),
         ("no-keys-used", {"persistent": False, "clears": False}),
         pytest.param("causal-used-gqa2-d192", {}, marks=pytest.mark.slow),
     ],

@@ -19,7 +19,6 @@ from composattn.backends.fused.emulated import emulating
 from composattn.backends.fused.plan import plan_forward
 from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import backward_keys_apart
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
@@ -39,7 +38,6 @@ NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sequences of some hundred rows are cut as long ones."""
     monkeypatch.setattr(stretches, "LONG", 100)
-    monkeypatch.setattr(backward_keys_apart, "COMPLETE_AT_ONCE", 100)
     with cut_as_long_ones():
         yield
 
@@ -177,16 +175,15 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
 
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(random_mode(1), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("dim", [*NARROW, 128])
-def test_dq_of_documents_is_rounded_when_it_is_complete(
-    dim: int, mode: Mode, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+def test_a_table_with_room_for_more_tiles_of_queries_than_documents_begin(
+    dim: int, mode: Mode, generator: torch.Generator
 ) -> None:
-    """By the table, in which tiles of queries begin with documents, too many of which it has room for."""
-    monkeypatch.setattr(backward_keys_apart, "SLOW_MEMORY", 1 << 20)  # as beside the slowest
+    """Blocks that stay clear dQ and add to it by such a table, for grouped heads."""
     ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
     case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 242, dim=dim), generator)
     few = dataclasses.replace(HOPPER, sms=2)
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
-    assert plan.has_stretches and plan.tiling.rounds
+    assert plan.has_stretches and plan.tiling.persistent
     with emulating(mode), on_few_multiprocessors(BACKEND, 2):
         check(ATTENTION, case)
 

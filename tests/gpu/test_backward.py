@@ -238,7 +238,7 @@ def test_dk_and_dv_are_bitwise_repeatable(generator: torch.Generator) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-# dQ written by who comes first, in tiles of keys from the first or the last queries on; these alone
+# dQ written by who comes first, or added to by all, in blocks that stay and that leave
 @pytest.mark.parametrize(("causal", "length"), [(False, 1021), (True, 2039), (True, 12347), (True, 24601)])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_long_calls_match_fp64_again_and_again(

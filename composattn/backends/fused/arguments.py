@@ -166,13 +166,10 @@ class MainArguments(NamedTuple):
     work: Any  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `primitives.tile_scheduler`
     captured: Any  # tuple of the tensors that mods and loop bounds read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
-    dq: Any  # (B, Hq, Sq, D), where the kernel rounds it
-    rows: Any  # then: the table of tiles of queries, as of `PreprocessArguments`
 
     @staticmethod
     def of(plan: BackwardPlan) -> MainArguments:
         dtype, layout = plan.dtype, plan.layout
-        rounds = plan.tiling.rounds
         dk = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim)
         dv = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v)
         return MainArguments(
@@ -193,8 +190,6 @@ class MainArguments(NamedTuple):
             work=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
-            dq=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim) if rounds else None,
-            rows=_table(plan.has_stretches, plan.has_row_table) if rounds else None,
         )
 
 
@@ -216,7 +211,6 @@ class PostprocessArguments(NamedTuple):
     sequences: Any  # `Sequences`: where packed rows lie
     work: Any  # as of `PreprocessArguments`
     sinks: Any  # `SinkArguments`
-    workspace: Any  # as of `PreprocessArguments`, where the main kernel has rounded some
 
     @staticmethod
     def of(plan: PostprocessPlan) -> PostprocessArguments:
@@ -227,7 +221,6 @@ class PostprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             work=_work(plan),
             sinks=_sinks(plan),
-            workspace=WORKSPACE if plan.tiling.rounds else None,
         )
 
 

@@ -64,7 +64,6 @@ class BackwardLauncher:
     ) -> None:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
-        self.rounds = self.tiling.rounds
         self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
         self.has_tables = bool(tables)
@@ -194,9 +193,8 @@ class BackwardLauncher:
             (
                 *(q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns),
                 *(scale, lie, keys, reads or None, tuple(scalars) or None),
-                *((dq, rows) if self.rounds else (None, None)),
             ),
-            (dq_accum, dq, scale, lie, rows, sinks, workspace if self.rounds else None),
+            (dq_accum, dq, scale, lie, rows, sinks),
             (pieces, dk, dv, lie),
         )
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():

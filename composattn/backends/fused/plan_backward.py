@@ -55,7 +55,6 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     told: Told | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with stretches
     # None: no tile of keys is cut
     cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
-    has_row_table: bool  # of tiles of queries
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -76,7 +75,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         rows = {
             "tiles": f"{t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
-            "schedule": f"{self._blocks()}, {self.order}" + ", each from the last queries on" * t.last_queries_first,
+            "schedule": f"{self._blocks()}, {self.order}",
             "q tiles": f"by lists made on the device, as {self.lists.reason}" if self.lists else "",
         }
         return self._text(rows)
@@ -159,8 +158,6 @@ def plan_backward(
     architecture.check_gradient(problem)
     program = program.without_sink
     chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
-    # who rounds comes before who waits for turns, in the same warp
-    assert not (deterministic and chosen.rounds), "dQ in a fixed order is rounded by the kernel behind"
     visited, limits = program.of_keys
     lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
     intervals = visited if lists is None else ()
@@ -209,7 +206,6 @@ def plan_backward(
         work=keys,
         told=told,
         cut=cut,
-        has_row_table=rows is not None,
     )
     return BackwardPlans(
         PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),

@@ -34,7 +34,6 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         return None
     if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
         return None
-    rounds = launcher.rounds
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     before, kernel, after, gather = launcher.preprocess, launcher.main, launcher.postprocess, launcher.gather
     like_q, like_k, like_v = like
@@ -83,9 +82,8 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         read, told = tuple(captured) or None, tuple(numbers) or None
         # each in the order of its record
         before(out, dout, lse, None, workspace, sums, None, rows, sinks)
-        rounded = (dq, rows) if rounds else (None, None)
-        kernel(q, k, v, dout, workspace, sums, dk, dv, pieces, turns, scale, None, keys, read, told, *rounded)
-        after(sums, dq, scale, None, rows, sinks, workspace if rounds else None)
+        kernel(q, k, v, dout, workspace, sums, dk, dv, pieces, turns, scale, None, keys, read, told)
+        after(sums, dq, scale, None, rows, sinks)
         if gather is not None:
             gather(pieces, dk, dv, None)
         if place is not None:

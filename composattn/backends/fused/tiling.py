@@ -205,11 +205,8 @@ class BackwardTiling(Tiling):
     it has `heads_at_last`, None: as many as the others.
     `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
     `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
-    `rounds`: warps of each block round what is complete of dQ while others compute, and leave the rest to the kernel
-    behind; blocks stay.
-    `last_queries_first`: in any order, tiles of keys that end with the same queries go from these to the first ones, so
-    that those which run together are at the same queries, and these in L2. `heads_a_piece`: every tile of keys is cut
-    in pieces of so many query heads of its group, so that those which run together are at few heads; 0: it is not.
+    `heads_a_piece`: every tile of keys is cut in pieces of so many query heads of its group, so that those which run
+    together are at few heads; 0: it is not.
     `short_rows`: of a sequence's last query tile, where it has no more, only these are computed; 0: all are.
     """
 
@@ -222,8 +219,6 @@ class BackwardTiling(Tiling):
     heads_at_last: int | None = None
     first_writes: bool = False
     claimed_parts: int = 0
-    rounds: bool = False
-    last_queries_first: bool = False
     heads_a_piece: int = 0
     short_rows: int = 0
 
@@ -234,10 +229,6 @@ class BackwardTiling(Tiling):
 
     def flags(self, tiles: Any) -> Any:
         """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
-        return self.flags_before(tiles) + int(self.rounds) * (1 + tiles)
-
-    def flags_before(self, tiles: Any) -> Any:
-        """Those in front of the ones that say what is rounded."""
         return int(self.clears) + self.claimed_parts * tiles
 
     @property

@@ -102,8 +102,7 @@ def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
         d == dv in (160, 192) and (program.mask is None or queries_of_a_key(problem, program) > SHORT / 4)
     )
     fits = fits and not (problem.layout.q == "packed" and reads_any(program.score))
-    sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
-    return fits and not sums and not has_costly_test(program.mask) and not has_opaque_test(program)
+    return fits and not has_costly_test(program.mask) and not has_opaque_test(program)
 
 
 def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> ExchangeBackwardTiling:

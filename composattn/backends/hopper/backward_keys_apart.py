@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
@@ -27,36 +27,16 @@ from ..fused.traits import (
 )
 from .backward_tiling import ROWS, HopperBackwardTiling
 
-COMPLETE_AT_ONCE = 1024  # keys: all tiles of a head run side by side, and nothing of its dQ is complete before the rest
-SLOW_MEMORY = 4000  # GB/s
 FEW = 1600  # queries that see a tile of keys, on average: of causal masks 3k tokens
 FEWER = 1000  # 2k tokens
 HALF = 48  # rows, of tiles of 80 and 96
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 
-class Way(NamedTuple):
-    """What else is done to dQ of plain D 128 in any order where so many queries see a tile of keys, on average.
-
-    `causal`: whether tiles of keys begin with different queries; all end with the last ones. `group`: query heads of a
-    key/value head, at least.
-    """
-
-    causal: bool
-    least: int
-    below: int
-    changes: dict[str, Any]
-    group: int = 1
-
-
+# What else is done to dQ of causal D 128 in any order where so many queries see a tile of keys, on average: 2k gains 4
+# to 6 %, full calls lose 3 to 8
 CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
-BACKWARDS: dict[str, Any] = {"last_queries_first": True, "written": "by steps"}  # whole products lose 1 %
-WAYS = (
-    Way(False, 768, 1600, CLAIMED),  # 1k gains 5 %; 2k and 8k lose 4
-    Way(True, 768, 1600, CLAIMED),  # 2k gains 0.5 to 1 %; 1k and 8k lose
-    Way(True, 6144, 1 << 31, BACKWARDS),  # 16k gains 2 %, 32k 1; claimed too they lose 7 and 6
-    Way(True, 1600, 6144, BACKWARDS, group=8),  # 24 on 3 and 32 on 4 heads, 4k and 8k, gain 0.3 to 2 %
-)
+CLAIMED_FROM, CLAIMED_BELOW = 768, 1600
 # those who send and wait for turns want more than 24 registers (18 spills with 32), and who computes spares 8; waits of
 # these kernels sleep in the loop, so they look first
 STAYING_IN_ORDER: dict[str, Any] = {
@@ -94,7 +74,7 @@ class KeysApart:
             stays: dict[str, Any] = STAYING_IN_ORDER if self.stays_in_order else {}
             return dataclasses.replace(self._each_block, **stays)
         also: dict[str, Any] = {
-            "persistent": not self.leaves, "clears": True, "rounds": self.rounds and not self.leaves,
+            "persistent": not self.leaves, "clears": True,
         }  # fmt: skip
         staying = dataclasses.replace(self._each_block, **also | self.way)
         # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went
@@ -309,7 +289,7 @@ class KeysApart:
         Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128
         full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; D 96 causal 8k 2; documents 1 to 2.
         """
-        backwards = "last_queries_first" in self.way or (self.deterministic and differ(self.problem, self.program))
+        backwards = self.deterministic and differ(self.problem, self.program)
         if backwards or not (self.wide or self.thirds):
             return 0
         if self.documents or self.short:
@@ -324,13 +304,11 @@ class KeysApart:
 
     @functools.cached_property
     def way(self) -> dict[str, Any]:
-        """What else is done to dQ of plain D 128 in any order."""
-        if self.deterministic or not (self.d == self.dv == 128 and self.plain):
-            return {}
-        causal = self.program.mask is not None
-        served = (way for way in WAYS if way.causal == causal and self.problem.group >= way.group)
-        changes = next((way.changes for way in served if way.least <= self.seen < way.below), {})
-        return changes if changes and end_together(self.problem, self.program) else {}
+        """What else is done to dQ of plain causal D 128 in any order."""
+        plain = self.d == self.dv == 128 and self.plain and not self.deterministic
+        few = CLAIMED_FROM <= self.seen < CLAIMED_BELOW
+        causal = self.program.mask is not None and end_together(self.problem, self.program)
+        return CLAIMED if plain and few and causal else {}
 
     @functools.cached_property
     def sends(self) -> bool:
@@ -380,37 +358,13 @@ class KeysApart:
     def leaves(self) -> bool:
         """Whether a block ends with its tile, in any order: where a head has more tiles than run at once.
 
-        Those that stay take their next tile before they end one, and rounding is more work at the power cap: 32k moves
-        2.15 GB of memory for 1.51. Causal calls of 24k and 32k gain 1 to 3 %, full ones of 20k to 32k 1.5 to 3, of
-        D 64 1 to 2. Up to 16k they lose 0 to 3, causal ones of D 64 2, 8 heads of a group 1, windows 5; score mods -1
-        to 0.
+        Those that stay take their next tile before they end one: 32k moves 2.15 GB of memory for 1.51. Causal calls of
+        24k and 32k gain 1 to 3 %, full ones of 20k to 32k 1.5 to 3, of D 64 1 to 2. Up to 16k they lose 0 to 3, causal
+        ones of D 64 2, 8 heads of a group 1, windows 5; score mods -1 to 0.
         """
         whole = self.program.mask is None or (self.widest == 128 and end_together(self.problem, self.program))
         gains = self.plain and whole and self.widest in (64, 128) and self.problem.group < MANY_HEADS
         return gains and self.problem.layout.is_dense and self.problem.kv_len > 128 * self.target.sms
-
-    @functools.cached_property
-    def rounds(self) -> bool:
-        """Whether warps that idle round dQ: 1 to 4 % where most heads are complete long before the call ends.
-
-        Not where two rounds of blocks are all there is (a call of 128 tiles lost 2 %), nor where tests take registers
-        and documents are short (causal ones: 2 to 3). At D 128 not of 1k either, whose heads are complete all at once
-        (2 to 3), nor of full calls of 6k and more, where the kernel behind is 1 % of the time (0 to 2). At D 64 and 96
-        only beside slow memory: 1 to 4 % of an H100 (3.35 TB/s), of an H200 (4.8) -1 to 1.
-        """
-        problem, mask = self.problem, self.program.mask
-        tiles = problem.kv_heads * -(-problem.kv_len // 128)
-        if problem.layout.q == "packed":
-            at_once = mask is not None
-        else:
-            tiles, at_once = problem.batch * tiles, problem.kv_len <= COMPLETE_AT_ONCE
-        if tiles <= 2 * self.target.sms or problem.head_dim % 8:
-            return False
-        if has_costly_test(mask) and not has_whole_documents(problem, self.program):
-            return False
-        if max(problem.head_dim, problem.head_dim_v) <= 96:
-            return self.target.memory_rate < SLOW_MEMORY
-        return not (at_once or (mask is None and self.program.score is None and self.seen >= 6144))
 
     @functools.cached_property
     def stays_in_order(self) -> bool:

@@ -87,18 +87,16 @@ class HopperBackwardTiling(BackwardTiling):
             assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
             fewer = self.dq_split == "transposed" or self.thirds
             assert fewer, "products with 64 queries as rows have no fewer"
-            assert not (self.ends_backwards or self.last_queries_first), "a tile of fewer queries comes last"
+            assert not self.ends_backwards, "a tile of fewer queries comes last"
         if self.thirds:
             assert self.tile_m * 2 == ROWS * 3 and self.dq_split == "rows", "two tiles of queries are three products"
             assert self.dq_later and self.dq_in_bulk and self.dq_pieces == 1, "dQ leaves when its second tile is there"
             assert not self.claimed_parts, "a warpgroup's part of dQ has other rows in turn"
-        if self.rounds:
-            assert self.persistent and not self.shared_keys, "warps that idle round dQ, in blocks that stay"
 
     @property
     def in_stretches(self) -> bool:
         fits = (self.kernel == "backward" or self.thirds) and self.d == self.dv
-        return fits and not (self.ends_backwards or self.last_queries_first or self.claimed_parts)
+        return fits and not (self.ends_backwards or self.claimed_parts)
 
     @property
     def key_groups(self) -> int:
@@ -131,16 +129,6 @@ class HopperBackwardTiling(BackwardTiling):
     def dq_parts(self) -> int:
         """Of a tile of dQ, each a warpgroup's, of all blocks that share it; or those that one computes in turn."""
         return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
-
-    @property
-    def rounding_warps(self) -> int:
-        """Of the copying warpgroup, that round dQ: all but who copies, and who sends or tells."""
-        return 3 - self.done_speakers
-
-    @property
-    def done_speakers(self) -> int:
-        """How many of a block say that a tile of keys has been added to dQ: who sends its parts, or one warp."""
-        return self.warpgroups if self.dq_in_bulk else 1
 
     @property
     def dq_registers(self) -> int:
@@ -200,7 +188,7 @@ class HopperBackwardTiling(BackwardTiling):
             "stages": f"Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
             "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
             f"registers {self.consumer_registers}/{self.producer_registers}",
-            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}" + ", rounded by warps that idle" * self.rounds,
+            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",
         }
 
 

@@ -19,7 +19,7 @@ def key_columns(tiling: HopperBackwardTiling) -> int:
 
 
 def dq_columns(tiling: HopperBackwardTiling) -> int:
-    """How many columns of dQ a warpgroup computes, or rounds where their numbers differ."""
+    """How many columns of dQ a warpgroup computes, or all where it shares rows."""
     return tiling.d // tiling.dq_parts if tiling.dq_split == "columns" else tiling.d
 
 
@@ -97,57 +97,3 @@ class DqPart(Fixed):
         a, b = (self.tQra, self.tQrb[at]) if self.transposed else (self.tQra[at], self.tQrb)
         issue(self.mma, tQrdQ, a, b, False)
         return tQrdQ
-
-
-class DqChunks(Fixed):
-    """The sums of a tile of dQ as its products leave them, four 8x16 blocks a step: eight lanes have one of them.
-
-    A block is 16 bytes of each thread of a warp: rows g and g + 8, columns 2t and 2t + 1 of thread 4g + t. A lane reads
-    those of four threads: two rows of 8 columns, or, transposed, four columns of 4 rows.
-    """
-
-    def __init__(self, tiling: HopperBackwardTiling):
-        self.tiling = tiling
-        self.transposed = tiling.dq_split == "transposed"
-        self.steps = tiling.tile_m * tiling.d // (16 * 8) // 4
-        self.apart = 16 if self.transposed else 4
-        self.columns = 4 if self.transposed else 8
-
-    def first(self, lane):
-        member = lane % 8
-        # transposed, four lanes have the queries and two the columns, four at a time
-        thread = member // 4 * 16 + member % 4 if self.transposed else 4 * member
-        return lane // 8 * 128 + thread * 4
-
-    def targets(self, step, lane):
-        strip, along = self._place(4 * step + lane // 8)
-        member = lane % 8
-        if not self.transposed:
-            row, column = self._row_and_column(strip, along)
-            numbers = [[(chunk, 2 * half + e) for chunk in range(4) for e in range(2)] for half in range(2)]
-            return [(row + member + 8 * half, column, numbers[half]) for half in range(2)]
-        row, column = 8 * along + 2 * (member % 4), 16 * strip + 4 * (member // 4)
-        return [
-            (row + e, column + 8 * half, [(chunk, 2 * half + e) for chunk in range(4)])
-            for half in range(2)
-            for e in range(2)
-        ]
-
-    def _place(self, block):
-        """Which strip of 16 rows of the products, and which 8 of their columns: a warp has a strip."""
-        columns = self._columns
-        if self.tiling.thirds:
-            return block // columns, block % columns
-        return block // (4 * columns) * 4 + block % 4, block // 4 % columns
-
-    @property
-    def _columns(self) -> int:
-        """Of a product, eight at a time."""
-        if self.transposed:
-            return self.tiling.tile_m // 8
-        return dq_columns(self.tiling) // 8
-
-    def _row_and_column(self, strip, along):
-        if self.tiling.dq_split == "rows":
-            return 16 * strip, 8 * along
-        return strip % 4 * 16, strip // 4 * dq_columns(self.tiling) + 8 * along

@@ -78,11 +78,6 @@ class Block(Fixed):
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
             edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
         walking = consumers.count + deterministic + tiling.dq_in_bulk * tiling.warpgroups
-        if tiling.rounds:
-            edges["end"] = Edge(1, Warps(1), None)
-            if not tiling.dq_in_bulk:
-                edges["done"] = Edge(1, consumers, Warps(1))
-                walking += 1
         if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
             edges["queue"] = Edge(2, Warps(1), Warps(walking))
         edges |= self.more_edges()
@@ -92,8 +87,6 @@ class Block(Fixed):
         self.edges = list(bound.values())
         self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
         self.turn_edge, self.ds_edge, self.dq_edge = (bound.get(name) for name in ("turn", "ds", "dq"))
-        # that a tile of keys has been added to dQ, that no more will come
-        self.done_edge, self.end_edge = (bound.get(name) for name in ("done", "end"))
         self.bound = bound
         self.queue = None
         if tiling.persistent:

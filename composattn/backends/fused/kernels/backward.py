@@ -16,7 +16,7 @@ from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_tiles import query_tiles_of
 from ....primitives.emit_told import ToldKeys
 from ....primitives.kv_source import partition
-from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, rounded_of, statistics_of
+from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
@@ -30,7 +30,6 @@ from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
 from ..tiling import BackwardTiling
 from .dq_claims import DqClaims
 from .dq_clearing import DqClearing
-from .dq_rounding import Chunks, DqRounding
 from .key_tile import KeyTile
 
 
@@ -98,10 +97,6 @@ class Backward(Kernel, Generic[AnyTiling]):
         order = self.order(given, mK, group)
         flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
         pieces = pieces_of(self.plan.tiling, given.pieces) if tiling.in_pieces else None
-        rounding = None
-        if const_expr(tiling.rounds):
-            plain = given.dq if self.plan.layout.is_dense else permuted(given.dq, 1, 0, 2)
-            rounding = plain, *rounded_of(*flags, tiling.flags_before), given.rows
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
@@ -115,7 +110,6 @@ class Backward(Kernel, Generic[AnyTiling]):
             counter_of(given.workspace),
             cleared_of(*flags) if tiling.clears else None,
             claims_of(*flags, tiling.claimed_parts) if tiling.claimed_parts else None,
-            rounding,
             (order, pieces, numbers, given.scale, given.captured, given.scalars, queries, keys, group),
         ).launch(
             grid=(blocks * sharing, 1, 1),
@@ -144,10 +138,6 @@ class Backward(Kernel, Generic[AnyTiling]):
         """The tensors as a block sees them."""
         return tensors
 
-    def chunks(self) -> Chunks:
-        """Where the sums of a tile of dQ lie, for warps that round them."""
-        raise NotImplementedError(f"{type(self).__name__} rounds no dQ")
-
     def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
         """Of the tiles of keys: heads whose queries stay in L2 together."""
         tiling, kv_heads = self.plan.tiling, mK.shape[2]
@@ -160,12 +150,11 @@ class Backward(Kernel, Generic[AnyTiling]):
         return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, sections)
 
     @cute.kernel
-    def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, rounding, work):
+    def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, work):
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
         claims = None if claims is None else DqClaims(claims)
-        rounding = None if rounding is None else DqRounding(self, *rounding)
-        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, rounding, turns, *work)
+        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:
@@ -197,7 +186,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
         n = count - 1 - work.m if dense and not self.plan.deterministic else work.m
-        backwards: Boolean | bool = self.tiling.last_queries_first
+        backwards: Boolean | bool = False
         if self.tiling.ends_backwards:
             backwards = call.order.in_last_section(number)
             n = choose(backwards, count - 1 - n, n)
@@ -259,8 +248,6 @@ class Backward(Kernel, Generic[AnyTiling]):
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
         if work.piece is not None and n is None and not self.tiling.cuts_heads:
             runs = [run.piece(work.piece.index, work.piece.count) for run in runs]
-        if self.tiling.last_queries_first:
-            return [dataclasses.replace(run, backwards=True) for run in runs if isinstance(run, QueryRun)]
         return runs
 
     @cute.jit
@@ -344,7 +331,6 @@ class Backward(Kernel, Generic[AnyTiling]):
                     for i in cutlass.range(count, run.count, unroll=1):
                         steps = me.short_step(call, run.tile(i), ragged | run.tested(i), steps)
         steps = me.end(steps)
-        me.tell_end(kv_slot)
         if const_expr(tiling.persistent):
             block.kv_edge.release(kv_slot, me.lane)
         me.finish(call)
@@ -438,7 +424,6 @@ class Call(Fixed):
     dq_accum: cute.Tensor
     clearing: DqClearing | None
     claims: DqClaims | None
-    rounding: DqRounding | None
     turns: cute.Tensor | None
     order: TileScheduler
     pieces: Pieces | None

@@ -31,8 +31,8 @@ class DqSender(Fixed):
 
     @cute.jit
     def run(self, call):
-        if const_expr(call.claims is not None or call.rounding is not None):
-            cute.arch.griddepcontrol_wait()  # for empty claims, and flags of what is rounded
+        if const_expr(call.claims is not None):
+            cute.arch.griddepcontrol_wait()  # for empty claims
         self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, self.starts())
 
     def starts(self) -> tuple:
@@ -96,10 +96,6 @@ class DqSender(Fixed):
             else:
                 if work.piece.is_whole:
                     self.send_keys(call, work, slot)
-        if const_expr(call.rounding is not None):
-            wait_sums(Boolean(True), read=False)
-            cute.arch.sync_warp()
-            call.rounding.say_done(call, work, cute.arch.lane_idx())
 
     def send_keys(self, call, work, slot) -> None:
         """dV and dK: two more laps of a ring of one stage, so `slot` is the next one again."""

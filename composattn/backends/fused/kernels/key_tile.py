@@ -86,9 +86,6 @@ class KeyGroup(Fixed, abc.ABC):
         """After the last query tile of a tile of keys; `carried` to the step that would follow."""
         return carried
 
-    def tell_end(self, kv_slot) -> None:
-        """To who waits until all has been added to dQ."""
-
     def tile(self, scores, m) -> ScoreTile:
         first_q = self.work.queries.from_start(m * self.tiling.tile_m + self.row)
         return ScoreTile(self.shape, scores, self.work.b, self.head, first_q, self.first_kv)

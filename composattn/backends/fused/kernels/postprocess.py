@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ....primitives.padded_tiles import PaddedTiles, rounded_of
+from ....primitives.padded_tiles import PaddedTiles
 from ....primitives.query_blocks import QueryBlocks
 from ....primitives.register_chunks import THREADS, load_part
 from ....primitives.seqlen import rows_of
 from ....primitives.swizzled_tiles import tile_layout
 from ..architecture import Kernel
 from ..arguments import PostprocessArguments
-from ..plan_backward import COUNTER, AnyTiling, PostprocessPlan
+from ..plan_backward import AnyTiling, PostprocessPlan
 from ..tiling import RowBackwardTiling
 from .rounding import Exit, RowSums, Sums, is_first_warp
 from .sink_sums import SinkSums
@@ -65,11 +65,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         dq = queries.for_stores(given.dq, self.rows) if self.plan.has_stretches else queries.for_copies(given.dq)
         tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, (self.rows, tiling.d))
         sinks = SinkSums.of(self.plan, given)
-        rounded = None
-        if const_expr(tiling.rounds):
-            flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
-            _, rounded = rounded_of(*flags, tiling.flags_before)
-        self.kernel(tma, tensor, layout, given.dq_accum, rounded, given.scale, queries, given.work, sinks).launch(
+        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=self.blocks(given.dq_accum, given.work).grid,
             block=(self.threads, 1, 1),
             stream=stream,
@@ -77,31 +73,22 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         )
 
     @cute.kernel
-    def kernel(self, tma, tensor, layout, dq_accum, rounded, scale, queries, work, sinks):
+    def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work, sinks):
         cute.arch.griddepcontrol_wait()  # for the main kernel's sums
         if const_expr(sinks is not None):
             sinks.add_up(self.blocks(dq_accum, work))
         tile, head, b = self.blocks(dq_accum, work).tile()
-        of_tiles = tma, tensor, layout, dq_accum, rounded, scale
+        of_tiles = tma, tensor, layout, dq_accum, scale
         if const_expr(work is None):
-            self.finish_if(*of_tiles, queries.sequence(b), tile, head, b)
+            self.finish(*of_tiles, queries.sequence(b), tile, head, b)
         else:
             if b >= 0:
                 sequence = queries.sequence(b).within(self.blocks(dq_accum, work).stretch())
-                self.finish_if(*of_tiles, sequence, tile, head, b)
+                self.finish(*of_tiles, sequence, tile, head, b)
 
     @cute.jit
-    def finish_if(self, tma, tensor, layout, dq_accum, rounded, scale, sequence, tile, head, b):
-        """A tile, unless the main kernel has rounded it."""
+    def finish(self, tma, tensor, layout, dq_accum, scale, sequence, tile, head, b):
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
-        if const_expr(rounded is None):
-            self.finish(tma, tensor, layout, dq_accum, scale, sequence, padded, tile, head)
-        else:
-            if rounded[padded.b, head, padded.first + tile // self.parts] == 0:
-                self.finish(tma, tensor, layout, dq_accum, scale, sequence, padded, tile, head)
-
-    @cute.jit
-    def finish(self, tma, tensor, layout, dq_accum, scale, sequence, padded, tile, head):
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // THREADS)
         thread = cute.arch.thread_idx()[0] % THREADS
         way_out, sums = Exit(layout, self.dtype), self.sums()

@@ -12,7 +12,6 @@ from ....primitives.padded_tiles import (
     claims_of,
     cleared_of,
     counter_of,
-    rounded_of,
     statistics_of,
 )
 from ....primitives.query_blocks import QueryBlocks
@@ -55,17 +54,14 @@ class Preprocess(Kernel):
         flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
         cleared = cleared_of(*flags) if self.tiling.clears else None
         claims = claims_of(*flags, parts) if parts else None
-        rounded = rounded_of(*flags, self.tiling.flags_before) if self.tiling.rounds else None
         sinks = SinkSums.of(self.plan, given)
-        written = statistics, dq_accum, counter, cleared, claims, rounded
+        written = statistics, dq_accum, counter, cleared, claims
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, rounded, queries, work, sinks
-    ):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
@@ -76,25 +72,21 @@ class Preprocess(Kernel):
             _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(claims is not None):
             _clear_of_tile(claims, blocks)
-        done = None
-        if const_expr(rounded is not None):
-            done, rounded = rounded
-            _clear_of_head(done, blocks, self.plan.has_stretches)
         tile, head, b = blocks.tile()
         sink = None if sinks is None else sinks.of_rows(blocks, head, b)
         share = Float32(0.0)
         if const_expr(work is None):
             place = queries.sequence(b), tile, head, b
-            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
         else:
             if b >= 0:
                 place = queries.sequence(b).within(blocks.stretch()), tile, head, b
-                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, rounded, *place)
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
         if const_expr(sinks is not None):
             sinks.leave(blocks, share, head, b, THREADS)
 
     @cute.jit
-    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, rounded, sequence, tile, head, b):
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b):
         """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
         thread = cute.arch.thread_idx()[0]
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
@@ -117,9 +109,6 @@ class Preprocess(Kernel):
         if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
-        if const_expr(rounded is not None):
-            flag = rounded[padded.b, head, None].iterator + (padded.first + tile)
-            _clear_if(cute.make_tensor(flag, cute.make_layout(1)), thread == 0)
         first = padded.first * self.tiling.tile_m
         found = [statistics[kind, padded.b, head, None] for kind in range(2)]
         share = Float32(0.0)
