@@ -49,10 +49,10 @@ SCORES: dict[str, Any] = {
 LEARNED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]] = {
     "number": (lambda t: lambda s, b, h, q, kv: s + t * 0.1 * (q - kv), ()),
     "head": (lambda t: lambda s, b, h, q, kv: s - t[h] * (q - kv), (4,)),
-    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t[h, q] * (q - kv), (4, 300)),
-    "column": (lambda t: lambda s, b, h, q, kv: s + t[kv], (300,)),
+    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t[h, q] * (q - kv), (4, 380)),
+    "column": (lambda t: lambda s, b, h, q, kv: s + t[kv], (380,)),
     "distance": (lambda t: lambda s, b, h, q, kv: s + t[h, q - kv + 260], (4, 521)),
-    "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 300, 300)),
+    "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 380, 380)),
 }
 
 LONG, SHORT = (16384, 16384), (512, 512)  # calls whose queries see few keys are cut into small tiles
@@ -100,7 +100,7 @@ def backward(
     step: str, score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, layout: Layout = DENSE, **how: Any
 ) -> Callable[[], Any]:
     """A step of a gradient, made when called; `how` goes to `plan_backward`. A score in LEARNED has no mask."""
-    of_heads, lengths = how.pop("heads", (4, 2)), how.pop("lengths", (300, 300))
+    of_heads, lengths = how.pop("heads", (4, 2)), how.pop("lengths", (380, 380))
 
     def plan() -> Any:
         mods = learned(score) if score in LEARNED else program(score, mask)
@@ -192,7 +192,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "backward-in-order-backwards-d128": backward("main", mask="causal", deterministic=True, lengths=(16384, 16384)),
     "backward-in-order-causal-d256": backward("main", mask="causal", d=256, deterministic=True),
     "backward-in-order-full-d96": backward("main", d=96, deterministic=True),
-    "backward-in-order-lists-blocks-d64": backward("main", mask="blocks", d=64, deterministic=True),
+    "backward-in-order-lists-blocks-d64": backward("main", mask="blocks", d=64, lengths=(300, 300), deterministic=True),
     "backward-lists-neighborhood-d128": backward("main", mask="neighborhood"),
     "backward-varlen-used-causal-d64": backward("main", mask="causal", d=64, layout=USED),
     **{f"backward-learned-{pattern}-d64": backward("main", pattern, d=64) for pattern in LEARNED},
